@@ -64,7 +64,7 @@ class SparseForge:
         self.weights: list[PrunableWeight] = list(on.weights.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
         self._weight, self._layout, self._shards, self._state = on.weights, on.layout, on.shards, on.state
-        self._edges, self._matrices, self._load, self._health = on.edges, on.matrices, on.load, on.health
+        self._halo, self._matrices, self._load, self._health = on.halo, on.matrices, on.load, on.health
         self._probe = Probe(on.layout)
         self._mean = CurvatureMean(on, self._probe)
         self._saved = SavedState(on, self._mean)
@@ -168,7 +168,7 @@ class SparseForge:
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
             self.metrics = metrics
-        if started or (metrics is not None and self._method.moved):
+        if started or (metrics is not None and self._method.needs_republish):
             self._republish()
         self._release_if_due()
         self._listen()
@@ -243,7 +243,8 @@ class SparseForge:
             ValueError: `start` was called, no step was made yet, and W waits outside the optimizer's state: masks are
                 going to move, or masters have 16 bits.
         """
-        if self._starts and self.ready and not self.step_count and self.config.max_steps and self._state.waits:
+        fresh = self._starts and self.ready and not self.step_count
+        if fresh and self.config.max_steps and self._state.has_waiting_state:
             raise ValueError(
                 "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
                 "removes, or a shift takes: save after a step, or before forge.start"
@@ -270,7 +271,7 @@ class SparseForge:
     @property
     def _starts(self) -> bool:
         """Whether `start` changes what the network sees, before the first step."""
-        return self._method.starts or self.config.shifts
+        return self._method.needs_start or self.config.shifts
 
     def _listen(self) -> None:
         """Hear the next step's passes if a mask update reads them; nothing of those before."""

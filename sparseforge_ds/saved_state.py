@@ -31,7 +31,7 @@ class SavedState:
     def state_dict(self) -> dict[str, Any]:
         """See `SparseForge.state_dict`."""
         on = self._on
-        if on.state.released and on.layout.all_reduce(on.state.mark_zeros()).item():
+        if on.state.released and on.layout.all_reduce(on.state.mark_kept_zeros()).item():
             on.layout.push()
         run = RunState.of(on.config, list(on.weights.values()), on.step, on.refreshes)
         mean = self._mean.state_dict()
@@ -49,7 +49,7 @@ class SavedState:
         self._mean.load_state_dict(state)
         on.state.frozen = masks != "none" and on.step >= on.config.resolved_schedule.freeze_step
         if masks == "frozen":
-            on.state.read_kept()
+            on.state.read_kept_from_weights()
             on.check_frozen()
         on.health.forget_targets()
         for name, branch in branches(on.engine.module).items():

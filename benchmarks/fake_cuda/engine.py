@@ -1,7 +1,7 @@
 """A rank of a run without an engine: the memory layout that ZeRO would give it, and a forge on a bare torch optimizer.
 
-The one file of these tools that knows the insides of the package: where `Layout` comes from, and what of an engine a
-forge uses.
+The one file of these tools that knows the insides of the package: where `ShardLayout` comes from, and what of an engine
+a forge uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.fake_cuda.counting import Counter
 from sparseforge_ds import forge as forge_module
 from sparseforge_ds.methods import sharded_weights
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 CUDA = torch.device("cuda", 0)
 
@@ -122,7 +122,7 @@ class BareOptimizer:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
         self.loss_scale = rank.loss_scale
         self.mask: Callable[[int, int, Tensor], None] | None = None
-        """The forge's change of averaged gradients; see `Layout.before_norm`."""
+        """The forge's change of averaged gradients; see `ShardLayout.before_norm`."""
         self.gradient_dtype = torch.float32
         self._members = [list(group["params"]) for group in inner.param_groups]
 
@@ -200,12 +200,12 @@ class BareEngine:
             parameter.grad = None
 
 
-class BareLayout(Layout):
+class BareLayout(ShardLayout):
     """The shard map that ZeRO's partitions have on this rank."""
 
     @property
     def replicated(self) -> bool:  # type: ignore[override]
-        """See `Layout`."""
+        """See `ShardLayout`."""
         return self.engine.partitions.rank.stage == 0
 
     def _data_parallel_group(self) -> None:
@@ -275,7 +275,7 @@ def attach(
         mock.patch.object(sharded_weights, "layout_of", BareLayout),
     ):
         forge = sf.SparseForge(engine, config)
-    edges = forge._edges
+    edges = forge._halo
     spans = {w.name: config.parsed_pattern.span(w.shape, w.input_axis) for w in forge.weights}
     edges.any_cut = any(  # a value that the ranks agree on, and fake tensors do not have
         start % spans[name] or stop % spans[name]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
-from sparseforge_ds.zero.matrices import Matrices, Part
+from sparseforge_ds.zero.matrices import Matrices, MatrixSlice
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -75,14 +75,14 @@ class AxisSums:
         rows = self.matrices.rows[name]
         return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
 
-    def first(self, name: str, part: Part) -> int:
+    def first(self, name: str, part: MatrixSlice) -> int:
         """First element that a part of a shard has of its matrix."""
         return self.shards[name].start + part.start - (part.row - self.matrices.rows[name].start) * self._size(name)
 
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
         """Add what lies on the shards of all ranks; `values` are (numel of the shard,). Collective, one reduction."""
         for name, shard in self.shards.items():
-            for part in self.matrices.parts[name]:
+            for part in self.matrices.slices[name]:
                 inside = values(shard)[part.start : part.stop]
                 for chunk in chunks(inside):
                     add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.of(part.row))

@@ -16,7 +16,7 @@ from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.probe import Probe, ProbeBatches
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Diagonal = dict[str, Tensor]
 """(numel of the shard,) fp32 by weight name."""
@@ -86,7 +86,7 @@ class EstimatorContext:
         """
         self.input_first = frozenset(input_first)
         self.probe = probe
-        self.layout: Layout = probe.layout
+        self.layout: ShardLayout = probe.layout
         self.matrices = matrices
         self.ranges = edges.ranges
         self.chunks = edges.chunks
@@ -145,7 +145,7 @@ class EstimatorContext:
     def divide(self, diagonal: Diagonal, by: list[float]) -> None:
         """Divide what belongs to an expert by the number in its row; what belongs to none stays."""
         for name in self.load.rows.keys() & diagonal.keys():
-            for part in self.matrices.parts[name]:
+            for part in self.matrices.slices[name]:
                 row = self.load.of_matrix[part.row]
                 assert row is not None
                 if by[row]:
@@ -187,4 +187,4 @@ class EstimatorContext:
         for name in names:
             shard = self.shards[name]
             if shard.flat == index:
-                add(shard, shard.of(gradient).float())
+                add(shard, shard.slice_of_flat(gradient).float())

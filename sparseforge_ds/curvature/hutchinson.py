@@ -60,7 +60,7 @@ class Hutchinson(Estimator):
         for name, shard in on.shards.items():
             master = layout.flats[shard.flat].data
             for chunk in on.chunks[name]:
-                chunk.of(master).add_(self._sign(keys[name], chunk, master.device) * radii[name])
+                chunk.slice_of_flat(master).add_(self._sign(keys[name], chunk, master.device) * radii[name])
         layout.push()
 
     def _add_side(
@@ -87,7 +87,7 @@ class Hutchinson(Estimator):
         on = self.on
         table = torch.zeros(len(on.shards), 2, dtype=torch.float64, device=on.layout.device)
         for row, shard in enumerate(on.shards.values()):
-            values = shard.of(on.layout.flats[shard.flat].detach()).double()
+            values = shard.slice_of_flat(on.layout.flats[shard.flat].detach()).double()
             table[row, 0], table[row, 1] = values.square().sum(), values.numel()
         square, count = on.matrices.layout.sum_shards(table).unbind(1)
         radii = (self.radius * (square / count).sqrt()).to(on.layout.flats[0].device)

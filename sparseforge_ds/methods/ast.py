@@ -28,7 +28,7 @@ class Ast(RefreshedMask):
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        trained = self.on.state.trained(index)
+        trained = self.on.state.weights_being_trained(index)
         state = self.on.state.partition(index)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from sparseforge_ds.model.branch import Branch
 from sparseforge_ds.model.families import BRANCH, PrunableWeight
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
-def master_of(layout: Layout, weight: PrunableWeight, which: str) -> tuple[Shard, Tensor]:
+def master_of(layout: ShardLayout, weight: PrunableWeight, which: str) -> tuple[Shard, Tensor]:
     """What this rank holds of the B or P (a name of `BRANCH`) of a weight, and its master."""
     shard = layout.shards[f"{weight.module}.{which}"]
-    return shard, shard.of(layout.flats[shard.flat].data)
+    return shard, shard.slice_of_flat(layout.flats[shard.flat].data)
 
 
-def whole(layout: Layout, weight: PrunableWeight, which: str) -> Tensor:
+def whole(layout: ShardLayout, weight: PrunableWeight, which: str) -> Tensor:
     """The masters of B or P in fp32, in their shape, on every rank. Collective."""
     own, master = master_of(layout, weight, which)
     value = torch.zeros(own.shape, device=layout.device)
@@ -27,19 +27,19 @@ def whole(layout: Layout, weight: PrunableWeight, which: str) -> Tensor:
     return layout.sum_shards(value)
 
 
-def write(layout: Layout, weight: PrunableWeight, which: str, value: Tensor) -> None:
+def write(layout: ShardLayout, weight: PrunableWeight, which: str, value: Tensor) -> None:
     """Set the masters of B or P, whole on every rank, in any shape with as many elements."""
     own, master = master_of(layout, weight, which)
     master.copy_(value.reshape(-1)[own.start : own.stop])
 
 
-def seen(layout: Layout, weight: PrunableWeight, which: str, branch: Branch, value: Tensor) -> Tensor:
+def seen(layout: ShardLayout, weight: PrunableWeight, which: str, branch: Branch, value: Tensor) -> Tensor:
     """In fp32, what the forward sees of a value of the masters of B or P."""
     _, master = master_of(layout, weight, which)
     return value.to(master.dtype).to(getattr(branch, which).dtype).float()
 
 
-def forget_moments(layout: Layout, weights: Iterable[PrunableWeight]) -> None:
+def forget_moments(layout: ShardLayout, weights: Iterable[PrunableWeight]) -> None:
     """Let Adam begin anew: it has counted steps in which a branch had no gradient, and would take several times the
     rate."""
     names = {f"{weight.module}.{which}" for weight in weights for which in BRANCH}

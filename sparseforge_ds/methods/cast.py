@@ -30,8 +30,8 @@ class Cast(RefreshedMask):
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """When the mask freezes, factors are folded and masked weights are gone."""
-        self.moved = self.on.schedule.is_projection(step)
-        if self.moved:
+        self.needs_republish = self.on.schedule.is_projection(step)
+        if self.needs_republish:
             self._fold()
         return super().update(step, probe)
 
@@ -93,7 +93,7 @@ class Cast(RefreshedMask):
         """(out,) the factors of a layer from all ranks, which are set to 1 here. Collective."""
         layout = self.on.layout
         own = layout.shards[f"{self.on.weights[name].module}.weight_scale"]
-        master = own.of(layout.flats[own.flat].data)
+        master = own.slice_of_flat(layout.flats[own.flat].data)
         whole = torch.zeros(own.shape, device=layout.device).view(-1)
         whole[own.start : own.stop] = master.to(whole)
         layout.sum_shards(whole)

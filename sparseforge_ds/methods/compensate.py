@@ -37,7 +37,7 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
     are equal, the error is then exactly zero.
 
     Collective. W and B are sharded differently, so each B is summed whole, one at a time: 1/k of its weight on the
-    wire, once in a run. `Layout.push` afterwards makes it visible.
+    wire, once in a run. `ShardLayout.push` afterwards makes it visible.
     """
     layout, weights, published = on.layout, on.weights, dict[int, Tensor]()
 
@@ -45,10 +45,10 @@ def switch_on_branches(on: ShardedWeights, method: MaskMethod) -> None:
         """(numel of the shard,) fp32 (1 - m_eff) W; masters may have too few bits for it."""
         if shard.flat not in published:
             published.clear()
-            dense = on.state.trained(shard.flat)
+            dense = on.state.weights_being_trained(shard.flat)
             published[shard.flat] = torch.empty_like(dense)
             method.publish(shard.flat, dense, None, published[shard.flat], on.step)
-        return on.state.dense(shard) - shard.of(published[shard.flat])
+        return on.state.dense(shard) - shard.slice_of_flat(published[shard.flat])
 
     added = branches(on.engine.module)
     forget_moments(layout, [weights[name] for name in added])
@@ -109,7 +109,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         in_unit_S = torch.arange(each, device=layout.device)
         places = []
         for chunk in edges.chunks[name]:
-            dense = edges.widen(chunk, on.dense(chunk), halo)
+            dense = edges.with_halo(chunk, on.dense(chunk), halo)
             unit_RU = unit_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
             number_R1 = torch.arange(first // unit, first // unit + len(unit_RU), device=layout.device)[:, None]
@@ -130,7 +130,7 @@ def shift_into_branches(model: nn.Module, on: ShardedWeights) -> None:
         for chunk, place_RS in zip(edges.chunks[name], places, strict=True):
             dense = on.dense(chunk)
             b_RU = b[place_RS].to(dense.device).repeat_interleave(k, dim=1)[:, :unit]
-            dense -= edges.own(chunk, unit_of[name].from_groups(b_RU, weight.shape, weight.input_axis))
+            dense -= edges.without_halo(chunk, unit_of[name].from_groups(b_RU, weight.shape, weight.input_axis))
         branch.enabled = True
 
 

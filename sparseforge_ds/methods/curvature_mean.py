@@ -76,7 +76,7 @@ class CurvatureMean:
             linear = {name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))}
             fused = {w.module: module.get_submodule(w.module) for w in on.routed if len(w.shape) == 3}
             input_first = {weight.name for weight in on.weights.values() if weight.input_axis == -2}
-            self.shards = EstimatorContext(probe, on.matrices, on.edges, linear, on.load, fused, input_first)
+            self.shards = EstimatorContext(probe, on.matrices, on.halo, linear, on.load, fused, input_first)
             if config.keeps_sums:
                 self.sums = sums_of(self.shards, config)
                 self.running = RunningSums(on.matrices, on.shards)
@@ -207,7 +207,7 @@ class CurvatureMean:
 
     def _take_experts(self, name: str, average: Tensor, sample: Tensor | None, rates: list[float]) -> None:
         """Average by tokens; an expert that saw none keeps what it has."""
-        for part in self.on.matrices.parts[name]:
+        for part in self.on.matrices.slices[name]:
             row = self.on.load.of_matrix[part.row]
             assert row is not None
             inside = slice(part.start, part.stop)
@@ -265,7 +265,7 @@ class CurvatureMean:
                 yield chunk, None if self.estimator is None or on.state.released else on.of(chunk, "curvature")
                 continue
             shard, found = on.shards[chunk.name], []
-            for part in on.matrices.parts[chunk.name]:
+            for part in on.matrices.slices[chunk.name]:
                 start = max(part.start, chunk.start - shard.start)
                 stop = min(part.stop, chunk.stop - shard.start)
                 if start < stop:

@@ -30,7 +30,7 @@ from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.branch import Branch, branches
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.zero.halo import Halo
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 ROUNDS = 20
 """Twice as many leave 2% to 3% less to remove."""
@@ -50,7 +50,7 @@ def decompose_into_branches(model: nn.Module, on: ShardedWeights) -> None:
     forget_moments(layout, [on.weights[name] for name in added])
     for name, branch in added.items():
         _add(on, name, *(_seen(on, name, branch, which, whole(layout, on.weights[name], which)) for which in BRANCH))
-    halo = on.edges.exchange(on.reader(on.dense), added)
+    halo = on.halo.exchange(on.reader(on.dense), added)
     for name, branch in added.items():
         weight = on.weights[name]
         left_RK, right_CK = _search(on, name, halo)
@@ -128,12 +128,12 @@ class _Removed:
 
     def _of(self, chunk: Shard) -> Tensor:
         """(numel of the chunk,) what the pattern removes; 0 where it keeps."""
-        edges, weight, pattern = self.on.edges, self.on.weights[self.name], self.on.pattern
-        wide, where = edges.widen(chunk, self.on.dense(chunk), self.halo), edges.widened(chunk)
+        edges, weight, pattern = self.on.halo, self.on.weights[self.name], self.on.pattern
+        wide, where = edges.with_halo(chunk, self.on.dense(chunk), self.halo), edges.span_with_halo(chunk)
         rest = wide.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, where.start, where.stop)
         rest_GM = pattern.to_groups(rest, weight.shape, weight.input_axis)
         removed_GM = rest_GM.masked_fill(top_n(rest_GM.abs(), pattern.kept), 0)
-        return edges.own(chunk, pattern.from_groups(removed_GM, weight.shape, weight.input_axis))
+        return edges.without_halo(chunk, pattern.from_groups(removed_GM, weight.shape, weight.input_axis))
 
 
 def _product(left_RK: Tensor, right_CK: Tensor, start: int, stop: int) -> Tensor:
@@ -143,11 +143,11 @@ def _product(left_RK: Tensor, right_CK: Tensor, start: int, stop: int) -> Tensor
     return (left_RK[first:last] @ right_CK.t()).view(-1)[start - first * columns : stop - first * columns]
 
 
-def _orthonormal(layout: Layout, matrix: Tensor) -> Tensor:
+def _orthonormal(layout: ShardLayout, matrix: Tensor) -> Tensor:
     return _same(layout, torch.linalg.qr(matrix).Q)
 
 
-def _same(layout: Layout, matrix: Tensor) -> Tensor:
+def _same(layout: ShardLayout, matrix: Tensor) -> Tensor:
     """The same on all ranks, where the last bits of a factorization may differ, and contiguous, as NCCL asks."""
     matrix = matrix.contiguous()
     if layout.world_size > 1:

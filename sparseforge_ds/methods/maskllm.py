@@ -40,7 +40,7 @@ class MaskLLM(FixedMask):
         weights.require_adam("maskllm")
         assert weights.config.method.name == "maskllm" and isinstance(weights.pattern, NM)
         self.part = weights.config.method
-        self.moved = False
+        self.needs_republish = False
         self.kept, self.members = weights.pattern.n, weights.pattern.m
         self.patterns = math.comb(self.members, self.kept)
         self._pattern_KM = patterns(self.kept, self.members).to(weights.layout.flats[0].device)
@@ -87,7 +87,7 @@ class MaskLLM(FixedMask):
             super().publish_hard(index, dense, out)
             return
         for shard in self._shards(index):
-            publish(shard.of(dense), self._best(shard), shard.of(out))
+            publish(shard.slice_of_flat(dense), self._best(shard), shard.slice_of_flat(out))
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
@@ -102,9 +102,9 @@ class MaskLLM(FixedMask):
 
         def of_mask(shard: Shard) -> Tensor:
             dense = on.dense(shard)
-            return dense * (shard.of(gradient) - 2 * reward * dense * on.state.mask(shard))
+            return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * on.state.mask(shard))
 
-        halo = on.edges.exchange(on.reader(of_mask), names)
+        halo = on.halo.exchange(on.reader(of_mask), names)
         for shard in self._shards(index):
             grad_GM = on.to_groups(shard, of_mask(shard), halo)
             choice_GK = choice(self._logits(shard), self._noise(shard, on.step), scale, temperature)
@@ -133,12 +133,12 @@ class MaskLLM(FixedMask):
 
     def _first(self, shard: Shard) -> int:
         """Number of the first group that the shard has a member of, counted through the weight."""
-        return (shard.start - self.on.edges.prefix[shard.name]) // self.members
+        return (shard.start - self.on.halo.prefix[shard.name]) // self.members
 
     def _noise(self, shard: Shard, step: int) -> Tensor:
         """(G, K) of the sample that the forward after `step` optimizer steps sees."""
         key = counter_key(self.on.config.seed, step, 0, f"gumbel/{shard.name}")
-        span = self.on.edges.prefix[shard.name] + shard.numel + self.on.edges.suffix[shard.name]
+        span = self.on.halo.prefix[shard.name] + shard.numel + self.on.halo.suffix[shard.name]
         device = self.on.dense(shard).device
         return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
 

@@ -23,7 +23,7 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 class MaskMethod:
     """The parts of a method, each with what it is where a method has nothing of its own."""
 
-    moved = True
+    needs_republish = True
     """Whether the last `update` with metrics changed what is published; not if the optimizer's step did it."""
     trains_the_rest = True
     """Whether weights that are not prunable are trained."""
@@ -38,12 +38,12 @@ class MaskMethod:
         return self.on.step + 1
 
     @property
-    def starts(self) -> bool:
+    def needs_start(self) -> bool:
         """Whether `start` must come before the first step."""
         return True
 
     @property
-    def remembers(self) -> bool:
+    def needs_previous_weights(self) -> bool:
         """Whether publishing the step that begins needs W as it is now."""
         return self.on.state.frozen and not self.on.state.released
 
@@ -61,7 +61,7 @@ class MaskMethod:
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
         """Write m_eff W of a master partition after optimizer step `step`.
 
-        `dense` is W, laid out like the master `out`; `before` is W before the step, if the method `remembers` it and a
+        `dense` is W, laid out like the master `out`; `before` is W before the step, if `needs_previous_weights` and a
         step was made, and may be the memory of `out`.
         """
         state = self.on.state
@@ -82,11 +82,13 @@ class MaskMethod:
 
     @torch.no_grad()
     def write_masters(self, hard: bool = False) -> None:
-        """master = m_eff W for every prunable partition, outside an optimizer step; `Layout.push` makes it visible.
-        `hard` is as if masks were frozen now."""
+        """Write master = m_eff W for every prunable partition, outside an optimizer step.
+
+        `ShardLayout.push` makes it visible. `hard` is as if masks were frozen now.
+        """
         state, layout = self.on.state, self.on.layout
         for index in state.flats:
-            if (dense := state.beside(index)) is None:
+            if (dense := state.separate_dense(index)) is None:
                 continue  # the master is W
             if hard:
                 self.publish_hard(index, dense, layout.flats[index].data)

@@ -22,7 +22,7 @@ from sparseforge_ds.mask.importance import (
 )
 from sparseforge_ds.methods.curvature_mean import NO_GRADIENT, CurvatureMean
 from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError
-from sparseforge_ds.zero.halo import Chunk
+from sparseforge_ds.zero.halo import Span
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
@@ -41,7 +41,7 @@ class Scoring:
         self.by_magnitude: set[int] = set()
         """Matrices without a curvature."""
 
-    def of(self, chunk: Chunk | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
+    def of(self, chunk: Span | Shard, elements: Tensor | None) -> Iterator[tuple[slice, Curvature, Tensor]]:
         """(elements of the run, their H, scaling) for every matrix that a run of a weight's elements touches.
         `elements`: H of the run where it is not a product."""
         rows = self.matrices.rows[chunk.name]
@@ -72,7 +72,7 @@ class Ranking:
         ForgeError where some matrix has no usable curvature."""
         on, scoring = self.on, self.scoring()
 
-        def score(chunk: Chunk | Shard) -> Tensor:
+        def score(chunk: Span | Shard) -> Tensor:
             dense = on.dense(on.shards[chunk.name])[chunk.start - on.shards[chunk.name].start :]
             found = [
                 standardized_score(dense[inside], curvature, scaling)
@@ -80,7 +80,7 @@ class Ranking:
             ]
             return found[0] if len(found) == 1 else torch.cat(found)
 
-        halo = on.edges.exchange(score)
+        halo = on.halo.exchange(score)
         for chunk in on.chunks():
             yield chunk, on.to_groups(chunk, score(chunk), halo)
 
@@ -118,7 +118,7 @@ class Ranking:
         scoring.scaling = scalings(moments, on.config.curvature.damping).to(home)
         return scoring
 
-    def _elements(self, chunk: Chunk | Shard) -> Tensor | None:
+    def _elements(self, chunk: Span | Shard) -> Tensor | None:
         """Elements of H where scores are made of them."""
         if not self.on.config.keeps_curvature or self.on.config.factored:
             return None

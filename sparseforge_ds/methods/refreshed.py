@@ -29,7 +29,7 @@ class RefreshedMask(FixedMask):
         super().__init__(weights, ranking)
         assert isinstance(weights.config.method, RefreshedMaskConfig)
         self.part = weights.config.method
-        self.moved = False
+        self.needs_republish = False
         steps = [round(end * weights.config.max_steps) for end in self.part.ramp]
         self._ramp = (steps[0], steps[1])
 
@@ -70,6 +70,6 @@ class RefreshedMask(FixedMask):
     def _choose_again(self, index: int) -> None:
         on = self.on
         names = [name for name, shard in on.shards.items() if shard.flat == index]
-        halo = on.edges.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
+        halo = on.halo.exchange(on.reader(lambda shard: on.dense(shard).abs()), names)
         for chunk in on.chunks(names):
             on.state.write_mask(chunk, on.top(chunk, on.dense(chunk).abs(), halo))

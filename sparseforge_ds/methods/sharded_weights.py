@@ -14,8 +14,8 @@ from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.zero.halo import Chunk, Halo, HaloExchange
-from sparseforge_ds.zero.layouts import layout_of
+from sparseforge_ds.zero.deepspeed_layouts import layout_of
+from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.state import ShardState
@@ -47,11 +47,11 @@ class ShardedWeights:
         self.refreshes = 0
         """Curvature refreshes so far, for the bias correction."""
         self.layout = layout_of(engine)
-        self.shards = self.layout.wholly(self.weights)
+        self.shards = self.layout.require_own_partitions(self.weights)
         self.layout.check(self.shards)
         self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
         spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.weights.items()}
-        self.edges = HaloExchange(self.layout, self.shards, spans)
+        self.halo = HaloExchange(self.layout, self.shards, spans)
         self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.weights.items()})
         # A magnitude needs no tokens, and counts none.
         self.routed = [
@@ -74,21 +74,21 @@ class ShardedWeights:
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Shard]:
         """All shards of this rank, or those of the named weights, a bounded chunk at a time."""
         for name in self.shards if names is None else names:
-            yield from self.edges.chunks[name]
+            yield from self.halo.chunks[name]
 
     def of(self, shard: Shard, key: str) -> Tensor:
         """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
-        return self.state.of(shard, key)
+        return self.state.state_view(shard, key)
 
     def exchange(self, key: str, names: Collection[str] | None = None) -> Halo:
         """What cut groups lack of a state, of all weights or of the named ones. Collective."""
         values = self.state.mask if key == "mask" else lambda shard: self.of(shard, key)
-        return self.edges.exchange(self.reader(values), names)
+        return self.halo.exchange(self.reader(values), names)
 
-    def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Chunk], Tensor]:
+    def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Span], Tensor]:
         """How `HaloExchange.exchange` reads chunks of what `values` gives for a shard or a chunk of one."""
 
-        def read(chunk: Chunk) -> Tensor:
+        def read(chunk: Span) -> Tensor:
             shard = self.shards[chunk.name]
             offset = shard.offset + chunk.start - shard.start
             return values(replace(shard, start=chunk.start, stop=chunk.stop, offset=offset))
@@ -98,12 +98,12 @@ class ShardedWeights:
     def to_groups(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """(numel of the shard,) -> (G, M), all groups that the shard has a member of, cut ones included."""
         weight = self.weights[shard.name]
-        return self.pattern.to_groups(self.edges.widen(shard, values, halo), weight.shape, weight.input_axis)
+        return self.pattern.to_groups(self.halo.with_halo(shard, values, halo), weight.shape, weight.input_axis)
 
     def from_groups(self, shard: Shard, group_GM: Tensor) -> Tensor:
         """(G, M) -> (numel of the shard,), the shard's own members."""
         weight = self.weights[shard.name]
-        return self.edges.own(shard, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
+        return self.halo.without_halo(shard, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
 
     def top(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """(numel of the shard,) bool: the top N of the values in every group."""
@@ -141,7 +141,8 @@ class ShardedWeights:
             limits = [(flat.data, torch.finfo(layout.low_precision[name].dtype).max)]
             limits += [(state, torch.finfo(state.dtype).max) for state in states if state.numel() == flat.numel()]
             for values, limit in limits if shard.numel else ():
-                low, high = shard.of(values).aminmax()  # both are NaN where an element is, and neither is <= a limit
+                # Both are NaN where an element is, and NaN is not <= a limit.
+                low, high = shard.slice_of_flat(values).aminmax()
                 lost_W[row] += (~((-low <= limit) & (high <= limit))).to(layout.device)
         lost = [name for name, count in zip(layout.shards, layout.all_reduce(lost_W).tolist(), strict=True) if count]
         if lost:
@@ -171,7 +172,7 @@ class ShardedWeights:
         """Account for a chunk's new mask in the metrics, and store what is `kept` of a soft one. See `Health`."""
         if self.config.keeps_elements and not self.state.released:
             self.health.add_curvature(self.of(chunk, "curvature"), self.correction(chunk.name))
-        bits = None if kept is None else self.state.own_bytes(chunk)
+        bits = None if kept is None else self.state.own_packed_kept(chunk)
         self.health.add_update(chunk, mask, target, kept, bits)
         if kept is not None and bits is None:
             self.state.write_kept(chunk, kept)

@@ -30,14 +30,14 @@ class SoftMask(MaskMethod):
 
     @property
     @override
-    def remembers(self) -> bool:
+    def needs_previous_weights(self) -> bool:
         """While masks move, plain gradient descent needs it."""
         follows = not self.part.straight_through and self._formed and self.on.step < self.schedule.freeze_step
-        return follows or super().remembers
+        return follows or super().needs_previous_weights
 
     @property
     @override
-    def starts(self) -> bool:
+    def needs_start(self) -> bool:
         return False
 
     @override
@@ -84,9 +84,9 @@ class SoftMask(MaskMethod):
         state = self.on.state
         mask, dense, out = state.partition(index)["mask"].view(-1), dense.view(-1), out.view(-1)
         if before is not None:
-            soft_step(dense, before.view(-1), mask, state.bits(index), x_before, x, out)
+            soft_step(dense, before.view(-1), mask, state.packed_kept(index), x_before, x, out)
         else:
-            soft_publish(dense, mask, state.bits(index), x, out)
+            soft_publish(dense, mask, state.packed_kept(index), x, out)
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
@@ -101,9 +101,9 @@ class SoftMask(MaskMethod):
         stored = partial(stored_as, dtype=on.state.mask_dtype)
         halo["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halo["mask"].items()}
         for chunk in on.chunks():
-            weight, whole = on.weights[chunk.name], on.edges.widened(chunk)
+            weight, whole = on.weights[chunk.name], on.halo.span_with_halo(chunk)
             mine = {key: on.of(chunk, key) for key in keys}
-            wide = {key: on.edges.widen(chunk, mine[key], halo[key]) for key in keys}
+            wide = {key: on.halo.with_halo(chunk, mine[key], halo[key]) for key in keys}
             chosen = []
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
                 place = (on.pattern, weight.shape, weight.input_axis, self.part.threshold == "midpoint")
@@ -111,8 +111,8 @@ class SoftMask(MaskMethod):
                 chosen.append(move_groups(*given, *place))
             target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
             if wide["mask"] is not mine["mask"]:
-                mine["mask"].copy_(on.edges.own(chunk, wide["mask"]))
-            target, kept = on.edges.own(chunk, target), on.edges.own(chunk, kept)
+                mine["mask"].copy_(on.halo.without_halo(chunk, wide["mask"]))
+            target, kept = on.halo.without_halo(chunk, target), on.halo.without_halo(chunk, kept)
             on.add_update(chunk, mine["mask"], target, kept, disagrees)
         return self.ranking.report() | on.load.metrics()
 
@@ -122,7 +122,7 @@ class SoftMask(MaskMethod):
         on = self.on
         self.ranking.mean.require_refreshed()
         for chunk in on.chunks():
-            kept = on.state.kept_of(chunk)
+            kept = on.state.read_kept(chunk)
             on.state.write_mask(chunk, kept)
             on.add_update(chunk, kept, kept)
         return self.ranking.report()

@@ -15,7 +15,7 @@ class SrSte(RefreshedMask):
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        dense, flat = self.on.state.trained(index).view(-1), gradient.view(-1)
+        dense, flat = self.on.state.weights_being_trained(index).view(-1), gradient.view(-1)
         for run, pruned in self.pruned_runs(index):
             flat[run].addcmul_(dense[run], pruned, value=self.decay)
         return gradient

@@ -17,7 +17,7 @@ Once masks are frozen the master is W: gradients of pruned weights are zeroed be
 published.
 
 shard       which elements of which weight this rank holds, and the ranks' collectives
-layouts     a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
+deepspeed_layouts  a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
 refuse      engine settings under which the journey would break, as errors at attach time
 state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
 step_hooks  the two hooks around the inner optimizer's step

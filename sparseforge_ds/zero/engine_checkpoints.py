@@ -18,14 +18,14 @@ from sparseforge_ds.checkpoint.folder import named_by, newest_checkpoint
 from sparseforge_ds.checkpoint.pt_file import unreadable
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.zero.restore import together
-from sparseforge_ds.zero.shard import Layout
+from sparseforge_ds.zero.shard import ShardLayout
 
 KEY = "sparseforge"
 """Of the client state."""
 
 
 def carry_state(
-    layout: Layout,
+    layout: ShardLayout,
     state_dict: Callable[[], dict[str, Any]],
     restore: Callable[[Checkpoint], None],
     require_finite: Callable[[str], None],
@@ -70,7 +70,7 @@ def carry_state(
                 "load_module_only and custom_load_fn; to start from the weights alone, export them with "
                 "`sparseforge consolidate` and load that model"
             )
-        checkpoint = together(layout, lambda: _read(_meant(Path(load_dir), tag), layout))
+        checkpoint = together(layout, lambda: _read(_resolve_checkpoint(Path(load_dir), tag), layout))
         restore(checkpoint)
         # Without the state, which is older than the forge's once training goes on: a caller saves this dict again.
         return str(checkpoint.folder), {key: value for key, value in checkpoint.client_state.items() if key != KEY}
@@ -78,7 +78,7 @@ def carry_state(
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
 
-def _check_what_is_saved(layout: Layout, client_state: dict[str, Any], without_frozen: bool) -> None:
+def _check_what_is_saved(layout: ShardLayout, client_state: dict[str, Any], without_frozen: bool) -> None:
     """Raise ValueError for what could be saved and not be read again: loading unpickles nothing."""
     if without_frozen and any(name not in layout.shards for name, _ in layout.engine.module.named_parameters()):
         raise ValueError(
@@ -98,7 +98,7 @@ def _check_what_is_saved(layout: Layout, client_state: dict[str, Any], without_f
             )
 
 
-def _what_stays(layout: Layout, save_dir: Path) -> str:
+def _what_stays(layout: ShardLayout, save_dir: Path) -> str:
     """Say that nothing was saved, and what is left in a folder to go back to. Collective: rank 0 looks."""
     newest = layout.all_gather_object(_newest(save_dir) if layout.rank == 0 else None)[0]
     if newest is None:
@@ -114,14 +114,14 @@ def _newest(save_dir: Path) -> Path | None:
         return None
 
 
-def _meant(load_dir: Path, tag: str | None) -> Path:
+def _resolve_checkpoint(load_dir: Path, tag: str | None) -> Path:
     """The checkpoint that DeepSpeed would load."""
     if tag is not None:
         return load_dir / tag
     return named_by(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
 
 
-def _read(folder: Path, layout: Layout) -> Checkpoint:
+def _read(folder: Path, layout: ShardLayout) -> Checkpoint:
     """A checkpoint, of whose bytes every rank has compared its share with their checksums."""
     checkpoint = Checkpoint(folder)
     for file in checkpoint.files[layout.rank :: layout.world_size]:

@@ -32,7 +32,7 @@ def mask_before_norm(state: ShardState, names: Iterable[str]) -> bool:
 
     def mask(index: int, offset: int, gradient: Tensor) -> None:
         if state.frozen and index in flats:
-            state.mask_in_place(index, gradient, offset)
+            state.zero_pruned(index, gradient, offset)
 
     if layout.before_norm(mask):
         return True

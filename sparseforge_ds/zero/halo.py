@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.chunks import ALIGNMENT, CHUNK
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Halo = dict[str, tuple[Tensor, Tensor]]
 """(prefix, suffix) that a shard lacks, by weight name."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Span:
     """A run of one weight's flat elements that one rank holds and another needs."""
 
     name: str
@@ -33,7 +33,7 @@ class Chunk:
 class HaloExchange:
     """Completes shards to whole groups."""
 
-    def __init__(self, layout: Layout, shards: dict[str, Shard], spans: dict[str, int]) -> None:
+    def __init__(self, layout: ShardLayout, shards: dict[str, Shard], spans: dict[str, int]) -> None:
         """Plan the exchange. Collective.
 
         Args:
@@ -51,8 +51,8 @@ class HaloExchange:
         self.chunks = {name: chunks_of(shard, spans[name]) for name, shard in shards.items()}
         """Each shard as consecutive runs, so that what is worked on at a time has a limit; none of an empty one."""
         self.ranges = self._all_ranges()
-        self.send: list[list[Chunk]] = [[] for _ in range(layout.world_size)]
-        self.receive: list[list[Chunk]] = [[] for _ in range(layout.world_size)]
+        self.send: list[list[Span]] = [[] for _ in range(layout.world_size)]
+        self.receive: list[list[Span]] = [[] for _ in range(layout.world_size)]
         if not layout.replicated:
             for name in shards:
                 self._plan(name, spans[name])
@@ -88,7 +88,7 @@ class HaloExchange:
                 if low == high:
                     continue
                 for holder, (first, last) in enumerate(self.ranges[name]):
-                    chunk = Chunk(name, max(low, first), min(high, last))
+                    chunk = Span(name, max(low, first), min(high, last))
                     if chunk.start >= chunk.stop or holder == reader:
                         continue
                     if reader == me:
@@ -96,7 +96,7 @@ class HaloExchange:
                     if holder == me:
                         self.send[reader].append(chunk)
 
-    def exchange(self, read: Callable[[Chunk], Tensor], names: Collection[str] | None = None) -> Halo:
+    def exchange(self, read: Callable[[Span], Tensor], names: Collection[str] | None = None) -> Halo:
         """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
 
         Args:
@@ -138,7 +138,7 @@ class HaloExchange:
             position += length
         return halo
 
-    def widen(self, shard: Shard, mine: Tensor, halo: Halo) -> Tensor:
+    def with_halo(self, shard: Shard, mine: Tensor, halo: Halo) -> Tensor:
         """(numel,) of a shard or a chunk of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
 
         A halo is at the ends of the whole shard only.
@@ -149,12 +149,12 @@ class HaloExchange:
         prefix, suffix = halo[shard.name]
         return torch.cat([prefix[:before], mine, suffix[:after]])
 
-    def widened(self, shard: Shard) -> Chunk:
-        """The elements that `widen` gives of a shard or a chunk of one."""
+    def span_with_halo(self, shard: Shard) -> Span:
+        """The elements that `with_halo` gives of a shard or a chunk of one."""
         before, after = self._missing(shard)
-        return Chunk(shard.name, shard.start - before, shard.stop + after)
+        return Span(shard.name, shard.start - before, shard.stop + after)
 
-    def own(self, shard: Shard, widened: Tensor) -> Tensor:
+    def without_halo(self, shard: Shard, widened: Tensor) -> Tensor:
         """The own elements of a shard, or of a chunk of one, in a widened tensor."""
         before, _ = self._missing(shard)
         return widened[before : before + shard.numel]

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixSlice:
     """The elements of one matrix that lie in one shard."""
 
     row: int
@@ -29,7 +29,7 @@ class Part:
 class Matrices:
     """Numbers the matrices of all prunable weights and says which parts of them a shard holds."""
 
-    def __init__(self, layout: Layout, shards: dict[str, Shard], counts: dict[str, int]) -> None:
+    def __init__(self, layout: ShardLayout, shards: dict[str, Shard], counts: dict[str, int]) -> None:
         """Number them.
 
         Args:
@@ -42,18 +42,18 @@ class Matrices:
         self.names: list[str] = []
         self.rows: dict[str, range] = {}
         """Rows of each weight's matrices in the table, by weight name."""
-        self.parts: dict[str, list[Part]] = {}
+        self.slices: dict[str, list[MatrixSlice]] = {}
         for name, shard in shards.items():
             count = counts[name]
             size = math.prod(shard.shape) // count
             first = len(self.names)
             self.rows[name] = range(first, first + count)
             self.names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
-            self.parts[name] = [
-                Part(first + i, max(i * size, shard.start) - shard.start, min((i + 1) * size, shard.stop) - shard.start)
-                for i in range(shard.start // size, math.ceil(shard.stop / size))
-                if shard.numel
-            ]
+            self.slices[name] = []
+            for number in range(shard.start // size, math.ceil(shard.stop / size)) if shard.numel else ():
+                start = max(number * size, shard.start) - shard.start
+                stop = min((number + 1) * size, shard.stop) - shard.start
+                self.slices[name].append(MatrixSlice(first + number, start, stop))
 
     def size(self, name: str) -> int:
         """Elements of one of the weight's matrices."""

@@ -17,7 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Closure = Callable[[], Tensor]
 """Runs the engine's forward on one micro-batch and returns the scalar loss."""
@@ -69,7 +69,7 @@ _OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimiz
 class Probe:
     """Runs extra passes on one engine."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self.harvest: Harvest | None = None
         """While set, a step of the optimizer hands its gradients to this and changes nothing."""
@@ -218,7 +218,7 @@ def _without_weight_gradients(model: Any) -> Iterator[None]:
 
 
 def reduce_to_shard(
-    layout: Layout, shard: Shard, ranges: list[tuple[int, int]], full: Tensor, first: int = 0
+    layout: ShardLayout, shard: Shard, ranges: list[tuple[int, int]], full: Tensor, first: int = 0
 ) -> tuple[slice, Tensor]:
     """Sum flat elements of a weight over the ranks and keep those of this rank. Collective.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.reader import Checkpoint, Group
 from sparseforge_ds.checkpoint.zero_partitions import Number
 from sparseforge_ds.mask.codes import stored_as, values_of
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
@@ -39,7 +39,7 @@ class _Read:
 
 
 @torch.no_grad()
-def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
+def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
     """Put weights, optimizer state, loss scale and counters of a checkpoint into an engine. Collective.
 
     Args:
@@ -72,7 +72,7 @@ def restore(layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Ma
     layout.push()
 
 
-def together(layout: Layout, work: Callable[[], T]) -> T:
+def together(layout: ShardLayout, work: Callable[[], T]) -> T:
     """The result of every rank's own work, or the first ValueError on all of them. Collective."""
     result, problem = None, None
     try:
@@ -85,7 +85,7 @@ def together(layout: Layout, work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _buffers(layout: Layout) -> dict[str, Tensor]:
+def _buffers(layout: ShardLayout) -> dict[str, Tensor]:
     """Persistent buffers of the module, by name."""
     found = {}
     for prefix, module in layout.engine.module.named_modules():
@@ -98,7 +98,7 @@ def _buffers(layout: Layout) -> dict[str, Tensor]:
 class _Reader:
     """One rank's reading."""
 
-    def __init__(self, layout: Layout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
+    def __init__(self, layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
         self.layout = layout
         self.state = state
         self.checkpoint = checkpoint
@@ -200,7 +200,7 @@ class _Reader:
                 where = key
             if shard.numel and (where is None or where in states):
                 taken = self.checkpoint.slice(source, where, shard.start, shard.stop)
-                shard.of(out).copy_(stored_as(values_of(taken), dtype) if key == "mask" else taken)
+                shard.slice_of_flat(out).copy_(stored_as(values_of(taken), dtype) if key == "mask" else taken)
         return out
 
     def _read_state(self, index: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which elements of which weight this rank holds, and what the ranks that share the data tell each other.
 
-`layouts` reads a `Layout` out of each of DeepSpeed's optimizers.
+`deepspeed_layouts` reads a `ShardLayout` out of each of DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shard:
     stop: int
     """One past the last; `stop == start` when this rank holds nothing of the weight."""
     flat: int
-    """Index of the master partition (`Layout.flats`) that holds it."""
+    """Index of the master partition (`ShardLayout.flats`) that holds it."""
     offset: int
     """Where it begins in that partition."""
 
@@ -45,12 +45,12 @@ class Shard:
         """Elements of the weight on this rank."""
         return self.stop - self.start
 
-    def of(self, flat: Tensor) -> Tensor:
+    def slice_of_flat(self, flat: Tensor) -> Tensor:
         """The shard's elements, as a view of a tensor laid out like its master partition."""
         return flat.view(-1)[self.offset : self.offset + self.numel]
 
 
-class Layout(ABC):
+class ShardLayout(ABC):
     """The shard map of one engine, the way back from master to low-precision weights, and the ranks' collectives.
 
     The collectives run on the communicator of ZeRO's own gathers and reductions. A second communicator beside it could
@@ -136,7 +136,7 @@ class Layout(ABC):
             names[self.group_of_flat[shard.flat]].append(name)
         return names
 
-    def wholly(self, names: Iterable[str]) -> dict[str, Shard]:
+    def require_own_partitions(self, names: Iterable[str]) -> dict[str, Shard]:
         """Shards of the named weights, which must have master partitions of their own.
 
         Raises:
@@ -169,7 +169,7 @@ class Layout(ABC):
         """
         for name in names:
             shard, here = self.shards[name], self._low_precision_of(self.shards[name])
-            master = shard.of(self.flats[shard.flat].detach())
+            master = shard.slice_of_flat(self.flats[shard.flat].detach())
             if not torch.equal(master.to(here.dtype).to(here.device), here):
                 raise RuntimeError(
                     f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "

@@ -6,7 +6,7 @@ its moments when a parameter's state is empty, so ours wait outside until its fi
 
 Once frozen, W beyond the mask is dead, and one bit a weight is all that is kept, in memory: the master is the weight
 that trains. A checkpoint then holds nothing of ours. A pruned weight is +0.0 in it and a kept one never is: one that
-happens to be 0 is written as -0.0 (`mark_zeros`), so that the mask can be read off the weights.
+happens to be 0 is written as -0.0 (`mark_kept_zeros`), so that the mask can be read off the weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sparseforge_ds.mask.bits import pack, unpack
 from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.codes import stored_as, values_of
 from sparseforge_ds.mask.effective_mask import is_kept, masked_gradient
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
 class ShardState:
     """Our tensors of every master partition that holds prunable weights. Padding is 0."""
 
     def __init__(
-        self, layout: Layout, shards: dict[str, Shard], mask_dtype: torch.dtype, more: tuple[str, ...]
+        self, layout: ShardLayout, shards: dict[str, Shard], mask_dtype: torch.dtype, more: tuple[str, ...]
     ) -> None:
         """Follow the state of the engine's inner optimizer.
 
@@ -82,7 +82,7 @@ class ShardState:
         state["mask"] = torch.zeros(flat.shape, dtype=self.mask_dtype, device=flat.device)
         one = stored_as(torch.ones(()), self.mask_dtype).item()
         for shard in self._by_flat[index]:
-            shard.of(state["mask"]).fill_(one)
+            shard.slice_of_flat(state["mask"]).fill_(one)
         return state | {key: torch.zeros_like(state["dense"]) for key in self.keys if key not in state}
 
     def reset(self) -> None:
@@ -91,13 +91,13 @@ class ShardState:
         self.kept.clear()
         self.frozen = self.released = False
 
-    def join(self, index: int) -> None:
+    def adopt_into_optimizer_state(self, index: int) -> None:
         """Make what waits part of the optimizer's state, after its first step of a partition."""
         if waiting := self._waiting.pop(index, None):
             self.layout.inner.state[self.layout.flats[index]].update(waiting)
 
     @property
-    def waits(self) -> bool:
+    def has_waiting_state(self) -> bool:
         """True if W or a state beside it waits for the optimizer's first step, and is in no checkpoint."""
         return bool(self._waiting)
 
@@ -108,7 +108,7 @@ class ShardState:
         found = {key: value for key, value in held.items() if isinstance(value, Tensor) and key not in self.keys}
         return {key: value for key, value in found.items() if value.numel() == flat.numel()}
 
-    def require_numbers(self, index: int) -> None:
+    def require_numeric_states(self, index: int) -> None:
         """After the optimizer's first step of a partition: raise where it keeps anything but a number per element, of
         which 0 is the number 0, or one for all, since a checkpoint cannot be cut into elements there."""
         flat = self.layout.flats[index]
@@ -126,34 +126,34 @@ class ShardState:
                     "masked or resumed; use one with states of 16 or 32 bits, like AdamW"
                 )
 
-    def of(self, shard: Shard, key: str) -> Tensor:
+    def state_view(self, shard: Shard, key: str) -> Tensor:
         """This rank's elements of one weight in a state, as it is stored, as a view."""
-        return shard.of(self.partition(shard.flat)[key])
+        return shard.slice_of_flat(self.partition(shard.flat)[key])
 
-    def beside(self, index: int) -> Tensor | None:
+    def separate_dense(self, index: int) -> Tensor | None:
         """W where it is kept beside the master: while masks move, and beside masters of 16 bits always."""
         return self.partition(index).get("dense")
 
-    def trained(self, index: int) -> Tensor:
+    def weights_being_trained(self, index: int) -> Tensor:
         """What the optimizer trains of a partition: W, which after the freeze is the master itself."""
-        dense = self.beside(index)
+        dense = self.separate_dense(index)
         return self.layout.flats[index].data if dense is None else dense
 
     def dense(self, shard: Shard) -> Tensor:
         """This rank's elements of W, as a view."""
-        return shard.of(self.trained(shard.flat))
+        return shard.slice_of_flat(self.weights_being_trained(shard.flat))
 
     def mask(self, shard: Shard) -> Tensor:
         """(numel of the shard,) fp32 mask of the shard or of a chunk of one, to be read only."""
         if self.released:
-            return self.kept_of(shard).float()
-        return values_of(self.of(shard, "mask"))
+            return self.read_kept(shard).float()
+        return values_of(self.state_view(shard, "mask"))
 
     def write_mask(self, shard: Shard, mask: Tensor) -> None:
         """Store (numel of the shard,) values in [0, 1]."""
-        self.of(shard, "mask").copy_(stored_as(mask, self.mask_dtype))
+        self.state_view(shard, "mask").copy_(stored_as(mask, self.mask_dtype))
 
-    def kept_of(self, shard: Shard) -> Tensor:
+    def read_kept(self, shard: Shard) -> Tensor:
         """(numel of the shard,) bool of `kept`."""
         touched, inside = self._bytes(shard)
         return unpack(touched, inside.stop)[inside]
@@ -165,7 +165,7 @@ class ShardState:
         whole[inside] = kept
         touched.copy_(pack(whole))
 
-    def own_bytes(self, shard: Shard) -> Tensor | None:
+    def own_packed_kept(self, shard: Shard) -> Tensor | None:
         """View of the packed `kept` of a shard or a chunk of one, None where it shares a byte with others."""
         touched, inside = self._bytes(shard)
         return None if inside.start or inside.stop % 8 else touched
@@ -173,9 +173,9 @@ class ShardState:
     def _bytes(self, shard: Shard) -> tuple[Tensor, slice]:
         """The bytes of `kept` that a shard or a chunk of one has bits in, and which bits of theirs."""
         head, stop = shard.offset % 8, shard.offset + shard.numel
-        return self.bits(shard.flat)[shard.offset // 8 : -(-stop // 8)], slice(head, head + shard.numel)
+        return self.packed_kept(shard.flat)[shard.offset // 8 : -(-stop // 8)], slice(head, head + shard.numel)
 
-    def bits(self, index: int) -> Tensor:
+    def packed_kept(self, index: int) -> Tensor:
         """Packed `kept` of a partition, which begins with nothing."""
         if index not in self.kept:
             flat = self.layout.flats[index]
@@ -202,14 +202,14 @@ class ShardState:
                 if key != "dense" or flat.dtype == dense.dtype:
                     del held[key]
             for value in self._of_optimizer(index).values():
-                masked_gradient(value.view(-1), self.bits(index))
+                masked_gradient(value.view(-1), self.packed_kept(index))
         self._waiting = {index: held for index, held in self._waiting.items() if held}
         self.released = True
-        self.mark_zeros()
+        self.mark_kept_zeros()
 
     def _chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of a partition's elements, of a multiple of 8, and the bytes of `kept` of each."""
-        bits = self.bits(index)
+        bits = self.packed_kept(index)
         for chunk in chunks(self.layout.flats[index].data.view(-1)):
             yield chunk, bits[chunk.start // 8 : -(-chunk.stop // 8)]
 
@@ -218,7 +218,7 @@ class ShardState:
         for chunk, bits in self._chunks(index):
             yield chunk, unpack(bits, chunk.stop - chunk.start)
 
-    def mask_in_place(self, index: int, values: Tensor, offset: int = 0) -> None:
+    def zero_pruned(self, index: int, values: Tensor, offset: int = 0) -> None:
         """Zero what is laid out like a partition, or like its elements from `offset` on, where a frozen mask prunes."""
         values = values.view(-1)
         if not self.released:  # `kept` is what a mask would keep, and some methods do not need to know
@@ -226,7 +226,7 @@ class ShardState:
             for chunk in chunks(mask):
                 values[chunk].masked_fill_(values_of(mask[chunk]) == 0, 0.0)
             return
-        bits = self.bits(index)
+        bits = self.packed_kept(index)
         if within := offset % 8:  # up to the next whole byte of `kept`
             head = values[: 8 - within]
             head.masked_fill_(~unpack(bits[offset // 8 : offset // 8 + 1], 8)[within : within + len(head)], 0.0)
@@ -235,7 +235,7 @@ class ShardState:
         masked_gradient(values, bits[offset // 8 : -(-(offset + len(values)) // 8)])
 
     @torch.no_grad()
-    def mark_zeros(self) -> Tensor:
+    def mark_kept_zeros(self) -> Tensor:
         """Write kept weights that are 0 as -0.0, so that checkpoints and gradients can tell them from pruned ones.
 
         Returns:
@@ -244,7 +244,8 @@ class ShardState:
         written = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for index in self.flats:
             master = self.layout.flats[index].data
-            for weights in (master,) if self.beside(index) is None else (master, self.trained(index)):
+            dense = self.separate_dense(index)
+            for weights in (master,) if dense is None else (master, dense):
                 flat = weights.view(-1)
                 for chunk, kept in self.kept_chunks(index):
                     zero = kept & (flat[chunk] == 0) & ~flat[chunk].signbit()
@@ -252,13 +253,13 @@ class ShardState:
                     written += zero.sum().to(written.device)
         return written
 
-    def read_kept(self) -> None:
+    def read_kept_from_weights(self) -> None:
         """After the states of a frozen run were loaded: `kept` is where weights are not +0.0."""
         self.released = True
         self._waiting.clear()
         self.kept.clear()
         for index in self.flats:
-            weights = self.trained(index).view(-1)
+            weights = self.weights_being_trained(index).view(-1)
             for chunk, bits in self._chunks(index):
                 bits.copy_(pack(is_kept(weights[chunk])))
 

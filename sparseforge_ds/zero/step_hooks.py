@@ -30,7 +30,7 @@ class StepMethod(Protocol):
         """The optimizer step that is being made, the first being 1."""
 
     @property
-    def remembers(self) -> bool:
+    def needs_previous_weights(self) -> bool:
         """Whether publishing the step that begins needs W as it is now."""
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
@@ -91,7 +91,7 @@ class StepHooks:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
                     if self.state.frozen and not self.gradients_are_masked:
-                        self.state.mask_in_place(index, flat.grad)
+                        self.state.zero_pruned(index, flat.grad)
                     used = self.method.before_step(index, flat.grad, group)
                     if used is None:
                         self._gradients.append((flat, flat.grad))
@@ -104,13 +104,13 @@ class StepHooks:
 
     def _train_dense(self, index: int, flat: Tensor) -> None:
         """Let the optimizer find W in the place of the master, where W is kept beside it."""
-        dense = self.state.beside(index)
+        dense = self.state.separate_dense(index)
         if dense is None:
             return
         gradient, flat.grad = flat.grad, None
         master, dense = flat.data, dense.view(flat.shape)
         self._masters[index] = master
-        if self.method.remembers or self.cautious:
+        if self.method.needs_previous_weights or self.cautious:
             # The master is written anew after the step; until then it can hold what the step began from.
             self._before[index] = master.copy_(dense) if master.dtype == dense.dtype else dense.clone()
         flat.data = dense
@@ -126,18 +126,18 @@ class StepHooks:
             if self.cautious and before is not None and flat.grad is not None:
                 hold_back(flat.data, before, flat.grad)
             if self.method.next_step == 1:
-                self.state.require_numbers(index)
+                self.state.require_numeric_states(index)
             if index not in prunable:
                 continue
-            self.state.join(index)
+            self.state.adopt_into_optimizer_state(index)
             self.method.after_step(index, group)
             if self.state.released and not self._by_element:
-                self.state.mask_in_place(index, flat.data)
+                self.state.zero_pruned(index, flat.data)
             if (master := self._masters.pop(index, None)) is not None:
                 gradient, flat.grad = flat.grad, None
                 dense, flat.data = flat.data, master
                 flat.grad = None if gradient is None else gradient.to(flat.dtype)
-                before = before if self.method.remembers else None
+                before = before if self.method.needs_previous_weights else None
                 self.method.publish(index, dense, before, flat.data, self.method.next_step)
             if index == self.state.flats[0]:
                 self.steps_begun += 1

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.zero.shard import Layout
+from sparseforge_ds.zero.shard import ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 
 class WholeParameters:
     """Reads parameters whole, in fp32, from what the ranks hold of them, and writes them back."""
 
-    def __init__(self, layout: Layout, state: ShardState) -> None:
+    def __init__(self, layout: ShardLayout, state: ShardState) -> None:
         """Look up where every parameter is.
 
         Args:
@@ -56,7 +56,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def write(self, whole: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of whole parameters; `Layout.push` makes them visible. What is not trained stays."""
+        """Store this rank's part of trained parameters; `ShardLayout.push` makes them visible."""
         for name, values in whole.items():
             if self.is_trained(name):
                 start, stop, part = self._part(name)
@@ -68,7 +68,7 @@ class WholeParameters:
             return self._untrained[name]
         shard = self.layout.shards[name]
         prunable = shard.flat in self._prunable
-        part = self.state.dense(shard) if prunable else shard.of(self.layout.flats[shard.flat].data)
+        part = self.state.dense(shard) if prunable else shard.slice_of_flat(self.layout.flats[shard.flat].data)
         return shard.start, shard.stop, part
 
 

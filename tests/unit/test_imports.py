@@ -301,7 +301,7 @@ def test_collectives_go_through_the_layout() -> None:
     """A layout has ZeRO's own group; beside it there are the trainer and the ranks' talk about errors and results."""
     direct = {_module(path) for path in FILES if "torch.distributed" in _imports(path)}
     direct = {name for name in direct if not name.startswith("train.")}
-    assert direct == {"zero.shard", "zero.layouts", "ranks"}
+    assert direct == {"zero.shard", "zero.deepspeed_layouts", "ranks"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=_module)

@@ -220,7 +220,7 @@ def states(forge: sf.SparseForge, *keys: str) -> dict[str, dict[str, Tensor]]:
     for key, (name, shard) in itertools.product(keys, forge._shards.items()):
         full = parts[key, name] = torch.zeros(forge._weight[name].numel, device=forge._layout.device)
         if key != "curvature":
-            held = read[key](shard) if key in read else forge._state.of(shard, key)
+            held = read[key](shard) if key in read else forge._state.state_view(shard, key)
             full[shard.start : shard.stop] = held.detach().float().to(full.device)
         elif name in curvatures:
             full += curvatures[name].to(full.device)
@@ -262,7 +262,7 @@ def run(case: Case) -> dict[str, Any]:
                 keys.append("curvature")
             record["updates"].append({"step": step + 1, **states(forge, *keys)})
             record["metrics"].append(dict(forge.metrics))
-    record["cut"] = forge._edges.any_cut
+    record["cut"] = forge._halo.any_cut
     record |= states(forge, "mask", "dense")
     record["published"] = published(engine)
     return record

@@ -101,8 +101,8 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
         "whole": whole,
         "histograms": reporting,
         "matrices": len(forge.weights),
-        "cut": forge._edges.any_cut,
-        "edges": sum(forge._edges.prefix.values()) + sum(forge._edges.suffix.values()),
+        "cut": forge._halo.any_cut,
+        "edges": sum(forge._halo.prefix.values()) + sum(forge._halo.suffix.values()),
         "sides": sum(sum(weight.shape) for weight in forge.weights),
         "parameters": sum(weight.numel for weight in forge.weights),
     }

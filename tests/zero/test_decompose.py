@@ -55,7 +55,7 @@ def of_branches(engine: Any) -> dict[str, Tensor]:
 def scale_branches(engine: Any, forge: Any, factor: float) -> None:
     for name in branches(engine.module):
         shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
-        shard.of(forge._layout.flats[shard.flat].data).mul_(factor)
+        shard.slice_of_flat(forge._layout.flats[shard.flat].data).mul_(factor)
     forge._republish()
 
 
@@ -139,7 +139,7 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         kept = (weights[weight.name].flatten()[places] != 0).sum(1).unique().tolist()
         if kept != [forge.pattern.kept]:
             problems.append(f"{weight.name} is not {forge.pattern}: {kept}")
-    return problems, forge._edges.any_cut
+    return problems, forge._halo.any_cut
 
 
 def decompose_all() -> dict[str, Any]:

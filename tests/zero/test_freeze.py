@@ -62,12 +62,12 @@ def strange_zeros(forge: Any) -> list[str]:
     for shard in forge._shards.values():
         if not shard.numel:
             continue
-        pruned = ~forge._state.kept_of(shard)
+        pruned = ~forge._state.read_kept(shard)
         flat = forge._layout.flats[shard.flat]
-        tensors = {"master": flat.data, "trained": forge._state.trained(shard.flat)}
+        tensors = {"master": flat.data, "trained": forge._state.weights_being_trained(shard.flat)}
         tensors |= {k: v for k, v in forge._layout.inner.state[flat].items() if k.startswith("exp_avg")}
         for key, value in tensors.items():
-            held = shard.of(value)[pruned]
+            held = shard.slice_of_flat(value)[pruned]
             if held.count_nonzero() or (key in ("master", "trained") and held.signbit().any()):
                 problems.append(f"{key} of {shard.name}")
     return problems
@@ -100,9 +100,9 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
         # One kept weight becomes 0 by accident, on the last rank that has one.
         shard = next((s for s in reversed(forge._shards.values()) if s.numel), None)
         if shard is not None:
-            place = int(forge._state.kept_of(shard).nonzero()[0])
-            for weights in (forge._state.trained(shard.flat), forge._layout.flats[shard.flat].data):
-                shard.of(weights)[place] = 0.0
+            place = int(forge._state.read_kept(shard).nonzero()[0])
+            for weights in (forge._state.weights_being_trained(shard.flat), forge._layout.flats[shard.flat].data):
+                shard.slice_of_flat(weights)[place] = 0.0
             forge._layout.flats[shard.flat].data.add_(0.0)
         forge._layout.push()
         engine.save_checkpoint(str(Path(folder, name)), tag="end")
@@ -209,11 +209,11 @@ def marked(folder: str) -> dict[str, int]:
     go_on(engine, forge, case, 0, FREEZE + 1)
     if dist.get_rank() == 0:
         shard = next(shard for shard in forge._shards.values() if shard.numel)
-        shard.of(forge._layout.flats[shard.flat].data)[forge._state.kept_of(shard)] = 0.0
+        shard.slice_of_flat(forge._layout.flats[shard.flat].data)[forge._state.read_kept(shard)] = 0.0
     forge._layout.push()
     engine.save_checkpoint(folder, tag="end")
     shard = next(shard for shard in forge._shards.values() if shard.numel)
-    expected = int(forge._state.kept_of(shard).sum()) if dist.get_rank() == 0 else 0
+    expected = int(forge._state.read_kept(shard).sum()) if dist.get_rank() == 0 else 0
     return {"expected": expected, "found": kept_zeros(f"{folder}/end")}
 
 

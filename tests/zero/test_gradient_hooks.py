@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sparseforge_ds as sf
-from sparseforge_ds.zero.layouts import Zero3Layout, Zero12Layout
+from sparseforge_ds.zero.deepspeed_layouts import Zero3Layout, Zero12Layout
 from tests.distributed import run_distributed
 from tests.sparse_folders import bits
 from tests.zero.case import MODELS, Case, batch_at, build, build_engine, gathered, probe_of, published, train_step

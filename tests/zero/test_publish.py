@@ -33,7 +33,7 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     def watched(index: int, dense: Tensor, *rest: Any) -> None:
         for shard in forge._shards.values():
             if shard.flat == index:
-                stepped[shard.name] = shard.of(dense).clone()  # what the optimizer made of it
+                stepped[shard.name] = shard.slice_of_flat(dense).clone()  # what the optimizer made of it
         publish(index, dense, *rest)
 
     before, method.publish = dense_of(forge), watched

@@ -126,7 +126,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
                 found[f"{key} {name}"] = torch.tensor(float(value))
         for key, value in parts.items():
             full = torch.zeros(torch.Size(shard.shape).numel(), device=layout.device)
-            full[shard.start : shard.stop] = shard.of(value)
+            full[shard.start : shard.stop] = shard.slice_of_flat(value)
             pieces[f"{key} {name}"] = full
     found |= added_up(pieces, layout.replicated)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):

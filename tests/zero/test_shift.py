@@ -98,7 +98,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     if not frozen:  # nothing happens that the network would notice, whatever B held before
         for name in branches(engine.module):
             shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
-            shard.of(forge._layout.flats[shard.flat].data).mul_(0.7)
+            shard.slice_of_flat(forge._layout.flats[shard.flat].data).mul_(0.7)
         forge._republish()
         expected = engine(**batch).logits.detach().float()
         shift_into_branches(engine.module, forge._sharded)
@@ -117,7 +117,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
             problems.append(f"{weight.name} is not 2:4")
     if all(torch.equal(value, b[name]) for name, value in branch_of(engine).items()):
         problems.append("no B trains")
-    return problems, forge._edges.any_cut
+    return problems, forge._halo.any_cut
 
 
 def shift_all() -> dict[str, Any]:

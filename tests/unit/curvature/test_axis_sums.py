@@ -82,7 +82,7 @@ def test_sums_of_all_ranks_are_those_of_every_matrix(cuts: dict[str, list[int]])
 def test_the_first_element_of_a_part_is_counted_in_its_own_matrix() -> None:
     """Matrix 1 of the stacked experts begins at element 10, and the second shard at element 13."""
     sums, shards = of_rank(CUTS["in a row"], 1)
-    parts = sums.matrices.parts["experts.gate_up_proj"]
+    parts = sums.matrices.slices["experts.gate_up_proj"]
     assert [part.row for part in parts] == [1, 2, 3, 4]
     assert [sums.first("experts.gate_up_proj", part) for part in parts] == [3, 0, 0, 0]
     values = full("experts.gate_up_proj").view(-1)

@@ -1,7 +1,7 @@
 """The shard map of each of DeepSpeed's optimizers: the only code that reads their memory layout.
 
-Written against DeepSpeed 0.19; every field it reads is named here and nowhere else. `Layout.check` compares the map
-with the low-precision weights when a forge is attached, so a changed layout is an error then and not a wrong mask.
+Written against DeepSpeed 0.19; every field that is read is named here and nowhere else. `ShardLayout.check` compares
+the map with the low-precision weights when a forge is attached: a changed layout is an error then, not a wrong mask.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from sparseforge_ds.zero.shard import Layout, Shard
+from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
-def layout_of(engine: DeepSpeedEngine) -> Layout:
+def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
     """The layout of an engine, by the optimizer that DeepSpeed chose for it.
 
     Raises:
@@ -44,8 +44,8 @@ def layout_of(engine: DeepSpeedEngine) -> Layout:
     )
 
 
-class _AveragedGradients(Layout):
-    """Layout of a ZeRO optimizer that gathers its averaged gradients in `averaged_gradients` before it is stepped."""
+class _AveragedGradients(ShardLayout):
+    """Layout of a ZeRO optimizer that gathers its averaged gradients in `averaged_gradients` before its step."""
 
     @override
     def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
@@ -133,7 +133,7 @@ class Zero3Layout(_AveragedGradients):
             self.optimizer._clear_fp32_optimizer_param_groups()
 
 
-class _FlatGroupsLayout(Layout):
+class _FlatGroupsLayout(ShardLayout):
     """Weights of a param group laid end to end and cut in equal partitions, one a rank, at any element."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -188,7 +188,7 @@ class Bf16Layout(_FlatGroupsLayout):
         self._read_groups(self.optimizer.fp32_groups_flat_partition, ((group, _offsets(group)) for group in groups))
 
 
-class _Stage0Layout(Layout):
+class _Stage0Layout(ShardLayout):
     """Whole masters on every rank."""
 
     replicated = True
@@ -212,7 +212,7 @@ class _Stage0Layout(Layout):
     @override
     def push(self) -> None:
         for shard in self.shards.values():
-            self._low_precision_of(shard).copy_(shard.of(self.flats[shard.flat].detach()))
+            self._low_precision_of(shard).copy_(shard.slice_of_flat(self.flats[shard.flat].detach()))
 
 
 class Fp16Layout(_Stage0Layout):
@@ -244,7 +244,7 @@ class InnerLayout(_Stage0Layout):
         """Nothing: what was written is what the forward sees."""
 
 
-_LAYOUTS: dict[type, type[Layout]] = {
+_LAYOUTS: dict[type, type[ShardLayout]] = {
     DeepSpeedZeroOptimizer_Stage3: Zero3Layout,
     DeepSpeedZeroOptimizer: Zero12Layout,
     BF16_Optimizer: Bf16Layout,
