@@ -137,7 +137,7 @@ def variant(kind: str, source: Path, out: Path, workers: int) -> Callable[[], ob
         from sparseforge_ds.export.open import open_source
 
         return lambda: export(open_source(source), out, workers=workers, skip_proof=True)
-    from sparseforge_ds.export.verify import check_folder
+    from sparseforge_ds.export.verification import check_folder
 
     return partial(check_folder, source, workers=workers)
 

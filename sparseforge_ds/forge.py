@@ -14,7 +14,7 @@ from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
 from sparseforge_ds.methods.compensate import move_into_branches, switch_on_branches
 from sparseforge_ds.methods.histograms import histograms
-from sparseforge_ds.model.experts import expert_lists, refuse_unprepared
+from sparseforge_ds.model.expert_modules import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.zero.engine_checkpoints import carry_state

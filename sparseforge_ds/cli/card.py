@@ -41,7 +41,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the card, perhaps upload, and say what was done."""
-    from sparseforge_ds.export.card import NAME, push, read_results, write_card
+    from sparseforge_ds.export.model_card import NAME, push, read_results, write_card
 
     folder = Path(args.model)
     if args.private and args.push is None:

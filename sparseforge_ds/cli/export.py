@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.open import open_source
         from sparseforge_ds.export.source import MASK_ON
         from sparseforge_ds.export.stored import Size
-        from sparseforge_ds.export.unused import said
+        from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import require_free
 
     require_free(args.out)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--dtype {args.dtype}: a mask has no dtype; leave it out")
     source = open_source(args.source, args.model, args.dtype)
     if source.unused:
-        print(said(source.model_folder, source.unused))
+        print(describe_unused(source.model_folder, source.unused))
     record = export(source, args.out, args.format, args.max_shard_size, args.workers, args.skip_proof)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")

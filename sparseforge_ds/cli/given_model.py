@@ -32,7 +32,7 @@ def _require_on_hub(name: str) -> None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    from sparseforge_ds.model.hub import why_unreachable
+    from sparseforge_ds.model.hub_access import why_unreachable
     from sparseforge_ds.model.registration import load_config
 
     try:

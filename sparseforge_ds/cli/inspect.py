@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.model.coverage import percent, said
+from sparseforge_ds.model.coverage import describe_share, percent
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.inventory import SavedCheckpoint
@@ -86,7 +86,7 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
     linear = coverage.get("linear") if isinstance(coverage, dict) else None
     masked, total = status.masked_parameters, max(1, status.parameters)
     if type(linear) is int and linear >= masked and linear > 0:
-        share = said(masked, linear, total)
+        share = describe_share(masked, linear, total)
     else:
         share = f"{percent(masked, total)} of all parameters under a mask"
     lines.append(("coverage", f"{status.pattern} in {status.masked_weights} weights: {share} ({total:,} in all)"))

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
         from sparseforge_ds.export.permuted_folder import DenseFolder
-        from sparseforge_ds.export.unused import said
+        from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
 
     parse_size(args.max_shard_size)  # for its error, before the search
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     dense = DenseFolder(args.model)
     dense.require_channels()
     if dense.unused:
-        print(said(args.model, dense.unused))
+        print(describe_unused(args.model, dense.unused))
     with unfinished_folder(args.out) as folder:
         found = _find(args, config, dense)
         dense.write(found, folder, args.max_shard_size, args.workers)

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.finished_model import load_tokenizer
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
-        from sparseforge_ds.prune.run import PruneSettings, prune
+        from sparseforge_ds.prune.block_by_block import PruneSettings, prune
         from sparseforge_ds.prune.sequences import read_sequences
 
     rate = StartConfig.rate if args.rate is None else args.rate

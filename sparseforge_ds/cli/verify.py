@@ -11,7 +11,7 @@ from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
-    from sparseforge_ds.export.verify import FolderReport
+    from sparseforge_ds.export.verification import FolderReport
 
 _EPILOG = """\
 A folder that consolidate or export wrote says in its sparsity.json what it must be. In any other one every prunable
@@ -47,15 +47,15 @@ def run(args: argparse.Namespace) -> int:
     """Check, print the table, and say it in the exit code."""
     require_model(args.model, hub=False)
     with large_imports():
-        from sparseforge_ds.export.unused import said
-        from sparseforge_ds.export.verify import check_folder
+        from sparseforge_ds.export.unused import describe_unused
+        from sparseforge_ds.export.verification import check_folder
         from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
     report = check_folder(args.model, pattern, args.workers)
     _print_table(report)
     if report.unused:
-        print(said(args.model, report.unused))
+        print(describe_unused(args.model, report.unused))
     print("OK" if report.ok else "NOT OK")
     if args.json is not None:
         try:

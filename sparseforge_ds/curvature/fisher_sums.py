@@ -38,7 +38,7 @@ class FisherSums(SumsEstimator):
     """
 
     def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
-        """Find the layers; that every weight has one is known before (`model.estimator_support`)."""
+        """Find the layers; that every weight has one is known before (`model.measurable`)."""
         self.on = shards
         self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
         self._layer = {name: layer for layer, names in shards.lists.items() for name in names}

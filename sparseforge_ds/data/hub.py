@@ -17,7 +17,7 @@ from typing_extensions import override
 from sparseforge_ds.data.formats import KINDS, is_readable
 from sparseforge_ds.data.splits import choose, describe, patterns_of_card, split_of
 from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
-from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.hub_access import why_unreachable
 
 _log = logging.getLogger(__name__)
 

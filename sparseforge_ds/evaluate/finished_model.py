@@ -19,7 +19,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights

@@ -31,7 +31,7 @@ from sparseforge_ds.export.source import (
     require_finite,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK

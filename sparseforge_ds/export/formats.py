@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.export.card import write_card
 from sparseforge_ds.export.mask_only import prove_masks, write_masks
+from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require
 from sparseforge_ds.export.source import Source

@@ -28,7 +28,7 @@ def divide(tensors: Mapping[str, T], config: dict[str, Any]) -> tuple[dict[str, 
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}, unused
 
 
-def said(where: object, unused: Sequence[str]) -> str:
+def describe_unused(where: object, unused: Sequence[str]) -> str:
     """What a command tells of them."""
     return f"{where}: {len(unused)} tensors that transformers does not load are left out, the first of them {unused[0]}"
 

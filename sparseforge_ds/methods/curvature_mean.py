@@ -30,7 +30,7 @@ from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
-from sparseforge_ds.model.estimator_support import refuse_unmeasurable
+from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard

@@ -57,7 +57,7 @@ class ShardedWeights:
         self.routed = [
             weight for weight in self.weights.values() if weight.experts and config.importance != "magnitude"
         ]
-        self.load = ExpertLoad(self.matrices, {w.name: (*w.place, w.experts) for w in self.routed})
+        self.load = ExpertLoad(self.matrices, {w.name: (*w.first_expert, w.experts) for w in self.routed})
         self.health = Health(self.matrices, self.pattern)
 
     def require_adam(self, method: str) -> None:

@@ -35,7 +35,7 @@ class Coverage:
         return 100.0 * self.masked / self.total
 
     def __str__(self) -> str:
-        return said(self.masked, self.linear, self.total)
+        return describe_share(self.masked, self.linear, self.total)
 
     def lines(self, but: Collection[str] = ()) -> list[str]:
         """What stays dense of the linear weights, a line for every pattern of names that is not in `but`."""
@@ -44,10 +44,10 @@ class Coverage:
             for pattern, count in self.dense.items()
             if pattern not in but
         ]
-        return shortened(lines)
+        return shorten_lines(lines)
 
 
-def said(masked: int, linear: int, total: int) -> str:
+def describe_share(masked: int, linear: int, total: int) -> str:
     """Elements under a mask, of all linear weights and of all parameters, in words."""
     where = "of the linear weights between embedding and head"
     return f"{percent(masked, linear)} {where} and {percent(masked, total)} of all parameters under a mask"
@@ -58,6 +58,6 @@ def percent(part: int, whole: int) -> str:
     return f"{1000 * part // whole / 10:.1f}%"
 
 
-def shortened(lines: list[str]) -> list[str]:
+def shorten_lines(lines: list[str]) -> list[str]:
     """The first lines about patterns of names, and how many more there are."""
     return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more patterns"] if len(lines) > _SHOWN else [])

@@ -23,14 +23,14 @@ from sparseforge_ds.model.family_table import LOW_RANK as LOW_RANK
 from sparseforge_ds.model.family_table import PROJECTION as PROJECTION
 from sparseforge_ds.model.rules import (
     Rule,
-    by_modules,
-    by_table,
     check_globs,
     contracting,
     embeddings_and_head,
+    layer_rule,
     matches,
     model_type_of,
     name_pattern,
+    table_rule,
 )
 from sparseforge_ds.model.uncovered import Uncovered
 from sparseforge_ds.runtime.packed_experts import is_packed
@@ -63,7 +63,7 @@ class PrunableWeight(SparseWeight):
         return (self.shape[-2] // self.stacked, self.shape[-1])
 
     @property
-    def place(self) -> tuple[str, int]:
+    def first_expert(self) -> tuple[str, int]:
         """Module that holds the routed experts of the layer, and the number of the first that is in this weight."""
         assert self.experts, f"{self.name} belongs to no expert"
         if len(self.shape) == 3:
@@ -121,7 +121,7 @@ def prunable_names(
         raise ValueError(
             f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
         )
-    return _Matrices(model_type, shapes, by_table(FAMILIES[model_type]), fused_name=fused_name).chosen(config)
+    return _Matrices(model_type, shapes, table_rule(FAMILIES[model_type]), fused_name=fused_name).chosen(config)
 
 
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
@@ -155,9 +155,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _matrices_of(model: nn.Module, config: SparseForgeConfig) -> _Matrices:
     model_type = model_type_of(model)
     if model_type in FAMILIES:
-        return _Matrices(model_type, _shapes(model), by_table(FAMILIES[model_type]))
+        return _Matrices(model_type, _shapes(model), table_rule(FAMILIES[model_type]))
     axes = {name: row.input_axis for name, row in contracting(model).items()}
-    return _Matrices(model_type, _shapes(model), by_modules(model, config.include), axes)
+    return _Matrices(model_type, _shapes(model), layer_rule(model, config.include), axes)
 
 
 class _Matrices:

@@ -29,7 +29,7 @@ from sparseforge_ds.model.distill import (
     same_vocabulary,
     task_only,
 )
-from sparseforge_ds.model.hidden import compared
+from sparseforge_ds.model.hidden import compare_hidden
 
 PASS_TOKENS = 2**14
 """Tokens of a rank that a teacher's pass may have: its activations are those of one block, without a graph."""
@@ -173,9 +173,9 @@ def loss_in_head(
         )
         return found
 
-    with compared(model, target.states if target else None, next_T, config, trained) as distance:
+    with compare_hidden(model, target.states if target else None, next_T, config, trained) as hidden_loss:
         output = computed_in_head(model, lambda: engine(use_cache=False, **inputs), losses)
-    return distance.added_to(parts_of(output.logits)), output
+    return hidden_loss.add_to(parts_of(output.logits)), output
 
 
 def _computing(hidden: Tensor) -> torch.dtype:

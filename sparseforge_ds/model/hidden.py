@@ -25,7 +25,7 @@ from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, firs
 from sparseforge_ds.transformers_internals import GradientCheckpointingLayer
 
 
-def chosen_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
+def compared_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
     """The transformer layers behind which states are compared, in the order in which they run. Raises ValueError where
     the model has no layers that transformers can checkpoint, which is how they are known."""
     found: dict[str, nn.Module] = {}
@@ -55,7 +55,7 @@ def same_states(student: Any, teacher: Any) -> None:
 
 
 @contextmanager
-def captured_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+def capture_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """While active, collects the (B, S, H) hidden state that each layer returns."""
     found: list[Tensor] = []
     handles = [
@@ -68,15 +68,15 @@ def captured_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-class Distance:
-    """What `compared` found."""
+class HiddenLoss:
+    """What `compare_hidden` found."""
 
     def __init__(self, weight: float = 0.0) -> None:
         self.weight = weight
         self.mean: Tensor | None = None
         """() fp32 with its graph, after the pass; None where nothing was compared."""
 
-    def added_to(self, losses: DistillationLoss) -> DistillationLoss:
+    def add_to(self, losses: DistillationLoss) -> DistillationLoss:
         """The losses of logits with that of hidden states."""
         if self.mean is None:
             return losses
@@ -84,13 +84,13 @@ class Distance:
 
 
 @contextmanager
-def compared(
+def compare_hidden(
     student: nn.Module,
     states: list[Tensor] | None,
     next_T: Tensor,
     config: DistillationConfig,
     trained: float | None = None,
-) -> Iterator[Distance]:
+) -> Iterator[HiddenLoss]:
     """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
 
     A student's layers get a forward hook for good at the first time, which does nothing in other passes. Raises
@@ -98,7 +98,7 @@ def compared(
     the graph from it.
 
     Args:
-        states: (B, S, H) of `captured_states`, which are let go of in the backward pass.
+        states: (B, S, H) of `capture_states`, which are let go of in the backward pass.
         next_T: (T,) what each token predicts; those that predict nothing do not count.
         trained: what sums over the tokens that count are divided by, see `distillation_loss`.
     """
@@ -108,15 +108,15 @@ def compared(
                 "distillation.hidden is set, but the target has no hidden states of the teacher; get it from the "
                 "targets of a Teacher that was made with this configuration"
             )
-        yield Distance()
+        yield HiddenLoss()
         return
-    layers = chosen_layers(student, config.hidden)
+    layers = compared_layers(student, config.hidden)
     if student not in _students or _students[student].layers != layers:
-        _students[student] = _Student(layers, _students.get(student))
-    hooked, distance = _students[student], Distance(config.hidden.weight)
+        _students[student] = _StudentHooks(layers, _students.get(student))
+    hooked, distance = _students[student], HiddenLoss(config.hidden.weight)
     if len(states) != len(layers):
         raise ValueError(f"{len(states)} hidden states of a teacher for {len(layers)} layers of the student")
-    hooked.batch, hooked.found = _Batch(states, next_T != IGNORED, config.chunk_tokens, trained), {}
+    hooked.batch, hooked.found = _Targets(states, next_T != IGNORED, config.chunk_tokens, trained), {}
     try:
         yield distance
         if len(hooked.found) != len(layers):
@@ -135,14 +135,14 @@ def compared(
             hooked.batch = None
 
 
-class _Student:
+class _StudentHooks:
     """The hooks of a student's layers, instead of those that it had."""
 
-    def __init__(self, layers: list[nn.Module], before: _Student | None) -> None:
+    def __init__(self, layers: list[nn.Module], before: _StudentHooks | None) -> None:
         for handle in before.handles if before else ():
             handle.remove()
         self.layers = layers
-        self.batch: _Batch | None = None
+        self.batch: _Targets | None = None
         self.found: dict[int, Tensor] | None = None
         """Distances by layer, while a forward pass is compared."""
         # Before the hooks of DeepSpeed: behind them a checkpointed layer would be recomputed before it is gathered.
@@ -163,17 +163,17 @@ class _Student:
                 f"distillation.hidden: the student's layer returns {tuple(state_BSH.shape)} and the teacher's "
                 f"{tuple(teacher_BSH.shape)}; use a teacher of the same hidden_size"
             )
-        state_BSH, distance = _Distance.apply(state_BSH, teacher_BSH, batch)  # type: ignore[no-untyped-call]
+        state_BSH, distance = _DistanceFunction.apply(state_BSH, teacher_BSH, batch)  # type: ignore[no-untyped-call]
         if self.found is not None:  # else the layer is computed again for its backward pass
             self.found[number] = distance
             batch.pending += distance.requires_grad
         return (state_BSH, *output[1:]) if isinstance(output, tuple) else state_BSH
 
 
-_students: WeakKeyDictionary[nn.Module, _Student] = WeakKeyDictionary()
+_students: WeakKeyDictionary[nn.Module, _StudentHooks] = WeakKeyDictionary()
 
 
-class _Batch:
+class _Targets:
     """What a pass is compared with, until its backward pass is done."""
 
     def __init__(self, states: list[Tensor], trained_T: Tensor, block: int, trained: float | None) -> None:
@@ -184,11 +184,11 @@ class _Batch:
         self.pending = 0
 
 
-class _Distance(torch.autograd.Function):
+class _DistanceFunction(torch.autograd.Function):
     """An identity, and d_l beside it."""
 
     @staticmethod
-    def forward(ctx: Any, state_BSH: Tensor, teacher_BSH: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, state_BSH: Tensor, teacher_BSH: Tensor, batch: _Targets) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(state_BSH, teacher_BSH)
         ctx.batch = batch
         total = torch.zeros((), dtype=torch.promote_types(state_BSH.dtype, torch.float32), device=state_BSH.device)
@@ -210,7 +210,7 @@ class _Distance(torch.autograd.Function):
         return found_BSH, None, None
 
 
-def _differences(state_BSH: Tensor, teacher_BSH: Tensor, batch: _Batch) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def _differences(state_BSH: Tensor, teacher_BSH: Tensor, batch: _Targets) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """By blocks of tokens: which, (T, H) student less teacher, and (T, 1) what its square counts for."""
     exact = torch.promote_types(state_BSH.dtype, torch.float32)
     state_TH, teacher_TH = state_BSH.flatten(0, 1), teacher_BSH.flatten(0, 1)

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.branch import add_branch
-from sparseforge_ds.model.experts import expert_lists, join_gradients, leaf_modules
+from sparseforge_ds.model.expert_modules import expert_lists, leaf_modules, sync_expert_gradients
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
@@ -26,7 +26,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     clears the locks that killed compilers left (`clear_extension_locks`).
 
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
-    (`join_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
+    (`sync_expert_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
     `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit.
 
     Args:
@@ -44,7 +44,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     if not any(parameter.is_meta for parameter in model.parameters()):  # those are planned with, not trained
         clear_before_training()
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
-    join_gradients(model, expert_lists(model))
+    sync_expert_gradients(model, expert_lists(model))
     if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
     if config.low_rank is None:

@@ -75,7 +75,7 @@ def model_class(config: Any) -> Any:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
-def empty_of(config: Any, **how: Any) -> Any:
+def empty_model(config: Any, **how: Any) -> Any:
     """Return the model of a config, without the weights of any file; `how`: of `from_config`. Raises ValueError where
     transformers has no class for it."""
     loader = model_class(config)

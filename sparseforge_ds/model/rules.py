@@ -20,17 +20,17 @@ Rule = Callable[[str], Row | bool]
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
-def by_table(family: Family) -> Rule:
+def table_rule(family: Family) -> Rule:
     """The rule of a family that the table has."""
 
     def rule(name: str) -> Row | bool:
-        row = next((row for row in family.prunable if is_row(name, row.names)), None)
-        return row if row is not None else any(is_row(name, names) for names in (*family.dense, *BRANCH))
+        row = next((row for row in family.prunable if fits_row(name, row.names)), None)
+        return row if row is not None else any(fits_row(name, names) for names in (*family.dense, *BRANCH))
 
     return rule
 
 
-def by_modules(model: Any, include: tuple[str, ...]) -> Rule:
+def layer_rule(model: Any, include: tuple[str, ...]) -> Rule:
     """For a model of any other family: what `include` names of `contracting`; embeddings and the head stay dense."""
     rows, aside = contracting(model), embeddings_and_head(model)
 
@@ -82,7 +82,7 @@ def contracting(model: Any) -> dict[str, Row]:
     return rows
 
 
-def is_row(name: str, names: str) -> bool:
+def fits_row(name: str, names: str) -> bool:
     """Whether a glob of the table names a parameter or a module."""
     return fnmatchcase(f".{name}", f"*.{names}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.mask.packing import VALUE_DTYPES
-from sparseforge_ds.model.registration import empty_of, load_config
+from sparseforge_ds.model.registration import empty_model, load_config
 
 
 def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path, who: str) -> None:
@@ -32,7 +32,7 @@ def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path,
 
     config = load_config(folder, who)
     with torch.device("meta"):
-        model = empty_of(config)
+        model = empty_model(config)
     targets = Targets(model, get_model_conversion_mapping(model))
     places = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in foreign:

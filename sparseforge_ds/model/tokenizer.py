@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from sparseforge_ds.checkpoint.model_files import check_model_folder
-from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 

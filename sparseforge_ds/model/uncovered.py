@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sparseforge_ds.model.coverage import shortened
+from sparseforge_ds.model.coverage import shorten_lines
 from sparseforge_ds.model.rules import name_pattern
 
 TOLERANCE = 0.02
@@ -65,7 +65,7 @@ class Uncovered:
         lines = self.lines()
         patterns = [line.partition(" (")[0] for line in lines]
         return (
-            f"the family table has no row for {'; '.join(shortened(lines))}. To keep them dense, write into the "
+            f"the family table has no row for {'; '.join(shorten_lines(lines))}. To keep them dense, write into the "
             f"sparseforge block: {self._allowing(patterns)} (or give --allow_dense); to prune them, give the family "
             "rows by sparseforge_ds.register_family"
         )

@@ -18,7 +18,7 @@ from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_labels, task_only
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
+from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
 from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.sequence_parallel import exchanged
@@ -111,8 +111,8 @@ class _Teacher:
         live = Live([*model.parameters(), *model.buffers(), token_BS])
         self.target: Target | None = None
         self.tensors: list[Tensor] = []
-        layers = chosen_layers(model, hidden) if hidden else []
-        with live, torch.no_grad(), captured_states(layers) as states:
+        layers = compared_layers(model, hidden) if hidden else []
+        with live, torch.no_grad(), capture_states(layers) as states:
             try:
                 hidden_BSH = hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False))
                 layer = head_of(model)
@@ -154,10 +154,10 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
             loss = loss_in_head(model, token_BS, config, target, input_ids=token_BS)[0].total
         else:
             assert teacher is not None
-            with compared(model, teacher.states, next_labels(token_BS), config) as distance:
+            with compare_hidden(model, teacher.states, next_labels(token_BS), config) as hidden_loss:
                 logits_BSV = model(input_ids=token_BS, use_cache=False).logits
             losses = distillation_loss(logits_BSV, torch.empty_like(logits_BSV), token_BS, replace(config, hidden=None))
-            loss = distance.added_to(losses).total
+            loss = hidden_loss.add_to(losses).total
             del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
     tokens = token_BS.numel() if whole else min(token_BS.numel(), block_tokens(config, head.out_features))

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.estimator_support import refuse_unmeasurable
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
+from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
 from sparseforge_ds.planning.architecture import without_numbers
 from sparseforge_ds.planning.live import Live

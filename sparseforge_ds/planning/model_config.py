@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.registration import load_config
 
 _ASSETS = Path(__file__).parents[1] / "assets"

@@ -1,5 +1,5 @@
 """A dense model in a folder to a sparse one in another, one decoder block in memory at a time."""
 
-from sparseforge_ds.prune.run import PruneSettings, prune
+from sparseforge_ds.prune.block_by_block import PruneSettings, prune
 
 __all__ = ["PruneSettings", "prune"]

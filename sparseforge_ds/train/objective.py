@@ -14,7 +14,7 @@ from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import compared
+from sparseforge_ds.model.hidden import compare_hidden
 from sparseforge_ds.model.registration import OWN_FAMILIES
 from sparseforge_ds.train.teacher import Teacher
 
@@ -124,11 +124,11 @@ class Objective:
         with self.teacher.captured() as states:
             teacher_BSV = self.teacher(**batch.inputs)
         next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)
-        with compared(self.engine.module, states, next_T, config, trained) as distance:
+        with compare_hidden(self.engine.module, states, next_T, config, trained) as hidden_loss:
             output = self._run(batch)
         logits = with_position_axis(output.logits), with_position_axis(teacher_BSV)
         losses = distillation_loss(*logits, label_BS, of_logits, trained, shifted)
-        return distance.added_to(losses), output
+        return hidden_loss.add_to(losses), output
 
     def _run(self, batch: MicroBatch) -> Any:
         return self.engine(use_cache=False, **batch.inputs)

@@ -27,7 +27,7 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.export.compressed_tensors import is_only_pruned
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.stored import is_packed
-from sparseforge_ds.model.hub import why_unreachable
+from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights

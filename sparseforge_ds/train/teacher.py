@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
-from sparseforge_ds.model.hidden import captured_states, chosen_layers
+from sparseforge_ds.model.hidden import capture_states, compared_layers
 from sparseforge_ds.model.registration import register_model_classes
 from sparseforge_ds.train.pretrained import load_model
 
@@ -49,7 +49,7 @@ class Teacher:
         model.requires_grad_(False)
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.model = model
-        self._layers = chosen_layers(model, config.hidden) if config.hidden else []
+        self._layers = compared_layers(model, config.hidden) if config.hidden else []
         self._module: nn.Module
         if config.hold == "zero3":
             if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
@@ -123,7 +123,7 @@ class Teacher:
         if not self._layers:
             yield None
             return
-        with captured_states(self._layers) as states:
+        with capture_states(self._layers) as states:
             yield states
 
     def _run(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.resume import find_resumption
 from sparseforge_ds.train.run_folder import check_folder as check_run_folder

@@ -20,7 +20,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import load_model
-from sparseforge_ds.export import verify
+from sparseforge_ds.export import verification
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
@@ -143,7 +143,7 @@ def exported(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_group_verifies(exported: dict[str, Path], name: str) -> None:
-    report = verify.check_folder(exported[name])
+    report = verification.check_folder(exported[name])
     family, case = CASES[name]
     assert report.ok and report.pattern == str(case.sparseforge.parsed_pattern)
     expected = WEIGHTS[family] - (2 if "excluded" in name else 0)
@@ -288,7 +288,7 @@ def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, 
     files = sorted(out.glob("model-*.safetensors"))
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 24_000 for file in files)
-    assert verify.check_folder(out).ok
+    assert verification.check_folder(out).ok
     whole = AutoModelForCausalLM.from_pretrained(exported["stage3-bf16"]).state_dict()
     for key, value in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
         assert torch.equal(value, whole[key])
@@ -403,7 +403,7 @@ def test_generated_checkpoints_are_built_like_real_ones(runs: dict[str, Run], tm
             assert ours["sparseforge"]["config"]["curvature"].pop("source") is None
             assert structure(ours["sparseforge"]) == structure(theirs["sparseforge"])
             assert ours["sparseforge"]["weights"] == theirs["sparseforge"]["weights"]
-    assert verify.check_folder(exported_to(tmp_path / "out", tmp_path / "run")).ok
+    assert verification.check_folder(exported_to(tmp_path / "out", tmp_path / "run")).ok
 
 
 def exported_to(out: Path, run: Path) -> Path:

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import sparseforge_ds as sf
 from sparseforge_ds.model.distill import distillation_loss
-from sparseforge_ds.model.estimator_support import refuse_unmeasurable
-from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
+from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.train.teacher import Teacher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.distributed import run_distributed

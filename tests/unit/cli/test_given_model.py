@@ -8,7 +8,7 @@ import pytest
 
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.model import hub, registration
+from sparseforge_ds.model import hub_access, registration
 
 COMMANDS = {
     "evaluate": ["--text", "stdlib:heldout"],
@@ -59,7 +59,7 @@ def test_ids_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     with pytest.raises(ValueError, match="owner/name: no such folder, and no model in the cache of the hub; HF_HUB_"):
         require_model("owner/name")
     asked: list[str] = []
-    monkeypatch.setattr(hub, "why_unreachable", lambda: None)
+    monkeypatch.setattr(hub_access, "why_unreachable", lambda: None)
     monkeypatch.setattr(registration, "load_config", lambda name, who: asked.append(name))
     require_model("owner/name")
     assert asked == ["owner/name"]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export.verify import check_folder
-from sparseforge_ds.prune.run import _Progress
+from sparseforge_ds.export.verification import check_folder
+from sparseforge_ds.prune.block_by_block import _Progress
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_gpt2
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import compressed_tensors
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM
 from tests.sparse_folders import write_dense, write_sparse
 

@@ -14,7 +14,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, top_n
 from tests.sparse_folders import bits, write_dense, write_sparse
 

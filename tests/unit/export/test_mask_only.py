@@ -16,7 +16,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.mask_only import MaskFolder, masked
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from tests.sparse_folders import DTYPES, MODELS, ModelSource, bits, write_dense, write_sparse
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"

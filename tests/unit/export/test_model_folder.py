@@ -21,7 +21,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = 6

@@ -19,7 +19,7 @@ from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.permutation.record import Permutation
 

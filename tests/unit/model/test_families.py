@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
-from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import (
     FAMILIES,
     PrunableWeight,
@@ -28,7 +28,7 @@ from sparseforge_ds.model.families import (
     prunable_weights,
 )
 from sparseforge_ds.model.family_table import Family, Row
-from sparseforge_ds.model.rules import is_row
+from sparseforge_ds.model.rules import fits_row
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
 PER_MODEL = {
@@ -90,7 +90,7 @@ TRANSPOSED = ("gpt_oss", "llama4_text")
 
 def _rows_of(name: str, family: Family) -> list[str]:
     rows = [row.names for row in family.prunable] + list(family.dense)
-    return [row for row in rows if is_row(name, row)]
+    return [row for row in rows if fits_row(name, row)]
 
 
 def _published(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -455,10 +455,10 @@ def test_every_expert_has_a_place(family: str) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in _published(model).items()}
     fused = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
     listed = [weight for weight in prunable_names(family, shapes, SparseForgeConfig()) if weight.experts]
-    assert {weight.place for weight in fused} == {(name, 0) for name in leaf_modules(model)}
-    of_fused = {(weight.place[0], number) for weight in fused for number in range(weight.experts)}
+    assert {weight.first_expert for weight in fused} == {(name, 0) for name in leaf_modules(model)}
+    of_fused = {(weight.first_expert[0], number) for weight in fused for number in range(weight.experts)}
     assert {
-        (weight.place[0].replace(".block_sparse_moe.", ".mlp."), weight.place[1] + number)
+        (weight.first_expert[0].replace(".block_sparse_moe.", ".mlp."), weight.first_expert[1] + number)
         for weight in listed
         for number in range(weight.experts)
     } == of_fused

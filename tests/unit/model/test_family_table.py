@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, MptConfig, SeedOssConfig
 
 import sparseforge_ds as sf
-from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.family_table import FAMILIES, Row, register_family
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama

@@ -14,7 +14,7 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedMo
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared
+from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, SCALED, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
 
@@ -232,16 +232,16 @@ def test_parts_of_a_step_add_up_to_its_mean(whole: bool, hidden: HiddenConfig | 
     labels[0], labels[1, 3:] = -100, -100
 
     def losses(rows: slice, trained: float | None) -> Any:
-        with torch.no_grad(), captured_states(chosen_layers(teacher, hidden) if hidden else []) as states:
+        with torch.no_grad(), capture_states(compared_layers(teacher, hidden) if hidden else []) as states:
             wanted = teacher(input_ids=ids[rows], use_cache=False).logits
         target = _target(teacher, ids[rows])._replace(states=states if hidden else None)
         if not whole:
             return loss_in_head(student, labels[rows], config, target, trained, input_ids=ids[rows])[0]
-        with compared(student, target.states, next_labels(labels[rows]), config, trained) as distance:
+        with compare_hidden(student, target.states, next_labels(labels[rows]), config, trained) as hidden_loss:
             logits = student(input_ids=ids[rows], use_cache=False).logits
         plain = distillation_loss(logits, wanted, labels[rows], replace(config, hidden=None), trained)
         assert torch.equal(task_loss(logits, labels[rows], trained=trained).detach(), plain.cross_entropy)
-        return distance.added_to(plain)
+        return hidden_loss.add_to(plain)
 
     expected = losses(slice(None), None)
     of_step = _gradients(student, expected.total)

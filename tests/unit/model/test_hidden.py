@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import captured_states, chosen_layers, compared, same_states
+from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers, same_states
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import BUILDERS, SCALED, tiny_gpt2, tiny_llama, token_batch
 
@@ -34,7 +34,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 def _target(teacher: PreTrainedModel, ids: Tensor, config: DistillationConfig) -> Target:
     assert config.hidden is not None
-    with torch.no_grad(), captured_states(chosen_layers(teacher, config.hidden)) as states:
+    with torch.no_grad(), capture_states(compared_layers(teacher, config.hidden)) as states:
         hidden = hidden_states(teacher, lambda: teacher(input_ids=ids, use_cache=False))
     layer = head_of(teacher)
     return Target(hidden, Head(layer.weight, layer.bias), states)
@@ -160,7 +160,7 @@ def test_the_gradient_of_a_layer_exists_when_the_backward_pass_gets_there() -> N
     losses = _found(student, teacher, config)
     order: list[str] = []
     for node in _nodes(losses.total):
-        if type(node).__name__ == "_DistanceBackward":
+        if type(node).__name__ == "_DistanceFunctionBackward":
             node.register_hook(lambda *_: order.append("distance"))
     for layer in student.model.layers:
         layer.mlp.down_proj.weight.register_post_accumulate_grad_hook(lambda _: order.append("layer"))
@@ -192,7 +192,7 @@ def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None
     losses.total.backward()
     assert target.states == [], "the teacher's states outlive the backward pass"
     after = student(input_ids=ids, use_cache=False).logits
-    assert not any(type(node).__name__ == "_DistanceBackward" for node in _nodes(after.sum()))
+    assert not any(type(node).__name__ == "_DistanceFunctionBackward" for node in _nodes(after.sum()))
     assert torch.equal(before, after)
     with torch.no_grad():
         again = loss_in_head(student, labels, config, _target(teacher, ids, config), input_ids=ids)[0]
@@ -221,9 +221,12 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="sees logits alone"):
         distillation_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long), config)
     with pytest.raises(ValueError, match="Linear has no layers"):
-        chosen_layers(nn.Linear(2, 2), HiddenConfig())
+        compared_layers(nn.Linear(2, 2), HiddenConfig())
     states, next_T = [torch.zeros(1)], torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ValueError, match="0 of 1 layers ran"), compared(student, states, next_T, _config(every=None)):
+    with (
+        pytest.raises(ValueError, match="0 of 1 layers ran"),
+        compare_hidden(student, states, next_T, _config(every=None)),
+    ):
         pass
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.experts import leaf_modules
+from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import coverage, prunable_names, prunable_weights, uncovered_weights
 from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama
 
@@ -274,7 +274,7 @@ def test_listed_experts_of_a_family_without_rows() -> None:
     for layer in model.model.layers:
         layer.mlp.experts = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 8)])
     found = prunable_weights(model, SparseForgeConfig(include=("*.experts.*",)))
-    assert [(weight.experts, weight.place) for weight in found[:2]] == [
+    assert [(weight.experts, weight.first_expert) for weight in found[:2]] == [
         (1, ("model.layers.0.mlp.experts", 0)),
         (1, ("model.layers.0.mlp.experts", 1)),
     ]

@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import captured_states, chosen_layers
+from sparseforge_ds.model.hidden import capture_states, compared_layers
 from sparseforge_ds.planning.activations import Activations, trace
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.transformers_internals import checkpoint_activations
@@ -117,10 +117,10 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
     assert forge.distillation is not None and forge.distillation.hidden is not None
     model, token_BS = real(family, checkpointing)
     other = real(family, False)[0].eval()
-    layer, layers = head_of(other), chosen_layers(other, forge.distillation.hidden)
+    layer, layers = head_of(other), compared_layers(other, forge.distillation.hidden)
 
     def target() -> Target:
-        with captured_states(layers) as states:
+        with capture_states(layers) as states:
             return Target(_hidden_of(other, token_BS), Head(layer.weight, layer.bias), states)
 
     def run(told: Target) -> None:

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from transformers import CLIPConfig, Gemma3Config, PretrainedConfig, T5Config, ViTConfig
 
-from sparseforge_ds.model import hub
+from sparseforge_ds.model import hub_access
 from sparseforge_ds.model.tokenizer import load_tokenizer
 from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.train.pretrained import find_model
@@ -51,11 +51,11 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     threading.Thread(target=accept, daemon=True).start()
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "SECONDS", 0.5)
+    monkeypatch.setattr(hub_access, "SECONDS", 0.5)
     monkeypatch.setenv("NO_PROXY", "*")
-    hub._asked.cache_clear()
+    hub_access._asked.cache_clear()
     yield taken
-    hub._asked.cache_clear()
+    hub_access._asked.cache_clear()
     server.shutdown(socket.SHUT_RDWR)
     server.close()
     for each in taken:
@@ -76,4 +76,4 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
 
 def test_a_hub_that_answers_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in (hub.why_unreachable() or "")
+    assert "HF_HUB_OFFLINE" in (hub_access.why_unreachable() or "")

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.prune.block_by_block import PruneSettings, micro_batches, prune
 from sparseforge_ds.prune.hidden_streams import make_streams
-from sparseforge_ds.prune.run import PruneSettings, micro_batches, prune
 from sparseforge_ds.prune.sequences import read_sequences
 
 

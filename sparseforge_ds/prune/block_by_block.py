@@ -26,7 +26,7 @@ from sparseforge_ds.checkpoint.disk import whole_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.run_state import differences, few
-from sparseforge_ds.export.card import write_card
+from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.source import published_name
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder

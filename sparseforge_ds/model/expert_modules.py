@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.model.rules import is_row, model_type_of
+from sparseforge_ds.model.rules import fits_row, model_type_of
 
 _JOINS = "joins_expert_gradients"
 
@@ -38,10 +38,10 @@ def expert_lists(model: nn.Module) -> dict[str, str]:
 def _expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     model_type = model_type_of(model)
     globs = FAMILIES[model_type].experts if model_type in FAMILIES else ("experts",)
-    return {name: module for name, module in model.named_modules() if any(is_row(name, glob) for glob in globs)}
+    return {name: module for name, module in model.named_modules() if any(fits_row(name, glob) for glob in globs)}
 
 
-class _Join(torch.autograd.Function):
+class _SyncExpertGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
@@ -53,7 +53,7 @@ class _Join(torch.autograd.Function):
         return grad, *(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
 
 
-def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
+def sync_expert_gradients(model: nn.Module, lists: dict[str, str]) -> None:
     """Let all experts of a list have gradients at the same moment of a backward pass, called or not. Before
     `deepspeed.initialize`; nothing is done for parameters that ZeRO-3 partitions. `lists` as of `expert_lists`."""
     for name, block in lists.items():
@@ -72,7 +72,7 @@ def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
             key = next(hidden, None)
             if key is None:
                 raise ValueError(f"{type(module).__name__}, which holds experts, is called without hidden states")
-            given[key] = _Join.apply(given[key], *trained)  # type: ignore[no-untyped-call]
+            given[key] = _SyncExpertGradients.apply(given[key], *trained)  # type: ignore[no-untyped-call]
             return tuple(given[index] for index in range(len(args))), {word: given[word] for word in kwargs}
 
         model.get_submodule(block).register_forward_pre_hook(joined, with_kwargs=True)
@@ -80,7 +80,7 @@ def join_gradients(model: nn.Module, lists: dict[str, str]) -> None:
 
 
 def refuse_unprepared(model: nn.Module, lists: dict[str, str]) -> None:
-    """Refuse a model whose gradients would be mixed up, since `join_gradients` was not called for one of the lists."""
+    """Refuse a model whose gradients would be mixed up, since `sync_expert_gradients` was not called for one of the lists."""
     for name, block in lists.items():
         if not hasattr(model.get_submodule(block), _JOINS):
             raise ValueError(

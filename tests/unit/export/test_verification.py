@@ -19,7 +19,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import counting
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.verify import check_folder
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
 from tests.tiny_models import tiny_gpt2, tiny_llama
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparseforge_ds.model.experts import join_gradients, refuse_unprepared
+from sparseforge_ds.model.expert_modules import refuse_unprepared, sync_expert_gradients
 
 
 class Block(nn.Module):
@@ -26,7 +26,7 @@ def test_every_expert_has_a_gradient_and_those_of_the_called_do_not_change() -> 
     alone, joined = Block(), Block()
     joined.load_state_dict(alone.state_dict())
     model = nn.Sequential(nn.Linear(4, 4), joined)
-    join_gradients(model, {"1.experts": "1"})
+    sync_expert_gradients(model, {"1.experts": "1"})
     hidden = torch.randn(2, 4)
     model(hidden).sum().backward()
     alone(model[0](hidden).detach()).sum().backward()
@@ -40,5 +40,5 @@ def test_a_model_that_was_not_prepared_is_refused() -> None:
     model, lists = nn.Sequential(Block()), {"0.experts": "0"}
     with pytest.raises(ValueError, match=r"0\.experts: .*prepare\(model, config\) before"):
         refuse_unprepared(model, lists)
-    join_gradients(model, lists)
+    sync_expert_gradients(model, lists)
     refuse_unprepared(model, lists)

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import card
+from sparseforge_ds.export import model_card
 from sparseforge_ds.export.source import published_name
 from sparseforge_ds.mask.packing import PACKED24
 from tests.tiny_folders import write_json
@@ -100,7 +100,7 @@ def test_what_is_not_given_again_stays(folder: Path, tmp_path: Path, monkeypatch
         scored = {"text": "wikitext2", "perplexity": value, "protocol": "windows"}
         return str(write_json(tmp_path / "result.json", {"model": str(folder), "perplexity": scored}))
 
-    monkeypatch.setattr("sparseforge_ds.export.card.push", lambda *_: "there")
+    monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
     assert main(["card", str(folder), "--results", result(12.5), "--license", "apache-2.0"]) == 0
     of_run, found = ("held_out.jsonl", 7.389056), ("wikitext2", 12.5)
     for again in ((), ("--push", "owner/made"), ("--license", "mit")):
@@ -185,7 +185,7 @@ def test_scores_of_another_model_are_refused(
     # this folder, by any path; before it was moved, or from elsewhere; or as what it is called on the hub
     for model in (str(folder), "made", "./made/", "link", "../gone/made", "/gone/made", "owner/made"):
         assert card_of(model=model) == "", model
-    monkeypatch.setattr("sparseforge_ds.export.card.push", lambda *_: "there")
+    monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
     assert card_of("--push", "owner/sparse-1b", model="owner/sparse-1b") == ""
     for model in ("owner/sparse-1b", "owner/dense-1b", "other/made", "/gone/other", ".", None):
         said = f"its scores are of {model}, and not of {folder}; give what sparseforge evaluate {folder} writes by --js"
@@ -204,11 +204,11 @@ def test_scores_of_another_model_are_refused(
 
 def test_a_card_of_a_model_with_branches_says_what_loads_them(folder: Path) -> None:
     write_json(folder / "config.json", {"quantization_config": {"quant_method": PACKED24, "low_rank": {"a": 4}}})
-    text = str(card.make_card(folder, name="owner/name"))
+    text = str(model_card.make_card(folder, name="owner/name"))
     assert "## A model with low-rank branches" in text and "`sparseforge export owner/name OUT --format hf`" in text
     write_json(folder / "config.json", {})
     write_json(folder / "adapter_config.json", {"r": 8, "rank_pattern": {"a": 16}})
-    text = str(card.make_card(folder))
+    text = str(model_card.make_card(folder))
     assert "## A model in two parts" in text and "(rank 16)" in text and "import peft  # fails" in text
 
 
@@ -303,7 +303,7 @@ def test_folder_and_card_are_uploaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hub_that_takes() as (address, files, asked):
-        monkeypatch.setattr(card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         assert main(["card", str(folder), "--push", "owner/made"]) == 0
     assert f"uploaded: {address}/owner/made" in capsys.readouterr().out
     assert set(files) == {path.name for path in folder.iterdir()} == {"README.md", "config.json", "sparsity.json"}
@@ -317,8 +317,8 @@ def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monke
     record = json.loads((folder / "sparsity.json").read_text())
     write_json(folder / "sparsity.json", record | {"adapter_config_sha256": hash_file(folder / "adapter_config.json")})
     with hub_that_takes() as (address, files, _):
-        monkeypatch.setattr(card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
-        card.push(folder, "owner/made")
+        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        model_card.push(folder, "owner/made")
     assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/made"}
     listed = json.loads(files["sparsity.json"])["adapter_config_sha256"]
     assert listed == hashlib.sha256(files["adapter_config.json"]).hexdigest()
@@ -328,7 +328,7 @@ def test_a_hub_that_refuses_or_is_not_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hub_that_takes(refuses=True) as (address, files, _):
-        monkeypatch.setattr(card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         assert main(["card", str(folder), "--push", "owner/made"]) == 2
         assert not files
     assert "--push owner/made: the hub did not take it (" in capsys.readouterr().err
