@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files
-from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, take_entry
+from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest, check_content
 
 
-def check_whole(folder: Path) -> None:
+def check_intact(folder: Path) -> None:
     """Read every byte of a checkpoint. Raises ValueError where it differs from its checksums, or a file is missing."""
     if (folder / MANIFEST).exists():
         manifest = Manifest.read(folder)
@@ -25,18 +25,18 @@ def check_whole(folder: Path) -> None:
         check_content(path)
 
 
-def check_entry(folder: Path) -> SavedCheckpoint:
-    """`take_entry` of a checkpoint that is read whole."""
-    entry = take_entry(folder)
+def verify_checkpoint(folder: Path) -> SavedCheckpoint:
+    """`describe_checkpoint` of a checkpoint that is read whole."""
+    entry = describe_checkpoint(folder)
     try:
-        check_whole(folder)
+        check_intact(folder)
     except ValueError as error:
         return replace(entry, problem=entry.problem or str(error), damaged=entry.complete)
     return entry
 
 
 @contextmanager
-def naming_a_whole_one(folder: Path) -> Iterator[None]:
+def suggest_intact_checkpoint(folder: Path) -> Iterator[None]:
     """Add to a ValueError about a checkpoint which other one of its run is the newest that is whole, if there are
     others."""
     try:
@@ -45,6 +45,6 @@ def naming_a_whole_one(folder: Path) -> Iterator[None]:
         others = [other for other in list_checkpoints(folder.parent) if other.name != folder.name]
         if not others:
             raise
-        whole = next((other for other in reversed(others) if check_entry(other).complete), None)
+        whole = next((other for other in reversed(others) if verify_checkpoint(other).complete), None)
         said = f"the newest whole one beside it is {whole}" if whole else "no other one beside it is whole"
         raise ValueError(f"{error}; {said}") from None

@@ -44,7 +44,7 @@ def open_own_file(path: Path, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets its name at the end of the block; after an error nothing of it stays.
 
     Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
@@ -62,7 +62,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
     """A folder that gets its name at the end of the block, where none is by then, or an empty one; after an error
     nothing of it stays. What a killed process left under the temporary name is removed.
 
@@ -89,5 +89,5 @@ def whole_folder(path: Path, temporary: Path | None = None, replace: bool = Fals
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """A whole file of JSON that people read, too."""
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write((json.dumps(content, indent=indent) + "\n").encode())

@@ -38,7 +38,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda child: (found[child], child.name))
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """Of a folder of `list_checkpoints`, by its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
@@ -48,23 +48,23 @@ def newest_checkpoint(folder: Path) -> Path | None:
     that `latest` names."""
     steps, latest = list_checkpoints(folder), folder / "latest"
     if latest.is_file() and not any((step / MANIFEST).is_file() for step in steps):
-        return named_by(latest)
+        return read_pointer(latest)
     return steps[-1] if steps else None
 
 
-def newest_of_trainer(folder: Path) -> Path | None:
+def newest_trainer_checkpoint(folder: Path) -> Path | None:
     """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole, if any is."""
     children = folder.iterdir() if folder.is_dir() else ()
     found = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
-    return max(filter(is_whole_of_trainer, found), key=lambda child: found[child], default=None)
+    return max(filter(is_complete_trainer_checkpoint, found), key=lambda child: found[child], default=None)
 
 
-def is_whole_of_trainer(folder: Path) -> bool:
+def is_complete_trainer_checkpoint(folder: Path) -> bool:
     """Whether all of a `checkpoint-N` is there: the trainer's own record is written when DeepSpeed has saved."""
     return all((folder / name).is_file() for name in ("latest", "trainer_state.json"))
 
 
-def named_by(file: Path) -> Path:
+def read_pointer(file: Path) -> Path:
     """The checkpoint that a file beside it names."""
     with file.open(errors="replace") as text:
         tag = text.read(300).strip()
@@ -80,7 +80,7 @@ def find_checkpoint(path: str | Path) -> Path:
     where there is none, or `latest` or `best` names nothing."""
     path = Path(path)
     if path.name == "best" and path.is_file():
-        return named_by(path)
+        return read_pointer(path)
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     for parent in (path, path / "checkpoints"):
@@ -88,8 +88,8 @@ def find_checkpoint(path: str | Path) -> Path:
             return newest
     if any(path.glob("*_model_states.pt")):
         return path
-    if (of_trainer := newest_of_trainer(path)) is not None:
-        return named_by(of_trainer / "latest")
+    if (of_trainer := newest_trainer_checkpoint(path)) is not None:
+        return read_pointer(of_trainer / "latest")
     require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
@@ -106,7 +106,7 @@ def require_saved(path: Path) -> None:
         )
 
 
-def check_outside_of_checkpoints(out: Path) -> None:
+def check_outside_checkpoints(out: Path) -> None:
     """Raise ValueError for a new folder that a run would take for a checkpoint of its own, or would replace."""
     out = out.absolute()
     for run in out.parents:
@@ -114,7 +114,7 @@ def check_outside_of_checkpoints(out: Path) -> None:
         if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():
             raise ValueError(f"{out}: lies in the folder {own} of the run {run}; give a name outside it")
     named = _STEP.fullmatch(out.name) or _OF_TRAINER.fullmatch(out.name)
-    beside = list_checkpoints(out.parent) or newest_of_trainer(out.parent) or (out.parent / "latest").is_file()
+    beside = list_checkpoints(out.parent) or newest_trainer_checkpoint(out.parent) or (out.parent / "latest").is_file()
     if named and beside:
         raise ValueError(f"{out}: would be taken for a checkpoint of those beside it; give another name")
 

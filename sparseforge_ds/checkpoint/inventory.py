@@ -60,7 +60,7 @@ def take_inventory(folder: Path) -> Inventory:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
         leftovers = [child.name for child in children if child.suffix == ".tmp"]
         found = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
-        entries = [take_entry(child) for child in {*list_checkpoints(folder), *found}]
+        entries = [describe_checkpoint(child) for child in {*list_checkpoints(folder), *found}]
         entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
         newest = newest_checkpoint(folder)
     except OSError as error:
@@ -68,13 +68,13 @@ def take_inventory(folder: Path) -> Inventory:
     except ValueError as error:
         newest, problem = None, str(error)
     if newest is not None:
-        current = take_entry(newest)
+        current = describe_checkpoint(newest)
     elif entries:
         current, problem = entries[-1], problem or f"{folder / 'latest'}: no such file"
     return Inventory(entries, leftovers, current, problem)
 
 
-def take_entry(folder: Path) -> SavedCheckpoint:
+def describe_checkpoint(folder: Path) -> SavedCheckpoint:
     """One checkpoint: its files against its manifest, or against each other where DeepSpeed alone saved it."""
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     digits = _STEP.findall(folder.name)

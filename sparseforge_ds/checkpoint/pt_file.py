@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.checkpoint.untrusted import Refused, check_content, check_records
+from sparseforge_ds.checkpoint.untrusted import RefusedContentError, check_content, check_records
 
 
 class _Stage(int):
@@ -27,7 +27,9 @@ class _Stage(int):
 def _member(kind: object, name: object) -> _Stage:
     """Stand-in of getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) saves a member of an enumeration."""
     if kind is not _Stage or name not in _STAGES:
-        raise Refused(f"refused, it takes {str(name)[:100]!r} of {kind!r:.100}, which no DeepSpeed checkpoint does")
+        raise RefusedContentError(
+            f"refused, it takes {str(name)[:100]!r} of {kind!r:.100}, which no DeepSpeed checkpoint does"
+        )
     return _Stage(_STAGES.index(name))
 
 
@@ -68,7 +70,7 @@ _OPENING = threading.Lock()
 """The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
 
 
-def unreadable(value: object) -> str | None:
+def why_unreadable(value: object) -> str | None:
     """Why a checkpoint with `value` in it could be saved, and not be read by `PtFile`; None if it can."""
     content = io.BytesIO()
     try:
@@ -124,7 +126,7 @@ class PtFile:
             with torch.serialization.safe_globals(_STAND_INS):
                 content = torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
             check_content(content)
-        except Refused as error:
+        except RefusedContentError as error:
             raise ValueError(f"{self.path}: {error}") from None
         except _UNREADABLE as error:
             raise ValueError(f"{self.path}: {self._cure(error)}") from None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import list_files
 from sparseforge_ds.checkpoint.pt_file import PtFile
-from sparseforge_ds.checkpoint.zero_partitions import RankPartitions, field, read_flats, read_stage
+from sparseforge_ds.checkpoint.zero_partitions import RankPartitions, read_field, read_flats, read_stage
 
 RESIDENT_BYTES = 1 << 29
 """Bytes read from mapped files before they are unmapped."""
@@ -31,10 +31,10 @@ class RankFiles:
     def open(self) -> None:
         """Read stage, step and number of ranks, and check that every rank has its files, all of the same moment."""
         first = self.model[0]
-        field(first, dict, "module")
+        read_field(first, dict, "module")
         self.stage = read_stage(first, self.optimizer[0] if self.optimizer else None)
-        self.step: int = field(first, int, "global_steps")
-        self.world_size: int = field(first, int, "dp_world_size")
+        self.step: int = read_field(first, int, "global_steps")
+        self.world_size: int = read_field(first, int, "dp_world_size")
         for kind, archives, expected in (
             ("optimizer", self.optimizer, self.world_size if self.stage else 0),
             ("model", self.model, self.world_size if self.stage == 3 else 1),
@@ -45,10 +45,10 @@ class RankFiles:
                     f"{self.world_size} ranks, which makes {expected}; use another checkpoint"
                 )
         for archive in self.model[1:]:
-            if (step := field(archive, int, "global_steps")) != self.step:
+            if (step := read_field(archive, int, "global_steps")) != self.step:
                 raise ValueError(f"{archive.path}: is of step {step}, the file of rank 0 is of step {self.step}")
         for rank, archive in enumerate(self.optimizer):
-            counts = field(archive, dict, "optimizer_state_dict").get("partition_count")
+            counts = read_field(archive, dict, "optimizer_state_dict").get("partition_count")
             for count in counts if isinstance(counts, (list, tuple)) else [counts]:
                 if count != self.world_size:
                     raise ValueError(f"{archive.path}: was saved by {count} ranks, the model file by {self.world_size}")

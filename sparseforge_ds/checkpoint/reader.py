@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.folder import MANIFEST, find_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest
-from sparseforge_ds.checkpoint.places import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
 from sparseforge_ds.checkpoint.rank_files import RankFiles
-from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, field, number_states, read_loss_scale
+from sparseforge_ds.checkpoint.slots import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
+from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, number_states, read_field, read_loss_scale
 
 # What entries of a wrong type raise, wherever they are first used.
 _DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
@@ -87,26 +87,26 @@ class Checkpoint:
         self._first = first = files.model[0]
         try:
             files.open()
-            module = field(first, dict, "module")
+            module = read_field(first, dict, "module")
             self.stage = files.stage
             """The ZeRO stage of the run that saved it."""
             self.world_size = files.world_size
             """Ranks of the run that saved it."""
             self.step = files.step
             """Steps as DeepSpeed counts them, skipped ones included."""
-            self.samples: int = field(first, int, "global_samples")
+            self.samples: int = read_field(first, int, "global_samples")
             """Sequences trained on."""
-            self.skipped: int = field(first, int, "skipped_steps")
+            self.skipped: int = read_field(first, int, "skipped_steps")
             """Steps that an fp16 overflow skipped."""
             self.client_state: dict[str, Any] = {
-                key: field(first, dict, key) if key in ("sparseforge", "train") else value
+                key: read_field(first, dict, key) if key in ("sparseforge", "train") else value
                 for key, value in first.content.items()
                 if key not in _OF_DEEPSPEED
             }
             """What was saved beside the weights by others than DeepSpeed."""
             self.aliases = read_aliases(files, module)
             """Tied weights: name without data -> name that holds it."""
-            self.buffers = frozenset(field(first, list, "buffer_names"))
+            self.buffers = frozenset(read_field(first, list, "buffer_names"))
             """Names that are persistent buffers of the module, not parameters."""
             flat_shapes = read_flat_shapes(files, module, self.client_state.get("sparseforge", {}))
             self._slots = read_slots(files, flat_shapes)
@@ -119,7 +119,7 @@ class Checkpoint:
             self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
             """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
             scheduled = first.content.get("lr_scheduler") is not None
-            self.lr_scheduler = field(first, dict, "lr_scheduler") if scheduled else None
+            self.lr_scheduler = read_field(first, dict, "lr_scheduler") if scheduled else None
             """State of the engine's own scheduler."""
         except _DAMAGE as error:
             raise ValueError(f"{first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
@@ -161,7 +161,7 @@ class Checkpoint:
         return self.entries[name]
 
     def _describe(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        trained_dtype = field(self._first, Tensor, "module", name).dtype
+        trained_dtype = read_field(self._first, Tensor, "module", name).dtype
         slots = self._slots.get(name, [])
         pieces = [(slot, self._files.flats(slot.rank)) for slot in slots]
         held = [element_states(flats.states[slot.group], slot.stop) for slot, flats in pieces]
@@ -170,7 +170,7 @@ class Checkpoint:
         if len(masters) > 1 or any(states[key] != held[0][key] for states in held for key in keys):
             raise ValueError(f"{self.folder}: the ranks hold {name} in different dtypes; use another checkpoint")
         if not masters and self._in_fragments(name):
-            masters = {field(self._first, Tensor, "frozen_param_fragments", name).dtype}
+            masters = {read_field(self._first, Tensor, "frozen_param_fragments", name).dtype}
         state = pieces[0][1].states[slots[0].group] if pieces else {}
         scalars = number_states(state)
         others = sorted(key for key, value in state.items() if key not in {*keys, *scalars} and value is not None)
@@ -191,7 +191,7 @@ class Checkpoint:
     def _take(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         entry, files = self.entries[name], self._files
         if key is None and self._in_fragments(name):
-            fragments = (field(archive, Tensor, "frozen_param_fragments", name) for archive in files.model)
+            fragments = (read_field(archive, Tensor, "frozen_param_fragments", name) for archive in files.model)
             return self._assemble(name, (piece.detach().reshape(-1) for piece in fragments), entry.dtype, start, stop)
         if key is None and (name not in self._slots or files.flats(0).masters is None):
             return self._in_module(name, start, stop).clone()
@@ -217,7 +217,7 @@ class Checkpoint:
         return out
 
     def _in_module(self, name: str, start: int, stop: int) -> Tensor:
-        tensor: Tensor = field(self._first, Tensor, "module", name)
+        tensor: Tensor = read_field(self._first, Tensor, "module", name)
         return tensor.detach().reshape(-1)[start:stop]
 
     def _check_copy(self, name: str, master: Tensor, start: int, stop: int) -> None:

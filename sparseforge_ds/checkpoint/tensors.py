@@ -134,7 +134,7 @@ class TensorFolder:
         return tensor
 
 
-def sample_weights(folder: Path) -> str:
+def fingerprint_weights(folder: Path) -> str:
     """Return a hash of names, dtypes, shapes and samples of all tensors of a folder, however they lie in files.
 
     Small tensors are hashed whole, of large ones some bytes from beginning to end: training changes all of a weight.
@@ -165,7 +165,7 @@ def sample_weights(folder: Path) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def other_weights(folder: Path) -> list[str]:
+def unread_weight_files(folder: Path) -> list[str]:
     """Return the names of a folder's files with weights in a form that is not read here, pickles above all."""
     files = folder.iterdir() if folder.is_dir() else ()
     return sorted(file.name for file in files if _OTHER_WEIGHTS.fullmatch(file.name) and file.is_file())
@@ -173,7 +173,7 @@ def other_weights(folder: Path) -> list[str]:
 
 def _cure(folder: Path, stem: str) -> str:
     """Return what to do about a folder without readable tensors."""
-    others = other_weights(folder) if stem == "model" else []
+    others = unread_weight_files(folder) if stem == "model" else []
     if not others:
         return "; give an exported model"
     more = f" and {len(others) - 1} more" if len(others) > 1 else ""

@@ -44,7 +44,7 @@ def _number(step: Any) -> float:
     return float(step)
 
 
-def field(archive: PtFile, kind: type, *keys: str) -> Any:
+def read_field(archive: PtFile, kind: type, *keys: str) -> Any:
     """`content[key][key]...` of a file, of a given type. Raises ValueError where there is no such entry, or it is
     something else."""
     value: Any = archive.content
@@ -60,15 +60,15 @@ def field(archive: PtFile, kind: type, *keys: str) -> Any:
 def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
     """The ZeRO stage that wrote a checkpoint."""
     if optimizer is None:
-        field(model, dict, "optimizer")
+        read_field(model, dict, "optimizer")
         return 0
-    outer = field(optimizer, dict, "optimizer_state_dict")
+    outer = read_field(optimizer, dict, "optimizer_state_dict")
     if "zero_stage" in outer:
-        stage = int(field(optimizer, int, "optimizer_state_dict", "zero_stage"))
+        stage = int(read_field(optimizer, int, "optimizer_state_dict", "zero_stage"))
         if stage not in (1, 2, 3):
             raise ValueError(f"{optimizer.path}: unknown ZeRO stage {stage}")
         return stage
-    field(optimizer, list, "optimizer_state_dict", "single_partition_of_fp32_groups")
+    read_field(optimizer, list, "optimizer_state_dict", "single_partition_of_fp32_groups")
     return 1  # BF16_Optimizer does not write its stage and is only used at stage 1
 
 
@@ -76,18 +76,18 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
     """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0)."""
     if stage == 0:
         outer_keys: tuple[str, ...] = ("optimizer",)
-        outer = field(archive, dict, "optimizer")
+        outer = read_field(archive, dict, "optimizer")
         inner_keys = (*outer_keys, "optimizer_state_dict") if "optimizer_state_dict" in outer else outer_keys
         masters = _stage0_masters(archive, outer)
     else:
         outer_keys = ("optimizer_state_dict",)
-        outer = field(archive, dict, *outer_keys)
+        outer = read_field(archive, dict, *outer_keys)
         inner_keys = (*outer_keys, "optimizer_state_dict" if stage == 3 else "base_optimizer_state")
         masters_key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        masters = field(archive, list, *outer_keys, masters_key)
-    states_by_index = field(archive, dict, *inner_keys, "state")
+        masters = read_field(archive, list, *outer_keys, masters_key)
+    states_by_index = read_field(archive, dict, *inner_keys, "state")
     groups, indices, group_of_flat = [], [], []
-    for number, group in enumerate(field(archive, list, *inner_keys, "param_groups")):
+    for number, group in enumerate(read_field(archive, list, *inner_keys, "param_groups")):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise ValueError(f"{archive.path}: param group {number} is damaged")
         groups.append({key: value for key, value in group.items() if key != "params"})
@@ -105,8 +105,8 @@ def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
     """Elements of this rank's partition of each group, padding included. DeepSpeedZeroOptimizer cuts the padding off
     before it saves, BF16_Optimizer does not."""
     assert flats.masters is not None
-    outer = field(archive, dict, "optimizer_state_dict")
-    paddings = field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None
+    outer = read_field(archive, dict, "optimizer_state_dict")
+    paddings = read_field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None
     if paddings is not None and len(paddings) != len(flats.masters):
         raise ValueError(f"{archive.path}: {len(paddings)} paddings for {len(flats.masters)} groups")
     return [master.numel() + (paddings[i] if paddings else 0) for i, master in enumerate(flats.masters)]
@@ -114,7 +114,7 @@ def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
 
 def zero12_alignment(archive: PtFile, groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
     """Elements of alignment after each weight of each group (`parameter_alignment`), mostly 0."""
-    gaps = field(archive, dict, "optimizer_state_dict").get("param_alignment_paddings")
+    gaps = read_field(archive, dict, "optimizer_state_dict").get("param_alignment_paddings")
     if gaps is None:
         return [[0] * len(group) for group in groups]
     if [len(gap) for gap in gaps] != [len(group) for group in groups]:
@@ -173,9 +173,9 @@ def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, 
 
 def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | None:
     if "fp32_groups_flat" in outer:
-        return list(field(archive, list, "optimizer", "fp32_groups_flat"))
+        return list(read_field(archive, list, "optimizer", "fp32_groups_flat"))
     if "fp32_groups" in outer:
-        return [master for group in field(archive, list, "optimizer", "fp32_groups") for master in group]
+        return [master for group in read_field(archive, list, "optimizer", "fp32_groups") for master in group]
     return None
 
 
@@ -201,7 +201,7 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
 
 def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
     """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none."""
-    outer = field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
+    outer = read_field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
     held = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
     if not (outer.get("dynamic_loss_scale") if stage == 0 else held.get("dynamic")):
         return None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.compare.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.compare.settings import CompareConfig
 
@@ -109,5 +109,5 @@ def write_rows(
 
 def write_text(path: Path, content: str) -> None:
     """Write a file that is there whole or not at all."""
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(content.encode())

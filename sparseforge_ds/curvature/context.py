@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
@@ -95,7 +95,7 @@ class EstimatorContext:
         self.load = load
         self.fused = fused
         for name, module in fused.items():
-            if (why := unhookable(module)) is not None:
+            if (why := why_unhookable(module)) is not None:
                 raise ValueError(
                     f"{name}: {type(module).__name__} {why}, so the tokens of its experts cannot be counted; "
                     f'use "importance": "magnitude", or keep it dense with "exclude": ["{name}.*"]'

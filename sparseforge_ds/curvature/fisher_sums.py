@@ -27,7 +27,7 @@ from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
-from sparseforge_ds.zero.layer_hooks import block_tokens, token_gradients
+from sparseforge_ds.zero.layer_hooks import block_entries, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, divisor_of
 
 
@@ -70,7 +70,7 @@ class FisherSums(SumsEstimator):
             if self.on.fused:
                 stack.enter_context(expert_tokens(self.on.fused, self._hear_experts))
             if self._blocks:
-                stack.enter_context(block_tokens(self._blocks, self._entered.__setitem__))
+                stack.enter_context(block_entries(self._blocks, self._entered.__setitem__))
             yield
 
     @override

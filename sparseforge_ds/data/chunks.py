@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.data.packed import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
@@ -121,7 +121,7 @@ class Chunks:
         content = token.tobytes()
         record = {**record, "sha256": self._digest(chunk, content)}
         for suffix, part in (("bin", content), ("json", json.dumps(record).encode())):
-            with whole_file(self._path(chunk, suffix)) as file:
+            with atomic_file(self._path(chunk, suffix)) as file:
                 file.write(part)
 
     def _digest(self, chunk: int, content: bytes) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.checkpoint.disk import whole_file
+from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
 from sparseforge_ds.data.text_files import Source
@@ -105,7 +105,7 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
     remove_leftovers(folder)
     tokens = count = largest = skipped = trained = 0
     checksums = _Checksums()
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         for batch in tokenise(source.read(), tokenizer, frame, *source.marks):
             content = batch.token.tobytes()
             file.write(content)
@@ -116,7 +116,7 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
         if not tokens:
             raise without_text(source.name, skipped)
     packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, trained if marked else None, facts)
-    with whole_file(record) as file:
+    with atomic_file(record) as file:
         file.write(json.dumps({**asdict(packed), "checksums": checksums.of_blocks()}).encode())
     return packed
 

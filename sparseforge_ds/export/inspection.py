@@ -15,9 +15,21 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.damage import check_entry
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, newest_of_trainer, read_json, require_saved
-from sparseforge_ds.checkpoint.inventory import Inventory, SavedCheckpoint, is_checkpoint, take_entry, take_inventory
+from sparseforge_ds.checkpoint.damage import verify_checkpoint
+from sparseforge_ds.checkpoint.folder import (
+    find_checkpoint,
+    find_run,
+    newest_trainer_checkpoint,
+    read_json,
+    require_saved,
+)
+from sparseforge_ds.checkpoint.inventory import (
+    Inventory,
+    SavedCheckpoint,
+    describe_checkpoint,
+    is_checkpoint,
+    take_inventory,
+)
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
@@ -117,11 +129,11 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
         single = checkpoints / found.current.name if found.current else None
     else:
         assert single is not None
-        beside, entry = single.parent, take_entry(single)
+        beside, entry = single.parent, describe_checkpoint(single)
         found = Inventory([entry], [], entry, None)
     entries, current = found.entries, found.current
     if checksums:
-        entries = [check_entry(beside / entry.name) for entry in entries]
+        entries = [verify_checkpoint(beside / entry.name) for entry in entries]
         current = next((entry for entry in entries if current is not None and entry.name == current.name), current)
     looked_at = entries if checksums else []
     problems += [entry.problem for entry in (*looked_at, current) if entry is not None and entry.problem is not None]
@@ -192,7 +204,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, path
     if (path / "latest").is_file():  # also a folder of transformers' Trainer, which has the model beside it
         return path, None
-    if (of_trainer := newest_of_trainer(path)) is not None:
+    if (of_trainer := newest_trainer_checkpoint(path)) is not None:
         return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         what = "mask, not a run; see: sparseforge export --help" if (path / "mask.json").is_file() else None

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 from yaml import YAMLError
 
-from sparseforge_ds.checkpoint.disk import whole_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
@@ -183,7 +183,7 @@ def write_card(
         license = license or kept.license
         results = results or kept.eval_results or ()
     content = str(make_card(folder, results, license, name))
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(content.encode())
     return True
 

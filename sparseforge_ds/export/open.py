@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.tensors import other_weights
+from sparseforge_ds.checkpoint.tensors import unread_weight_files
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.run_source import RunSource
@@ -24,7 +24,7 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     path = Path(path)
     if (path / "mask.json").is_file():
         return MaskedSource(path, model, dtype)
-    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in other_weights(
+    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in unread_weight_files(
         path
     )  # the second for its error
     plain = (path / "config.json").is_file() and has_weights

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.checkpoint.damage import naming_a_whole_one
+from sparseforge_ds.checkpoint.damage import suggest_intact_checkpoint
 from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -57,7 +57,7 @@ class RunSource(Source):
     """Final weights of a checkpoint with masks in it; arguments of `open_source`."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
-        with naming_a_whole_one(find_checkpoint(path)):
+        with suggest_intact_checkpoint(find_checkpoint(path)):
             self.checkpoint = checkpoint = Checkpoint(path)
         state = checkpoint.client_state.get("sparseforge")
         saved = RunState.parse(state, str(checkpoint.folder))
@@ -164,7 +164,7 @@ class RunSource(Source):
 
     @override
     def check_bytes(self, workers: int | None = None) -> None:
-        with naming_a_whole_one(self.folder):
+        with suggest_intact_checkpoint(self.folder):
             each(PtFile.check_bytes, self.checkpoint.files, workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:

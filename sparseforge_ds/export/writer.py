@@ -20,8 +20,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import whole_folder, write_json
-from sparseforge_ds.checkpoint.folder import check_outside_of_checkpoints
+from sparseforge_ds.checkpoint.disk import atomic_folder, write_json
+from sparseforge_ds.checkpoint.folder import check_outside_checkpoints
 from sparseforge_ds.checkpoint.tensors import DTYPE_NAMES, TensorSpec, tensor_bytes
 from sparseforge_ds.export.workers import each
 
@@ -44,7 +44,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
             process = left.name.removeprefix(name).removesuffix(".tmp")
             if process.isdecimal() and not psutil.pid_exists(int(process)):
                 shutil.rmtree(left)
-        with whole_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
+        with atomic_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
             yield folder
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
@@ -53,7 +53,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
 def require_free(out: str | Path) -> None:
     """Raise ValueError unless `out` is a name that a finished folder can be given."""
     out = Path(out).absolute()
-    check_outside_of_checkpoints(out)
+    check_outside_checkpoints(out)
     if out.is_symlink():
         raise ValueError(f"{out}: is a symbolic link; give the name of a new folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
-from sparseforge_ds.checkpoint.folder import is_whole_of_trainer, newest_of_trainer
+from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, newest_trainer_checkpoint
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
@@ -109,23 +109,23 @@ def whole_checkpoint(given: str | Path | bool | None, output: str | Path) -> str
         ValueError: there is no whole checkpoint.
     """
     if given is True and (last := get_last_checkpoint(str(output))) is not None:
-        if is_whole_of_trainer(Path(last)):
+        if is_complete_trainer_checkpoint(Path(last)):
             return last
-        if (newest := newest_of_trainer(Path(output))) is None:
+        if (newest := newest_trainer_checkpoint(Path(output))) is None:
             raise ValueError(f"resume_from_checkpoint True: {last} is not whole, and no other one in {output} is")
         _LOG.warning("%s is not whole, as when a save was interrupted; training goes on from %s", last, newest)
         return str(newest)
-    if given is None or isinstance(given, bool) or is_whole_of_trainer(Path(given)):
+    if given is None or isinstance(given, bool) or is_complete_trainer_checkpoint(Path(given)):
         return given
     why = "is not whole, or no checkpoint of a Trainer" if Path(given).is_dir() else "no such folder"
-    newest = next(filter(None, map(newest_of_trainer, (Path(given), Path(given).parent, Path(output)))), None)
+    newest = next(filter(None, map(newest_trainer_checkpoint, (Path(given), Path(given).parent, Path(output)))), None)
     cure = f"the newest that is whole is {newest}" if newest else f"there is none that is whole in {output} either"
     raise ValueError(f"resume_from_checkpoint {given}: {why}; {cure}")
 
 
 def way_back(output: str | Path) -> str:
     """Say what a diverged run of a trainer can go back to, by what its output folder holds."""
-    newest = newest_of_trainer(Path(output))
+    newest = newest_trainer_checkpoint(Path(output))
     where = "begin again" if newest is None else f"go back to {newest} by resume_from_checkpoint"
     return f"{where}, with a lower learning rate"
 

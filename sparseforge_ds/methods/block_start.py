@@ -30,9 +30,9 @@ from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import run_block, shared_arguments
+from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
 from sparseforge_ds.zero.probe import Probe, ProbeBatches
-from sparseforge_ds.zero.whole_module import WholeParameters, plain_copy
 
 _LOG = logging.getLogger(__name__)
 _LEAST_STEPS = 16
@@ -95,7 +95,7 @@ class BlockStart:
             ValueError: on all ranks: a block cannot be run alone, or its inputs are not finite.
         """
         inputs = self._read(batches)
-        parameters = WholeParameters(self.weights.layout, self.weights.state)
+        parameters = FullParameters(self.weights.layout, self.weights.state)
         began = time.perf_counter()
         for number, block in enumerate(self.blocks):
             solved = self._solve(number, block, inputs, parameters)
@@ -170,7 +170,7 @@ class BlockStart:
 
     # -- one block ----------------------------------------------------------------------------------------------------
 
-    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, parameters: WholeParameters) -> SolvedBlock:
+    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, parameters: FullParameters) -> SolvedBlock:
         """Gather, solve and hand back one block. Collective."""
         weights, layout = self.weights, self.weights.layout
         module = layout.engine.module.get_submodule(block.name)

@@ -13,7 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.permutation.find import find_permutation
 from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
 
@@ -35,7 +35,7 @@ def input_squares(
         )
         if len(weight.shape) == 2:
             modules[weight.name] = module
-        elif (why := unhookable(module)) is None:
+        elif (why := why_unhookable(module)) is None:
             fused[weight.module] = module
         else:
             raise ValueError(f"permute: the inputs of {weight.name} cannot be seen: it {why}; score by magnitude")

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.disk import whole_folder, write_json
+from sparseforge_ds.checkpoint.disk import atomic_folder, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.permutation.channels import Axis, dimensions
@@ -57,7 +57,7 @@ class Permutation:
         """Write `parent`/permutation; what was there is replaced when the new one is complete."""
         tensors = {name: index_BC.to(torch.int32).contiguous() for name, index_BC in self.index_BC.items()}
         content = {"format": FORMAT, "dimensions": self.which, "sha256": self.sha256, **self.facts}
-        with whole_folder(parent / FOLDER, replace=True) as folder:
+        with atomic_folder(parent / FOLDER, replace=True) as folder:
             save_file(tensors, folder / f"{_STEM}.safetensors")
             write_json(folder / f"{_STEM}.json", content)
 

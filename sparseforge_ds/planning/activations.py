@@ -23,7 +23,7 @@ from sparseforge_ds.planning.architecture import bare_model, empty_model, withou
 from sparseforge_ds.planning.live import Live
 from sparseforge_ds.planning.sequence_parallel import exchanged
 from sparseforge_ds.transformers_internals import checkpoint_activations
-from sparseforge_ds.zero.expert_hooks import expert_tokens, sees_all
+from sparseforge_ds.zero.expert_hooks import expert_tokens, sees_all_tokens
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def trace(
 def _fused_experts(model: PreTrainedModel, forge: SparseForgeConfig) -> dict[str, nn.Module]:
     names = {weight.module for weight in prunable_weights(model, forge) if weight.experts and len(weight.shape) == 3}
     modules = {name: model.get_submodule(name) for name in names}
-    return {name: module for name, module in modules.items() if not sees_all(module)}
+    return {name: module for name, module in modules.items() if not sees_all_tokens(module)}
 
 
 def _hear_nothing(*_: Any) -> None:

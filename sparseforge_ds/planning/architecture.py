@@ -17,7 +17,7 @@ from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.low_rank import prepare
-from sparseforge_ds.zero.expert_hooks import sees_all
+from sparseforge_ds.zero.expert_hooks import sees_all_tokens
 
 _ATTENTION = "sparseforge_planned"
 """As `attn_implementation` of a transformers model."""
@@ -151,7 +151,7 @@ def describe(
     experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
     chosen = getattr(config, "num_experts_per_tok", None)
     share = 1.0 if experts is None or chosen is None else chosen / experts  # of the routed experts, for one token
-    if any(sees_all(module) for module in model.modules()):
+    if any(sees_all_tokens(module) for module in model.modules()):
         share = 1.0
     return Architecture(
         parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import whole_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.run_state import differences, few
@@ -283,7 +283,7 @@ class _Progress:
             "error": None if math.isnan(result.error) else result.error,
             "few_tokens": result.few_tokens,
         }
-        with whole_file(path) as file:
+        with atomic_file(path) as file:
             file.write(save(tensors, {"facts": json.dumps(facts)}))
         self.done[number] = path
 

@@ -24,7 +24,7 @@ from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.permutation.channels import Axis
 from sparseforge_ds.rotation.stream import RESIDUAL, Stream
 from sparseforge_ds.rotation.turn import Rotations
-from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import token_gradients
 
 
@@ -110,7 +110,7 @@ class _Sums:
             module = model.get_submodule(weight.module)
             if len(weight.shape) == 2:
                 self.modules[weight.name] = module
-            elif (why := unhookable(module)) is None:
+            elif (why := why_unhookable(module)) is None:
                 self.fused[weight.module] = module
             else:
                 raise ValueError(f"rotate: what {weight.name} computes cannot be seen: it {why}; exclude or permute it")

@@ -16,7 +16,7 @@ from sparseforge_ds.config.parts import ReconstructionConfig, StartConfig, Start
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.zero.expert_hooks import expert_tokens, unhookable
+from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
 Reduce = Callable[[list[Tensor]], None]
@@ -75,7 +75,7 @@ class InputMoments:
             module = block.get_submodule(weight.module)
             fused = len(weight.shape) == 3
             assert not (fused and full), weight.name
-            if fused and (why := unhookable(module)) is not None:
+            if fused and (why := why_unhookable(module)) is not None:
                 raise ValueError(f"{weight.name}: what its experts are given cannot be seen: the module {why}")
             if fused:
                 self._fused[weight.module] = module

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import sync, whole_file, write_json
-from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files, step_of
+from sparseforge_ds.checkpoint.disk import atomic_file, sync, write_json
+from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files
 from sparseforge_ds.checkpoint.manifest import Manifest, check_content, fingerprint
 from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError, Ranks
@@ -138,7 +138,7 @@ class Checkpoints:
             That checkpoint; None where none has a loss.
         """
         saved = [folder for folder in list_checkpoints(self.folder) if self._whole(folder)]
-        scored = {folder: losses[step] for folder in saved if losses and (step := step_of(folder)) in losses}
+        scored = {folder: losses[step] for folder in saved if losses and (step := checkpoint_step(folder)) in losses}
         if not scored:
             return None
         best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
@@ -148,8 +148,9 @@ class Checkpoints:
     def newest_before(self, step: int) -> tuple[Path | None, list[Path]]:
         """Return the newest whole checkpoint of a step below this one, if any, and those that are newer than it."""
         saved = list_checkpoints(self.folder)
-        good = next((folder for folder in reversed(saved) if step_of(folder) < step and self._whole(folder)), None)
-        return good, [folder for folder in saved if good is None or step_of(folder) > step_of(good)]
+        earlier = [folder for folder in reversed(saved) if checkpoint_step(folder) < step]
+        good = next((folder for folder in earlier if self._whole(folder)), None)
+        return good, [folder for folder in saved if good is None or checkpoint_step(folder) > checkpoint_step(good)]
 
     def newest(self) -> Manifest:
         """The newest checkpoint, to go on from.
@@ -248,7 +249,7 @@ class Checkpoints:
                 self._remove(folder)
 
     def _point(self, name: str, tag: str) -> None:
-        with whole_file(self.folder / name) as file:
+        with atomic_file(self.folder / name) as file:
             file.write(tag.encode())
 
     def _whole(self, folder: Path) -> bool:

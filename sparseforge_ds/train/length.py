@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json, step_of
+from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.packed import pack
 from sparseforge_ds.train.run_folder import check_beginning
@@ -49,7 +49,7 @@ def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
         before = RunState.parse({"step": 0, "refreshes": 0, **read_json(record)}, str(record)).config
     except ValueError:
         return None  # `check_beginning` says what is wrong
-    steps, reached = spec.config.max_steps, step_of(saved[-1])
+    steps, reached = spec.config.max_steps, checkpoint_step(saved[-1])
     if before.max_steps <= steps < reached:
         raise ValueError(
             f"--max_steps {steps}: the run in {spec.folder} is already at step {reached}; give more to go on, or "

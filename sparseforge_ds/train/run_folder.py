@@ -35,10 +35,10 @@ import transformers
 from transformers import GenerationConfig
 
 import sparseforge_ds
-from sparseforge_ds.checkpoint.disk import open_own_file, whole_folder, write_json
+from sparseforge_ds.checkpoint.disk import atomic_folder, open_own_file, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
 from sparseforge_ds.checkpoint.model_files import is_legal_file
-from sparseforge_ds.checkpoint.tensors import sample_weights
+from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, few
@@ -122,7 +122,7 @@ def check_weights(spec: RunSpec) -> None:
 def _weights_sha256(spec: RunSpec) -> dict[str, str]:
     """Return a hash of the weights of the model, and of a teacher that is another one."""
     models = {"model": spec.model} | ({} if spec.teacher in (None, spec.model) else {"teacher": spec.teacher})
-    return {role: sample_weights(model.folder) for role, model in models.items() if model is not None}
+    return {role: fingerprint_weights(model.folder) for role, model in models.items() if model is not None}
 
 
 def check_room(spec: RunSpec, free: int) -> None:
@@ -219,7 +219,7 @@ def write_folder(spec: RunSpec) -> None:
     write_json(spec.folder / "ds_config.json", spec.deepspeed)
     final = spec.folder / "model"
     if not spec.arguments.resume or not final.is_dir():  # that of a run that goes on has been compared
-        with whole_folder(final, replace=True) as folder:
+        with atomic_folder(final, replace=True) as folder:
             _write_model(spec, folder)
     more = {
         "permutation": keep_permutation(spec),

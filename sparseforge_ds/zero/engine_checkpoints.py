@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import named_by, newest_checkpoint
-from sparseforge_ds.checkpoint.pt_file import unreadable
+from sparseforge_ds.checkpoint.folder import newest_checkpoint, read_pointer
+from sparseforge_ds.checkpoint.pt_file import why_unreadable
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.zero.restore import together
 from sparseforge_ds.zero.shard import ShardLayout
@@ -91,7 +91,7 @@ def _check_what_is_saved(layout: ShardLayout, client_state: dict[str, Any], with
     scheduler = getattr(layout.engine, "lr_scheduler", None)
     held = {} if scheduler is None else {"the scheduler's state_dict": scheduler.state_dict()}
     for key, value in {**{f"client_state[{key!r}]": value for key, value in client_state.items()}, **held}.items():
-        if (odd := unreadable(value)) is not None:
+        if (odd := why_unreadable(value)) is not None:
             raise ValueError(
                 f"engine.save_checkpoint: {key} could not be read again ({odd}), since loading unpickles nothing; save "
                 "tensors, numbers and strings, and lists and dicts of these"
@@ -118,7 +118,7 @@ def _resolve_checkpoint(load_dir: Path, tag: str | None) -> Path:
     """The checkpoint that DeepSpeed would load."""
     if tag is not None:
         return load_dir / tag
-    return named_by(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
+    return read_pointer(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
 
 
 def _read(folder: Path, layout: ShardLayout) -> Checkpoint:

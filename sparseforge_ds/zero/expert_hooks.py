@@ -48,14 +48,14 @@ _before: dict[int, str | None] = {}
 """What configs of theirs, by id, named before."""
 
 
-def sees_all(module: Module) -> bool:
+def sees_all_tokens(module: Module) -> bool:
     """Whether every expert is given all tokens."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
-def unhookable(module: Module) -> str | None:
+def why_unhookable(module: Module) -> str | None:
     """Why a module's experts cannot be hooked, or None."""
-    if sees_all(module):
+    if sees_all_tokens(module):
         return None
     if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
         return "is no fused experts module of transformers"
@@ -70,7 +70,7 @@ def unhookable(module: Module) -> str | None:
 def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
     """While active, every backward through one of the modules calls the hook twice; or every forward, without them."""
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
-    alone = [module for module in modules.values() if sees_all(module)]
+    alone = [module for module in modules.values() if sees_all_tokens(module)]
     configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in alone}
     _before.update({key: config._experts_implementation for key, config in configs.items()})
     if _NAME not in ALL_EXPERTS_FUNCTIONS:

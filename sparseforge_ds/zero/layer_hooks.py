@@ -98,7 +98,7 @@ def token_gradients(
 
 
 @contextmanager
-def block_tokens(modules: dict[str, Module], enter: Callable[[str, int], None]) -> Iterator[None]:
+def block_entries(modules: dict[str, Module], enter: Callable[[str, int], None]) -> Iterator[None]:
     """While active, every forward of a module calls enter(name, T).
 
     A module is given its tokens as its first floating-point tensor, (..., hidden): T of them.

@@ -17,7 +17,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
-from sparseforge_ds.zero.layer_hooks import block_tokens
+from sparseforge_ds.zero.layer_hooks import block_entries
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, tiny_mixture, token_batch
 from tests.zero.case import Case, build, gathered, probe_of, train_step
@@ -110,7 +110,7 @@ def test_the_tokens_of_a_block_are_counted(reentrant: bool | None) -> None:
         checkpoint_activations(model, reentrant)
     blocks = {str(number): layer.mlp for number, layer in enumerate(model.model.layers)}
     entered: dict[str, int] = {}
-    with block_tokens(blocks, entered.__setitem__):
+    with block_entries(blocks, entered.__setitem__):
         model(**token_batch(2, 8)).loss.backward()
     assert entered == {"0": 16, "1": 16}
 
@@ -118,7 +118,7 @@ def test_the_tokens_of_a_block_are_counted(reentrant: bool | None) -> None:
 def test_a_block_without_hidden_states_is_refused() -> None:
     block = nn.Identity()
     with (
-        block_tokens({"here": block}, lambda *_: None),
+        block_entries({"here": block}, lambda *_: None),
         pytest.raises(ValueError, match="here: Identity is called without a tensor of hidden states"),
     ):
         block(torch.ones(2, dtype=torch.long))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseforge_ds.checkpoint.damage import check_entry, check_whole, naming_a_whole_one
+from sparseforge_ds.checkpoint.damage import check_intact, suggest_intact_checkpoint, verify_checkpoint
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import MANIFEST
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
@@ -35,15 +35,15 @@ def flip(folder: Path) -> None:
 @pytest.mark.parametrize("manifest", [True, False])
 def test_every_byte_counts(tmp_path: Path, manifest: bool) -> None:
     folder = write_checkpoint(tmp_path / "step_000003", manifest)
-    entry = check_entry(folder)
+    entry = verify_checkpoint(folder)
     assert entry.complete and not entry.damaged and entry.step == 3
     flip(folder)
-    entry = check_entry(folder)
+    entry = verify_checkpoint(folder)
     assert entry.damaged and not entry.complete and f"{folder / FILE}: checksum of" in (entry.problem or "")
     (folder / FILE).unlink()
     with pytest.raises(ValueError, match="is missing|no .*_model_states.pt in it"):
-        check_whole(folder)
-    entry = check_entry(folder)
+        check_intact(folder)
+    entry = verify_checkpoint(folder)
     assert not entry.complete and not entry.damaged
 
 
@@ -51,11 +51,11 @@ def test_the_newest_whole_one_is_named(tmp_path: Path) -> None:
     older, old, newest = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (2, 3, 4))
     for damaged, said in ((newest, f"one beside it is {old}"), (old, f"is {older}"), (older, "no other one beside it")):
         flip(damaged)
-        with pytest.raises(ValueError, match="checksum of") as refused, naming_a_whole_one(newest):
-            check_whole(newest)
+        with pytest.raises(ValueError, match="checksum of") as refused, suggest_intact_checkpoint(newest):
+            check_intact(newest)
         assert said in str(refused.value)
     with (
         pytest.raises(ValueError, match="^alone$"),
-        naming_a_whole_one(write_checkpoint(tmp_path / "run" / "step_000001")),
+        suggest_intact_checkpoint(write_checkpoint(tmp_path / "run" / "step_000001")),
     ):
         raise ValueError("alone")

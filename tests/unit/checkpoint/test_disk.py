@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.checkpoint import disk
-from sparseforge_ds.checkpoint.disk import whole_folder
+from sparseforge_ds.checkpoint.disk import atomic_folder
 
 
 def written(path: Path, content: str) -> Path:
@@ -21,7 +21,7 @@ def test_the_old_folder_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, m
     written(tmp_path / "final.old", "of a killed process")
     there = []
     monkeypatch.setattr(disk, "sync_tree", lambda _: there.append((final / "file").read_text()))
-    with whole_folder(final, replace=True) as folder:
+    with atomic_folder(final, replace=True) as folder:
         (folder / "file").write_text("new")
     assert there == ["old"] and (final / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
@@ -29,7 +29,7 @@ def test_the_old_folder_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, m
 
 def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
     final = written(tmp_path / "final", "old")
-    with pytest.raises(RuntimeError), whole_folder(final, replace=True) as folder:
+    with pytest.raises(RuntimeError), atomic_folder(final, replace=True) as folder:
         (folder / "file").write_text("new")
         raise RuntimeError
     assert (final / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
@@ -37,6 +37,6 @@ def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
 
 def test_without_being_asked_nothing_is_replaced(tmp_path: Path) -> None:
     final = written(tmp_path / "final", "old")
-    with pytest.raises(OSError), whole_folder(final) as folder:
+    with pytest.raises(OSError), atomic_folder(final) as folder:
         (folder / "file").write_text("new")
     assert (final / "file").read_text() == "old"

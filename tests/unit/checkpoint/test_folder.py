@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_of_trainer, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_trainer_checkpoint, read_json
 from sparseforge_ds.checkpoint.manifest import fingerprint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 
@@ -53,7 +53,7 @@ def test_latest_that_names_no_folder(tmp_path: Path, tag: str) -> None:
 
 
 def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
-    assert newest_of_trainer(tmp_path) is None
+    assert newest_trainer_checkpoint(tmp_path) is None
     for name, files in {
         "checkpoint-9": ("latest", "trainer_state.json"),
         "checkpoint-10": ("latest", "trainer_state.json"),
@@ -64,7 +64,7 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
         (tmp_path / name / "global_step1").mkdir(parents=True)
         for file in files:
             (tmp_path / name / file).write_text("global_step1")
-    assert newest_of_trainer(tmp_path) == tmp_path / "checkpoint-10"
+    assert newest_trainer_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10" / "global_step1"
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is whole"):

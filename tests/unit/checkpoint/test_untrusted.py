@@ -52,9 +52,9 @@ def test_a_list_that_unfolds_without_end(tmp_path: Path) -> None:
 
 def test_deep_nesting(tmp_path: Path) -> None:
     nested: list[Any] = []
-    for _ in range(untrusted.DEEPEST):
+    for _ in range(untrusted.MAX_DEPTH):
         nested = [nested]
-    with pytest.raises(ValueError, match=rf"{NAME}: refused, it nests more than {untrusted.DEEPEST} levels"):
+    with pytest.raises(ValueError, match=rf"{NAME}: refused, it nests more than {untrusted.MAX_DEPTH} levels"):
         _ = save(tmp_path, {"x": nested}).content
 
 

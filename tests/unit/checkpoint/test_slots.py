@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseforge_ds.checkpoint.places import Slot, whole_slots, zero3_slots, zero12_slots
+from sparseforge_ds.checkpoint.slots import Slot, whole_slots, zero3_slots, zero12_slots
 
 shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=5)
 

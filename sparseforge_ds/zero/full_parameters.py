@@ -12,7 +12,7 @@ from sparseforge_ds.zero.shard import ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 
-class WholeParameters:
+class FullParameters:
     """Reads parameters whole, in fp32, from what the ranks hold of them, and writes them back."""
 
     def __init__(self, layout: ShardLayout, state: ShardState) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.rank_files import RankFiles
-from sparseforge_ds.checkpoint.zero_partitions import field, stage0_names, zero12_alignment, zero12_partitions
+from sparseforge_ds.checkpoint.zero_partitions import read_field, stage0_names, zero12_alignment, zero12_partitions
 
 FlatShapes = list[dict[str, tuple[int, ...]]]
 """Names and full shapes of the weights in each flat, in its order."""
@@ -33,7 +33,7 @@ class Slot:
 def read_aliases(files: RankFiles, module: dict[str, Any]) -> dict[str, str]:
     """Tied weights: name without data -> name that holds it."""
     if files.stage:
-        return dict(field(files.model[0], dict, "shared_params"))
+        return dict(read_field(files.model[0], dict, "shared_params"))
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     aliases = {}
     for name, tensor in module.items():
@@ -48,7 +48,7 @@ def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict
     """What lies in the flats of every rank."""
     if files.stage == 0:
         return stage0_names(files.model[0], files.flats(0), _shapes(module), forge_state)
-    groups = field(files.model[0], list, "param_shapes")
+    groups = read_field(files.model[0], list, "param_shapes")
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
@@ -81,7 +81,7 @@ def read_shapes(
     first = files.model[0]
     held = _shapes(module)
     if files.stage == 3:  # where the module holds pieces of its weights
-        buffers = {name: held[name] for name in field(first, list, "buffer_names") if name in held}
+        buffers = {name: held[name] for name in read_field(first, list, "buffer_names") if name in held}
         frozen = first.content.get("frozen_param_shapes") or {}
         held = {name: shape for group in flat_shapes for name, shape in group.items()}
         held |= {name: tuple(shape) for name, shape in frozen.items()} | buffers
