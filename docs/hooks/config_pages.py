@@ -13,10 +13,10 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
 from sparseforge_ds.config.strict import objects_of
+from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.model.family_table import FAMILIES
 
 _TYPES = {int: "integer", float: "number", bool: "true or false", str: "text"}

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Compare, and print the table."""
     from dataclasses import replace
 
-    from sparseforge_ds.compare.runs import one_shot_runs, selection_runs
-    from sparseforge_ds.compare.settings import read_config
+    from sparseforge_ds.extras.studies.runs import one_shot_runs, selection_runs
+    from sparseforge_ds.extras.studies.settings import read_config
 
     config = read_config(args.config)
     if args.workers is not None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return 0
     try:
-        from sparseforge_ds.compare.study import Study
+        from sparseforge_ds.extras.studies.study import Study
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "pandas", "jinja2"):
             raise

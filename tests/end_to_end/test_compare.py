@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
-from tests.unit.compare.test_figures import distinct_colours
+from tests.unit.extras.studies.test_figures import distinct_colours
 
 STEPS = 24
 TOO_MUCH = 1e30

@@ -13,183 +13,51 @@ from sparseforge_ds.transformers_internals import WHERE
 
 PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 
-# What each part may import besides itself and the standard library. A name stands for all below it. A part imports only
-# parts that stand above it here.
-MAY_IMPORT: dict[str, set[str]] = {
-    "ranks": {"torch"},
-    "started_by": set(),
-    "transformers_internals": set(),
-    "mask": {"torch"},
-    "runtime": {"torch", "mask.packing"},
-    "config": {"mask.pattern", "mask.anneal"},
-    "checkpoint": {"torch", "safetensors"},
-    "zero": {"torch", "deepspeed", "mask", "config.refused_settings", "checkpoint"},
-    "model": {
-        "torch",
-        "transformers",
-        "config",
-        "mask.pattern",
-        "mask.packing",
-        "mask.fusing",
-        "runtime",
-    },
-    "start": {"torch", "config", "mask", "model.families", "zero"},
-    "data": {"torch", "transformers", "datasets", "numpy", "pyarrow", "config", "checkpoint.disk", "ranks"},
-    "curvature": {"torch", "numpy", "config", "mask", "zero"},
-    "methods": {
-        "torch",
-        "transformers.cache_utils",
-        "transformers.pytorch_utils",
-        "config",
-        "mask",
-        "zero",
-        "model",
-        "curvature",
-        "start",
-    },
-    "permutation": {
-        "torch",
-        "safetensors",
-        "transformers",
-        "tqdm",
-        "config",
-        "mask.pattern",
-        "checkpoint",
-        "model.families",
-        "zero",
-    },
-    "rotation": {
-        "torch",
-        "transformers",
-        "tqdm",
-        "config",
-        "mask.pattern",
-        "checkpoint",
-        "model.families",
-        "permutation.channels",
-        "zero",
-    },
-    "saved_state": {"__version__", "config.run_state", "checkpoint.reader", "zero", "model.branch", "methods"},
-    "forge": {"torch", "config", "mask.anneal", "zero", "model", "methods", "checkpoint", "saved_state"},
-    "export": {
-        "torch",
-        "numpy",
-        "transformers",
-        "tqdm",
-        "config",
-        "mask",
-        "checkpoint",
-        "model.families",
-        "model.registration",
-        "permutation",
-        "rotation.record",
-    },
-    "planning": {"torch", "transformers", "config", "mask", "model", "zero.expert_hooks"},
-    "evaluate": {"torch", "transformers", "datasets", "tqdm", "config", "mask", "model", "ranks"},
-    "prune": {
-        *(
-            "torch",
-            "safetensors",
-            "accelerate",
-            "transformers",
-            "tqdm",
-            "config",
-            "checkpoint",
-            "mask.pattern",
-            "model",
-        ),
-        *("start", "data.packing", "export", "evaluate", "permutation.record"),
-    },
-    "train": {"*"},
-    "integrations": {"torch"},
-    "compare": {
-        "torch",
-        "transformers",
-        "tqdm",
-        "numpy",
-        "config",
-        "checkpoint.disk",
-        "export",
-        "evaluate",
-    },
-    "cli": {"torch", "config", "mask", "checkpoint", "export"},
+# Which rooms of ours each room may import; they stand above it here. Nothing outside `extras` imports `extras`, except
+# the command line, inside functions; rooms of `extras` do not import one another.
+MAY_IMPORT: dict[str, str] = {
+    "ranks": "",
+    "started_by": "",
+    "transformers_internals": "",
+    "mask": "",
+    "runtime": "mask",
+    "config": "mask",
+    "checkpoint": "",
+    "zero": "transformers_internals mask config checkpoint",
+    "model": "transformers_internals mask runtime config checkpoint",
+    "start": "mask config zero model",
+    "data": "ranks config checkpoint model",
+    "curvature": "mask config zero",
+    "methods": "mask config zero model start curvature",
+    "permutation": "mask config checkpoint zero model",
+    "saved_state": "config checkpoint zero model methods",
+    "forge": "mask config checkpoint zero model methods saved_state",
+    "rotation": "mask config checkpoint zero model permutation",
+    "export": "transformers_internals mask config checkpoint model permutation rotation",
+    "planning": "transformers_internals mask config zero model",
+    "evaluate": "transformers_internals ranks mask runtime config checkpoint model data",
+    "prune": "transformers_internals mask config checkpoint model start data permutation export evaluate",
+    "train": "ranks started_by transformers_internals mask runtime config checkpoint zero model data methods "
+    "permutation forge rotation export planning",
+    "integrations": "mask runtime config checkpoint zero model data permutation forge rotation train",
+    "extras.studies": "config checkpoint data export evaluate train",
+    "cli": "ranks mask runtime config checkpoint model permutation rotation export planning evaluate prune train",
 }
-# One file of a part may need more than the part.
-ONE_FILE_MORE: dict[str, set[str]] = {
-    "cli.main": {"__version__"},
-    "cli.bench": {"evaluate"},
-    "cli.compare": {"compare"},
-    "cli.evaluate": {"evaluate", "ranks", "model.any_family"},
-    "cli.generate": {
-        *("transformers", "evaluate", "runtime"),
-        *("model.chat_template", "model.sound_weights", "model.tokenizer"),
-    },
-    "cli.given_model": {"huggingface_hub", "model.hub_access", "model.registration"},
-    "cli.inspect": {"model.coverage"},
-    "cli.permute": {"evaluate", "permutation", "model.registration", "planning.architecture"},
-    "cli.prune": {"evaluate.finished_model", "model.registration", "prune"},
-    "cli.rotate": {"evaluate", "rotation"},
-    "cli.train": {"train.trainer"},
-    "cli.plan": {"transformers", "planning", "train"},
-    "compare.check": {"train.spec", "data.splits"},
-    "compare.figures": {"matplotlib", "pandas"},
-    "compare.page": {"jinja2"},
-    "compare.summary": {"pandas"},
-    "compare.texts": {"data.formats"},
-    "compare.training": {"train.trainer"},
-    "config.command_line": {"transformers"},
-    "config.deepspeed_config": {"torch", "deepspeed", "pydantic"},
-    "config.deepspeed_keys": {"deepspeed", "pydantic"},
-    "config.optimizer_settings": {"torch", "deepspeed"},
-    "config.refused_settings": {"torch", "deepspeed"},
-    "data.documents": {"model.chat_template"},
-    "data.formats": {"fsspec", "huggingface_hub"},
-    "data.hub": {"huggingface_hub", "model.hub_access"},
-    "data.packing": {"model.chat_template", "model.tokenizer"},
-    "data.splits": {"yaml", "fsspec", "huggingface_hub"},
-    "export.compressed_tensors": {"compressed_tensors", "pydantic"},
-    "export.model_card": {"huggingface_hub", "yaml"},
-    "export.folder_source": {"model.branch"},
-    "export.loaded": {"safetensors"},
-    "export.mask_only": {"model.sound_weights"},
-    "export.free_memory": {"psutil"},
-    "export.permuted_folder": {"model.sound_weights"},
-    "export.proof": {"safetensors"},
-    "export.reference": {"model.loading_error"},
-    "export.run_source": {"model.family_table"},
-    "export.source": {"model.loading_error"},
-    "export.writer": {"huggingface_hub", "psutil"},
-    "evaluate.benchmark_files": {"data.local_rows"},
-    "evaluate.harness": {"lm_eval", "jinja2"},
-    "evaluate.perplexity": {"data.documents"},
-    "evaluate.finished_model": {"checkpoint.folder", "checkpoint.tensors", "huggingface_hub", "safetensors"},
-    "evaluate.scored_text": {"data.formats", "data.local_rows", "data.stdlib_text"},
-    "evaluate.graph_speed": {"runtime.packed_experts", "runtime.packed_linear"},
-    "evaluate.speed": {"matplotlib", "runtime.packed_experts"},
-    "evaluate.zero_shot": {"lm_eval"},
-    "model.chat_template": {"jinja2"},
-    "model.hub_access": {"huggingface_hub"},
-    "model.low_rank": {"deepspeed"},
-    "model.packed24_files": {"safetensors"},
-    "model.registration": {"huggingface_hub", "checkpoint.model_files"},
-    "model.tokenizer": {"huggingface_hub", "sentencepiece", "checkpoint.model_files", "tokenizers"},
-    "permutation.apply": {"deepspeed", "model.groups"},
-    "integrations.step_text": {"data.micro_batch", "model", "train", "zero.probe"},
-    "integrations.trainer_settings": {"transformers", "checkpoint", "config", "model", "train"},
-    "integrations.transformers": {
-        *("transformers", "accelerate", "config", "data.micro_batch", "forge", "model", "train"),
-        *("permutation.record", "rotation.record", "runtime.extension_locks"),
-    },
-    "integrations.vllm.__init__": {"vllm", "mask.packing"},
-    "integrations.vllm.experts": {"vllm", "mask.packing", "runtime.experts24"},
-    "integrations.vllm.linear": {"vllm", "mask.packing", "runtime.linear24"},
-    "integrations.vllm.packed24": {"vllm", "mask.packing"},
-    "rotation.rotate": {"model.sound_weights"},
-    "runtime.triton_kernel": {"triton"},
-    "runtime.triton_programs": {"triton"},
-    "runtime.triton_words": {"triton"},
-    "zero.expert_hooks": {"transformers_internals"},
-    "zero.layer_hooks": {"transformers.modeling_utils"},
+# All libraries of the rooms that shall need few.
+LIBRARIES_OF: dict[str, str] = {
+    "ranks": "torch",
+    "started_by": "",
+    "transformers_internals": "",
+    "mask": "torch",
+    "checkpoint": "safetensors torch",
+    "start": "torch",
+    "curvature": "numpy torch",
+}
+# All rooms that import a library that others can do without.
+ROOMS_WITH: dict[str, str] = {
+    "deepspeed": "config zero model permutation train",
+    "triton": "runtime",
+    "vllm": "integrations",
 }
 # The public names.
 FREE = {"__init__", "__main__"}
@@ -228,38 +96,57 @@ def _imports(path: Path, types: bool = True) -> set[str]:
     return {name.removeprefix("sparseforge_ds.") for name in found}
 
 
-def _covered(name: str, allowed: set[str]) -> bool:
-    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in allowed)
+def _room(module: str) -> str:
+    """Return the first name of a module's path; below `extras`, the first two."""
+    return ".".join(module.split(".")[: 2 if module.startswith("extras.") else 1])
+
+
+def _rooms(path: Path) -> set[str]:
+    return {_room(name) for name in _imports(path)} & set(MAY_IMPORT) - {_room(_module(path))}
+
+
+def _libraries(path: Path) -> set[str]:
+    ours = {_room(_module(file)) for file in FILES} | {"__version__", "sparseforge_ds", "typing_extensions"}
+    return {_room(name) for name in _imports(path)} - ours - sys.stdlib_module_names
+
+
+def _imports_outside_functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(below) for function in functions for below in ast.walk(function)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in inside]
+    return {(node.module or "").removeprefix("sparseforge_ds.") for node in imports}
 
 
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports_go_one_way(path: Path) -> None:
-    part = _module(path).split(".")[0]
-    if part in FREE:
+    room = _room(_module(path))
+    if room in FREE or room == "extras.__init__" or path.name == "__main__.py":
         return
-    assert part in MAY_IMPORT, (
-        f"{part} is a new part of the package: give it a row in MAY_IMPORT and in CONTRIBUTING.md"
-    )
-    if "*" in MAY_IMPORT[part]:
-        return
-    allowed = MAY_IMPORT[part] | ONE_FILE_MORE.get(_module(path), set()) | {part}
-    if "transformers" in allowed:
-        allowed |= {"transformers_internals"}
-    offenders = {
-        name
-        for name in _imports(path)
-        if name.split(".")[0] not in sys.stdlib_module_names | {"typing_extensions"} and not _covered(name, allowed)
-    }
+    assert room in MAY_IMPORT, f"{room} is a new room: give it a row in MAY_IMPORT and in CONTRIBUTING.md"
+    offenders = _rooms(path) - set(MAY_IMPORT[room].split())
+    if room == "cli":
+        offenders = {name for name in offenders if not name.startswith("extras.")}
     assert not offenders, f"{path.relative_to(PACKAGE.parent)} may not import {sorted(offenders)}"
+    more = _libraries(path) - set(LIBRARIES_OF.get(room, "").split()) if room in LIBRARIES_OF else set()
+    more |= {name for name in _libraries(path) & set(ROOMS_WITH) if room not in ROOMS_WITH[name].split()}
+    assert not more, f"{path.relative_to(PACKAGE.parent)} may not import {sorted(more)}"
 
 
 def test_no_arrow_runs_upward() -> None:
     order = list(MAY_IMPORT)
+    for room, names in MAY_IMPORT.items():
+        below = set(names.split()) & set(order[order.index(room) :])
+        assert not below, f"{room} may import {sorted(below)}, which stand below it"
+
+
+def test_only_the_command_line_imports_extras_and_only_inside_functions() -> None:
     for path in FILES:
-        part = _module(path).split(".")[0]
-        if part in order and path.stem != "__main__":
-            above = {name.split(".")[0] for name in _imports(path)} & set(order[order.index(part) + 1 :])
-            assert not above, f"{path.relative_to(PACKAGE.parent)} imports {sorted(above)}, which stand on {part}"
+        name = _module(path)
+        if name.startswith("extras."):
+            continue
+        assert name.startswith("cli.") or not any(module.startswith("extras") for module in _imports(path)), name
+        assert not any(module.startswith("extras") for module in _imports_outside_functions(path)), name
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
@@ -289,12 +176,13 @@ def test_internals_of_transformers_are_imported_in_one_place() -> None:
                 )
 
 
-def test_rows_of_one_file_are_not_stale() -> None:
-    modules = {_module(path): path for path in FILES}
-    for name, more in ONE_FILE_MORE.items():
-        assert name in modules, f"{name} is gone; take it out of ONE_FILE_MORE"
-        unused = {entry for entry in more if not any(_covered(found, {entry}) for found in _imports(modules[name]))}
-        assert not unused, f"{name} no longer imports {sorted(unused)}"
+def test_rows_are_not_stale() -> None:
+    for room, names in MAY_IMPORT.items():
+        imported = {name for path in FILES if _room(_module(path)) == room for name in _rooms(path)}
+        assert set(names.split()) <= imported, f"{room} no longer imports {sorted(set(names.split()) - imported)}"
+    for library, rooms in ROOMS_WITH.items():
+        users = {_room(_module(path)) for path in FILES if library in _libraries(path)}
+        assert set(rooms.split()) <= users, f"{sorted(set(rooms.split()) - users)} no longer import {library}"
 
 
 def test_collectives_go_through_the_layout() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from sparseforge_ds.compare.settings import CompareConfig
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.studies.settings import CompareConfig
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.compare.settings import CompareConfig, HeldOut, read_config
+from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOut, read_config
 from tests.distributed import ROOT
 
 GOOD: dict[str, Any] = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.compare.settings import CompareConfig, Method
+from sparseforge_ds.extras.studies.settings import CompareConfig, Method
 
 NO_TRAINING = 1e-12
 """Learning rate of a step that must not change anything."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, FileSystemLoader
 
-from sparseforge_ds.compare.figures import Drawn, draw
-from sparseforge_ds.compare.records import write_text
-from sparseforge_ds.compare.settings import CompareConfig
-from sparseforge_ds.compare.summary import (
+from sparseforge_ds.extras.studies.figures import Drawn, draw
+from sparseforge_ds.extras.studies.records import write_text
+from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.summary import (
     Table,
     cost_of,
     legend_lines,
@@ -49,11 +49,10 @@ def page(
     config: str,
     commands: Sequence[str],
 ) -> str:
-    """The page: paragraphs of words, the tables of `compare.summary` (a cell in ** is bold), and the PNG files
+    """The page: paragraphs of words, the tables of `studies.summary` (a cell in ** is bold), and the PNG files
     themselves."""
-    template = Environment(loader=PackageLoader("sparseforge_ds", "assets"), autoescape=True).get_template(
-        "comparison.html"
-    )
+    loader = FileSystemLoader(Path(__file__).parent)
+    template = Environment(loader=loader, autoescape=True).get_template("comparison.html")
     images = [(figure, base64.b64encode(figure.path.read_bytes()).decode()) for figure in figures]
     return template.render(
         title=title, tables=tables, words=words, images=images, config=config, commands="\n".join(commands)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.compare.records import Records
+from sparseforge_ds.extras.studies.records import Records
 
 
 def test_a_run_is_what_it_was_begun_as(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ import pytest
 from transformers import BloomConfig, MixtralConfig
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.compare.assessment import Evaluator
-from sparseforge_ds.compare.check import check_methods
-from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.texts import Texts
+from sparseforge_ds.extras.studies.assessment import Evaluator
+from sparseforge_ds.extras.studies.check import check_methods
+from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.texts import Texts
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_mixture
-from tests.unit.compare.test_settings import write
+from tests.unit.extras.studies.test_settings import write
 from tests.unit.model.test_uncovered import tiny
 
 OURS: dict[str, Any] = {"method": {"update_every": 2}}

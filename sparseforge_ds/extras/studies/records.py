@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import atomic_file
-from sparseforge_ds.compare.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
-from sparseforge_ds.compare.settings import CompareConfig
+from sparseforge_ds.extras.studies.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.extras.studies.settings import CompareConfig
 
 _FOUND = ("diverged", "sparsity", "seconds", "resumed")
 

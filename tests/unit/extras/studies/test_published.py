@@ -14,12 +14,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from sparseforge_ds.compare.assessment import Evaluator
-from sparseforge_ds.compare.settings import CompareConfig, read_config
-from sparseforge_ds.compare.summary import markdown, results_tables, spread, summarize
-from sparseforge_ds.compare.texts import read_texts
+from sparseforge_ds.extras.studies.assessment import Evaluator
+from sparseforge_ds.extras.studies.settings import CompareConfig, read_config
+from sparseforge_ds.extras.studies.summary import markdown, results_tables, spread, summarize
+from sparseforge_ds.extras.studies.texts import read_texts
 from tests.distributed import ROOT
-from tests.unit.compare.test_figures import distinct_colours
+from tests.unit.extras.studies.test_figures import distinct_colours
 
 RESULTS = ROOT / "docs" / "results"
 STUDIES = sorted(path.parent for path in RESULTS.glob("*/results.jsonl"))

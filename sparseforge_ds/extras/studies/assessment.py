@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.compare.settings import CompareConfig
-from sparseforge_ds.compare.texts import Texts
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.finished_model import adapter_of, load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, measure
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
+from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.texts import Texts
 
 
 class Evaluator:

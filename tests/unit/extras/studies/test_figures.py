@@ -8,10 +8,10 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from sparseforge_ds.compare.figures import draw
-from sparseforge_ds.compare.page import page
-from sparseforge_ds.compare.summary import Table, summarize
-from tests.unit.compare.test_summary import row
+from sparseforge_ds.extras.studies.figures import draw
+from sparseforge_ds.extras.studies.page import page
+from sparseforge_ds.extras.studies.summary import Table, summarize
+from tests.unit.extras.studies.test_summary import row
 
 
 def distinct_colours(path: Path) -> int:

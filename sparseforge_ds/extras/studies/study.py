@@ -32,16 +32,16 @@ import transformers
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.disk import open_own_file
-from sparseforge_ds.compare.assessment import Evaluator
-from sparseforge_ds.compare.check import check_methods
-from sparseforge_ds.compare.page import write_pages
-from sparseforge_ds.compare.records import Records, settled, write_rows, write_text
-from sparseforge_ds.compare.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
-from sparseforge_ds.compare.settings import CompareConfig
-from sparseforge_ds.compare.texts import read_texts
-from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
+from sparseforge_ds.extras.studies.assessment import Evaluator
+from sparseforge_ds.extras.studies.check import check_methods
+from sparseforge_ds.extras.studies.page import write_pages
+from sparseforge_ds.extras.studies.records import Records, settled, write_rows, write_text
+from sparseforge_ds.extras.studies.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.texts import read_texts
+from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer
 
 _BASELINES = "baselines"
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.compare.runs import (
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.command_line import parse_arguments
+from sparseforge_ds.extras.studies.runs import (
     Run,
     at_the_edge,
     choose,
@@ -14,10 +16,8 @@ from sparseforge_ds.compare.runs import (
     selection_runs,
     unique,
 )
-from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.command_line import parse_arguments
-from tests.unit.compare.test_settings import write
+from sparseforge_ds.extras.studies.settings import read_config
+from tests.unit.extras.studies.test_settings import write
 
 
 def test_the_grid(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from sparseforge_ds.compare.records import settled
-from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.study import Study, _threads
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
-from tests.unit.compare.test_settings import write
+from sparseforge_ds.extras.studies.records import settled
+from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.study import Study, _threads
+from tests.unit.extras.studies.test_settings import write
 
 
 @pytest.mark.parametrize("resumed", [False, True])

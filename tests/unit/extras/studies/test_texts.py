@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.compare.settings import CompareConfig, read_config
-from sparseforge_ds.compare.texts import _also_in_training, read_texts
 from sparseforge_ds.evaluate.scored_text import read_documents
-from tests.unit.compare.test_settings import write
+from sparseforge_ds.extras.studies.settings import CompareConfig, read_config
+from sparseforge_ds.extras.studies.texts import _also_in_training, read_texts
+from tests.unit.extras.studies.test_settings import write
 
 
 def config_of(folder: Path, validation: list[int | None], test: list[int | None], train: list[str]) -> CompareConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.compare.training import RunDivergedError, StoppedError, Trainer, _result_of, _wait_for
+from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer, _result_of, _wait_for
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sparseforge_ds.compare.runs import NO_TRAINING, Run
-from sparseforge_ds.compare.settings import CompareConfig
-from sparseforge_ds.compare.texts import identity
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.data.splits import Files
+from sparseforge_ds.extras.studies.runs import NO_TRAINING, Run
+from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.texts import identity
 from sparseforge_ds.train.spec import RunSpec, make_spec
 
 _KINDS = (".safetensors", ".bin", ".json", ".model", ".txt")

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparseforge_ds.compare.settings import read_config
-from sparseforge_ds.compare.summary import inference_cost, markdown, results_tables, spread, summarize
 from sparseforge_ds.config import SparseForgeConfig
-from tests.unit.compare.test_settings import write
+from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.summary import inference_cost, markdown, results_tables, spread, summarize
+from tests.unit.extras.studies.test_settings import write
 
 
 def row(
