@@ -51,7 +51,7 @@ _compile_op() {
     PATH="$_venv/bin:$PATH" DS_ACCELERATOR=cpu "$_venv/bin/python" -c '
 import logging, os
 from deepspeed.accelerator import get_accelerator
-from sparseforge_ds.runtime.extension_locks import clear_extension_locks
+from sparseforge_ds.extension_locks import clear_extension_locks
 logging.basicConfig(stream=os.fdopen(3, "w"), format="%(message)s", level=logging.WARNING)
 logging.getLogger("sparseforge_ds").setLevel(logging.INFO)
 clear_extension_locks()  # of an interrupted build, for one

@@ -9,6 +9,7 @@ from sparseforge_ds.model.registration import register_model_classes, register_w
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.reader import Checkpoint
     from sparseforge_ds.config import SparseForgeConfig
+    from sparseforge_ds.extension_locks import clear_extension_locks
     from sparseforge_ds.forge import ForgeError, SparseForge
     from sparseforge_ds.model.any_family import any_family
     from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import prepare
-    from sparseforge_ds.runtime.extension_locks import clear_extension_locks
     from sparseforge_ds.train.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
@@ -35,7 +35,7 @@ _WHERE = {
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
     "register_family": "model.family_table",
-    "clear_extension_locks": "runtime.extension_locks",
+    "clear_extension_locks": "extension_locks",
 }
 
 __all__ = [

@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
         from transformers import GenerationConfig, TextStreamer
 
         from sparseforge_ds.evaluate.finished_model import adapter_of, check_known, load_model, load_tokenizer
+        from sparseforge_ds.mask.packing import is_packed
         from sparseforge_ds.model.sound_weights import first_not_finite
         from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
-        from sparseforge_ds.runtime.packed_experts import is_packed
 
     adapter = adapter_of(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, adapter_of, load_model
 from sparseforge_ds.evaluate.perplexity import positions_of
-from sparseforge_ds.runtime.packed_experts import is_packed
+from sparseforge_ds.mask.packing import is_packed
 from sparseforge_ds.transformers_internals import CACHE
 
 PAPER = (

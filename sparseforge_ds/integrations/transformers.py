@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer
 
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
+from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.step_text import StartText, StepText, micro_batch_of, trained_tokens
 from sparseforge_ds.integrations.trainer_settings import (
@@ -46,7 +47,6 @@ from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.rotation.record import keep_rotation
-from sparseforge_ds.runtime.extension_locks import clear_before_training
 from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
 from sparseforge_ds.train.teacher import Teacher

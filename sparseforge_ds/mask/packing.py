@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PACKED24 = "sparseforge_packed24"
 """What config.json calls the storage that `pack24` makes: its `quant_method`."""
@@ -127,6 +127,12 @@ def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
             if packed24_shapes(tuple(shape), axis) == (values, positions):
                 return axis
     raise ValueError(f"values of shape {values} and positions of shape {positions} are no packed 2:4 weight")
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
+    ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
+    return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)
 
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.mask.packing import is_packed
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import BRANCH as BRANCH
 from sparseforge_ds.model.family_table import FAMILIES, Row
@@ -33,7 +34,6 @@ from sparseforge_ds.model.rules import (
     table_rule,
 )
 from sparseforge_ds.model.uncovered import Uncovered
-from sparseforge_ds.runtime.packed_experts import is_packed
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.model.branch import add_branch
 from sparseforge_ds.model.expert_modules import expert_lists, leaf_modules, sync_expert_gradients
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
-from sparseforge_ds.runtime.extension_locks import clear_before_training
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:

@@ -23,8 +23,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS
-from sparseforge_ds.runtime.packed_experts import Packed24Experts, is_packed
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, is_packed
+from sparseforge_ds.runtime.packed_experts import Packed24Experts
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -92,8 +92,9 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Check the files' headers, and choose how experts are merged: those that stay packed as dense ones are, all
         others behind a step that unpacks."""
+        from sparseforge_ds.model.loading_targets import Targets
         from sparseforge_ds.model.packed24_experts import keep_experts
-        from sparseforge_ds.model.packed24_files import Targets, check_headers, read_headers
+        from sparseforge_ds.model.packed24_files import check_headers, read_headers
 
         headers, targets = read_headers(self._files), Targets(model, weight_conversions)
         check_headers(model, headers, targets)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.mask.packing import POSITIONS, check24
-from sparseforge_ds.model.packed24_files import Targets, note_damage
+from sparseforge_ds.model.loading_targets import Targets
+from sparseforge_ds.model.packed24_files import note_damage
 from sparseforge_ds.runtime.packed_experts import Packed24Experts, pack_experts, packed_kind
 from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
 

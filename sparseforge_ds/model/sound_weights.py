@@ -27,7 +27,7 @@ def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path,
     foreign = sorted(name for name, dtype in dtypes.items() if dtype not in VALUE_DTYPES)
     if not foreign:
         return
-    from sparseforge_ds.model.packed24_files import Targets
+    from sparseforge_ds.model.loading_targets import Targets
     from sparseforge_ds.transformers_internals import get_model_conversion_mapping
 
     config = load_config(folder, who)

@@ -11,7 +11,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from sparseforge_ds.runtime.extension_locks import clear_locks
+from sparseforge_ds.extension_locks import clear_locks
 
 _LOG = logging.getLogger(__name__)
 _NAME = "sparseforge_linear24"

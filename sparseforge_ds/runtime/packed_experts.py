@@ -95,9 +95,3 @@ def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str]) ->
         values, positions = packed24_shapes(tuple(dense.shape), -2 if experts.is_transposed else -1)
         setattr(experts, name, nn.Parameter(dense.new_empty(values), requires_grad=False))
         experts.register_buffer(name + POSITIONS, dense.new_empty(positions, dtype=torch.uint8))
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
-    ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
-    return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)

@@ -18,9 +18,9 @@ from deepspeed.accelerator import get_accelerator
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
+from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
-from sparseforge_ds.runtime.extension_locks import clear_before_training
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.compiler import require_compiler

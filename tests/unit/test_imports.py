@@ -18,13 +18,14 @@ PACKAGE = Path(__file__).resolve().parents[2] / "sparseforge_ds"
 MAY_IMPORT: dict[str, str] = {
     "ranks": "",
     "started_by": "",
+    "extension_locks": "",
     "transformers_internals": "",
     "mask": "",
-    "runtime": "mask",
+    "runtime": "extension_locks mask",
     "config": "mask",
     "checkpoint": "",
     "zero": "transformers_internals mask config checkpoint",
-    "model": "transformers_internals mask runtime config checkpoint",
+    "model": "extension_locks transformers_internals mask runtime config checkpoint",
     "start": "mask config zero model",
     "data": "ranks config checkpoint model",
     "curvature": "mask config zero",
@@ -37,9 +38,9 @@ MAY_IMPORT: dict[str, str] = {
     "planning": "transformers_internals mask config zero model",
     "evaluate": "transformers_internals ranks mask runtime config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data permutation export evaluate",
-    "train": "ranks started_by transformers_internals mask runtime config checkpoint zero model data methods "
+    "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
     "permutation forge rotation export planning",
-    "integrations": "mask runtime config checkpoint zero model data permutation forge rotation train",
+    "integrations": "extension_locks mask runtime config checkpoint zero model data permutation forge rotation train",
     "extras.studies": "config checkpoint data export evaluate train",
     "cli": "ranks mask runtime config checkpoint model permutation rotation export planning evaluate prune train",
 }
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, str] = {
 LIBRARIES_OF: dict[str, str] = {
     "ranks": "torch",
     "started_by": "",
+    "extension_locks": "torch",
     "transformers_internals": "",
     "mask": "torch",
     "checkpoint": "safetensors torch",

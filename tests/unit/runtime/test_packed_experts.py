@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
-from sparseforge_ds.mask.packing import POSITIONS, pack24
-from sparseforge_ds.runtime.packed_experts import Packed24Experts, is_packed, pack_experts, packed_kind
+from sparseforge_ds.mask.packing import POSITIONS, is_packed, pack24
+from sparseforge_ds.runtime.packed_experts import Packed24Experts, pack_experts, packed_kind
 
 EXPERTS, HIDDEN, INNER = 5, 20, 12
 VARIANTS: dict[str, dict[str, bool]] = {

@@ -13,9 +13,9 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 import sparseforge_ds as sf
+from sparseforge_ds import extension_locks
+from sparseforge_ds.extension_locks import clear_extension_locks
 from sparseforge_ds.integrations import transformers
-from sparseforge_ds.runtime import extension_locks
-from sparseforge_ds.runtime.extension_locks import clear_extension_locks
 from tests.distributed import PATIENCE
 from tests.tiny_models import tiny_llama
 
