@@ -30,7 +30,7 @@ from tqdm import tqdm
 from benchmarks.curvature_estimates import ESTIMATES, Estimate, Exact, OneRank, Own, be_one_rank, exact_samples, rounds
 from benchmarks.curvature_quality import Diagonal, Judge, factored, rank_correlation, shrunk
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.data.packing import encode
+from sparseforge_ds.data.tokenization import encode
 from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
 from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights

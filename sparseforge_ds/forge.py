@@ -98,7 +98,7 @@ class SparseForge:
     @property
     def needs_probe(self) -> bool:
         """Whether `start` or `step` take passes of their own, and so need a probe."""
-        return self._mean.measures and not self.config.listens or self.config.starts_by_block
+        return self._mean.measures and not self.config.from_training_step or self.config.starts_by_block
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class SparseForge:
         """
         if self.ready or self.step_count:
             return
-        if self.config.shifts:
+        if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self._sharded)
             self._republish()  # the mask is chosen by what the probe says of shifted weights
         self._method.start(probe)
@@ -271,7 +271,7 @@ class SparseForge:
     @property
     def _starts(self) -> bool:
         """Whether `start` changes what the network sees, before the first step."""
-        return self._method.needs_start or self.config.shifts
+        return self._method.needs_start or self.config.moves_weights_into_branches
 
     def _listen(self) -> None:
         """Hear the next step's passes if a mask update reads them; nothing of those before."""
@@ -295,7 +295,7 @@ class SparseForge:
 
     def _switch_on_branches(self, step: int) -> bool:
         """At its step: start every B of SLoRB from what the mask removes now, and switch the branches on."""
-        if step != self.config.branch_step or self.config.shifts:
+        if step != self.config.branch_step or self.config.moves_weights_into_branches:
             return False
         switch_on_branches(self._sharded, self._method)
         return True

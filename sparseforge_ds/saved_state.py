@@ -9,7 +9,7 @@ from typing import Any
 
 from sparseforge_ds import __version__
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.config.run_state import RunState, differences, few
+from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.methods import CurvatureMean, ShardedWeights
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.zero.restore import Masks, restore
@@ -33,7 +33,7 @@ class SavedState:
         on = self._on
         if on.state.released and on.layout.all_reduce(on.state.mark_kept_zeros()).item():
             on.layout.push()
-        run = RunState.of(on.config, list(on.weights.values()), on.step, on.refreshes)
+        run = RunState.from_weights(on.config, list(on.weights.values()), on.step, on.refreshes)
         mean = self._mean.state_dict()
         return {**run.to_dict(), "groups": on.layout.groups, "versions": VERSIONS, **mean}
 
@@ -57,7 +57,7 @@ class SavedState:
 
     def _checked(self, state: object, where: str) -> dict[str, Any]:
         """A saved state, which is of a run like this one."""
-        now = RunState.of(self._on.config, list(self._on.weights.values()))
+        now = RunState.from_weights(self._on.config, list(self._on.weights.values()))
         saved, steps = RunState.parse(state, where), now.config.max_steps
         unlike = saved.changes(now)
         if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(now):
@@ -69,8 +69,8 @@ class SavedState:
             )
         if unlike:
             raise ValueError(
-                f"{where} is of a run with other settings: {few(unlike)}; resume with the saved settings, or start a "
-                "fresh run in another output_dir"
+                f"{where} is of a run with other settings: {shorten(unlike)}; resume with the saved settings, or start "
+                "a fresh run in another output_dir"
             )
         assert isinstance(state, dict)
         try:

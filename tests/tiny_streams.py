@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.producer import Job, Maker
+from sparseforge_ds.data.producer import ChunkSpec, ChunkWriter
 from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.data.text_files import LocalText
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
-SIZES = Sizes(seq_length=5, smallest=20, largest=80)
+SIZES = ChunkSizes(seq_length=5, smallest=20, largest=80)
 """Chunks of 4, 8, 16, 16, 16, ... windows of 5 tokens."""
 
 
@@ -35,9 +35,9 @@ def write_stream(folder: Path, documents: list[str] | None = None) -> LocalText:
     return stream_of(folder)
 
 
-def job(stream: LocalText, folder: Path, sizes: Sizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> Job:
+def job(stream: LocalText, folder: Path, sizes: ChunkSizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> ChunkSpec:
     """What makes the chunks of a stream of bytes."""
-    return Job(stream, byte_tokenizer(), folder, sizes, vocabulary)
+    return ChunkSpec(stream, byte_tokenizer(), folder, sizes, vocabulary)
 
 
 def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:
@@ -60,7 +60,7 @@ class InPlace:
         self.wanted = []
 
     def wait(self, chunk):
-        maker = Maker(self.job)
+        maker = ChunkWriter(self.job)
         while maker.finished <= chunk:
             maker.make()
         maker.chunks.check(chunk)

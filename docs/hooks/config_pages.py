@@ -15,7 +15,7 @@ from typing import Any
 
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
-from sparseforge_ds.config.strict import objects_of
+from sparseforge_ds.config.strict import dataclass_options
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.model.family_table import FAMILIES
 
@@ -60,7 +60,7 @@ def objects(kind: type, where: str = "") -> Iterator[tuple[str, type]]:
     """(dotted path, dataclass) of a config and of every object inside it."""
     yield where, kind
     for name, hint in _hints(kind).items():
-        for inner in objects_of(hint):
+        for inner in dataclass_options(hint):
             yield from objects(inner, f"{where}.{name}".lstrip("."))
 
 
@@ -70,7 +70,7 @@ def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         hint = hints[field.name]
-        inner = objects_of(hint)
+        inner = dataclass_options(hint)
         text = texts.get(field.name, "")
         if len(inner) > 1:
             text += " Keys of " + ", ".join(f"[`{each.name}`](#{_place(each, field.name)})" for each in inner) + "."
@@ -207,7 +207,7 @@ def _place(kind: Any, where: str) -> str:
 def _anchor(kind: Any, key: str, hint: Any) -> str:
     """A place to link to; an object has it at the heading of its keys."""
     own = getattr(kind, "name", "sparseforge") == "sparseforge"  # one place for each key: the default's
-    return "" if objects_of(hint) or not own else f"<a id='{key}'></a>"
+    return "" if dataclass_options(hint) or not own else f"<a id='{key}'></a>"
 
 
 def _kind(hint: Any) -> str:

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.config.methods import METHODS
-from sparseforge_ds.config.parts import (
+from sparseforge_ds.config.block_sections import (
     DistillationConfig,
     HiddenConfig,
     LowRankConfig,
@@ -11,6 +10,7 @@ from sparseforge_ds.config.parts import (
     ReconstructionConfig,
     StartConfig,
 )
+from sparseforge_ds.config.methods import METHODS
 from sparseforge_ds.config.presets import PRESETS
 
 if TYPE_CHECKING:

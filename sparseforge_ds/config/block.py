@@ -15,11 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
-from sparseforge_ds.config.json_file import read_json
-from sparseforge_ds.config.method import MethodConfig
-from sparseforge_ds.config.methods import METHODS, Method, logit_keys
-from sparseforge_ds.config.parts import (
+from sparseforge_ds.config.block_sections import (
     CurvatureConfig,
     DistillationConfig,
     Importance,
@@ -29,9 +25,13 @@ from sparseforge_ds.config.parts import (
     ReconstructionConfig,
     StartConfig,
 )
+from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
+from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.method_config import MethodConfig
+from sparseforge_ds.config.methods import METHODS, Method, logit_keys
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.config.strict import MOST, build, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
@@ -111,7 +111,7 @@ class SparseForgeConfig:
         return self.keeps_curvature and self.importance != "wanda" and chosen
 
     @property
-    def shifts(self) -> bool:
+    def moves_weights_into_branches(self) -> bool:
         """Whether SLoRB's branches take up a shift of the weights before the first step."""
         low_rank = self.low_rank
         if low_rank is None or low_rank.shift is not None or low_rank.learned:
@@ -139,24 +139,24 @@ class SparseForgeConfig:
         return self.keeps_curvature and not self.keeps_sums
 
     @property
-    def listens(self) -> bool:
+    def from_training_step(self) -> bool:
         """Whether the curvature is measured in the training step itself, without passes of its own."""
         if self.curvature.source is not None:
             return self.curvature.source == "training"
         silent = self.distillation is not None and self.distillation.task_weight == 0
-        return self.can_listen and self.curvature.sequences is None and not silent
+        return self.can_use_training_step and self.curvature.sequences is None and not silent
 
     @property
-    def can_listen(self) -> bool:
+    def can_use_training_step(self) -> bool:
         """Whether the curvature can be measured in the training step itself."""
         return self.soft is not None and self.importance == "fisher" and self.keeps_sums
 
-    def hears(self, step: int) -> bool:
+    def measures_in_step(self, step: int) -> bool:
         """Whether the curvature is measured in optimizer step `step` itself: one of those just before a mask update."""
         schedule = self.resolved_schedule
         update = -(-step // schedule.update_every) * schedule.update_every
         steps = self.curvature.first_probes if update == schedule.update_every else self.curvature.probes
-        return self.listens and schedule.is_update(update) and update - step < steps
+        return self.from_training_step and schedule.is_update(update) and update - step < steps
 
     @property
     def state_keys(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ class SparseForgeConfig:
         """The optimizer step at whose end SLoRB's branches are switched on; -1 without them."""
         if self.low_rank is None:
             return -1
-        if self.shifts:
+        if self.moves_weights_into_branches:
             return 0
         if self.low_rank.start is None:
             return self.resolved_schedule.freeze_step if self.method.name == "sparseforge" else 0
@@ -251,9 +251,9 @@ class SparseForgeConfig:
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored
-        config["curvature"]["source"] = "training" if self.listens else "probe"
+        config["curvature"]["source"] = "training" if self.from_training_step else "probe"
         if self.low_rank is not None:
-            config["low_rank"]["shift"] = self.shifts
+            config["low_rank"]["shift"] = self.moves_weights_into_branches
         if self.method.name == "sparseforge":
             config["method"]["straight_through"] &= self.soft is not None
             config["method"]["update_every"] = None if self.soft is None else self.resolved_schedule.update_every

@@ -93,7 +93,7 @@ def _check_start(config: SparseForgeConfig) -> None:
             f"sparseforge.start.mask: sparsegpt, the default, makes masks of an n:m pattern, not {config.pattern}; use "
             '"annealed", "wanda" or "magnitude"'
         )
-    if config.low_rank is not None and not config.shifts:
+    if config.low_rank is not None and not config.moves_weights_into_branches:
         raise ValueError(
             "sparseforge.low_rank: branches that begin from what the mask removes have nothing to begin from after a "
             'start; use "shift": true, or leave one of the two out'
@@ -124,7 +124,7 @@ def check_combinations(config: SparseForgeConfig) -> None:
     )
     _require(
         config,
-        not trained or config.can_listen,
+        not trained or config.can_use_training_step,
         "curvature.source",
         "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
         'training step; leave it out, or use "probe"',
@@ -134,7 +134,7 @@ def check_combinations(config: SparseForgeConfig) -> None:
             f"sparseforge.permute: channels share groups in n:m patterns only, not in {config.pattern}; use one of "
             "these, or do not permute"
         )
-    if config.low_rank is not None and config.shifts:
+    if config.low_rank is not None and config.moves_weights_into_branches:
         pattern = config.parsed_pattern
         _require(
             config,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
 
-from sparseforge_ds.config.method import (
+from sparseforge_ds.config.method_config import (
     REPORT_EVERY,
     MethodConfig,
     Window,
@@ -16,7 +16,7 @@ from sparseforge_ds.config.method import (
     require_updates,
     require_window,
 )
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
 

@@ -52,7 +52,7 @@ class RunState:
     """Measurements of the curvature."""
 
     @classmethod
-    def of(
+    def from_weights(
         cls, config: SparseForgeConfig, weights: Iterable[SparseWeight], step: int = 0, refreshes: int = 0
     ) -> RunState:
         """Of the run that is here."""
@@ -116,7 +116,7 @@ def differences(before: Any, now: Any, where: str) -> list[str]:
     return [] if before == now else [f"{where} was {json.dumps(before):.80}, is {json.dumps(now):.80}"]
 
 
-def few(lines: Sequence[str]) -> str:
+def shorten(lines: Sequence[str]) -> str:
     """The first of many lines as one, and how many more there are."""
     more = len(lines) - _FEW
     return "; ".join(lines[:_FEW]) + (f"; and {more:,} more" if more > 0 else "")

@@ -53,7 +53,7 @@ def build(kind: type, block: dict[str, Any], where: str) -> Any:
     return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
 
 
-def objects_of(hint: Any) -> list[Any]:
+def dataclass_options(hint: Any) -> list[Any]:
     """The dataclasses that a value of this type may be."""
     return [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
 
@@ -61,7 +61,7 @@ def objects_of(hint: Any) -> list[Any]:
 def _nearest(key: str, hints: dict[str, Any]) -> str:
     """The known key that is most like an unknown one; one of an object inside if it is called so."""
     for outer, hint in hints.items():
-        if any(key == item.name for kind in objects_of(hint) for item in dataclasses.fields(kind)):
+        if any(key == item.name for kind in dataclass_options(hint) for item in dataclasses.fields(kind)):
             return f"{outer}.{key}"
     return str(nearest(key, hints, likeness=0.0))
 
@@ -89,7 +89,7 @@ def _tagged(value: Any, kinds: list[Any], where: str) -> Any:
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
-    if len(kinds := objects_of(hint)) > 1:
+    if len(kinds := dataclass_options(hint)) > 1:
         return _tagged(value, kinds, where)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:

@@ -16,21 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseforge_ds.config.run_state import differences, few
-from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
-from sparseforge_ds.data.turns import Turns
-from sparseforge_ds.data.windows import Reading, Windows, first_of, ids_of, trained_of
+from sparseforge_ds.config.run_state import differences, shorten
+from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout, MicroBatch
+from sparseforge_ds.data.round_robin import RoundRobin
+from sparseforge_ds.data.windows import ReadProgress, Windows, document_starts, token_ids, trained_flags
 from sparseforge_ds.ranks import AgreedError
 
 _log = logging.getLogger(__name__)
 
 
-def micro_batch_of(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
-    """(B, S) tokens, see `packing.token_dtype`, as a micro-batch with its `trained`."""
+def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
+    """(B, S) tokens, see `tokenization.token_dtype`, as a micro-batch with its `trained`."""
     token_BS = label_BS = _ids(row_BS)
     if row_BS.dtype.names is not None:
-        label_BS = token_BS.masked_fill(~torch.from_numpy(trained_of(row_BS).copy()), IGNORED)
-    more = {} if (first_BS := first_of(row_BS)) is None else {"position_ids": torch.from_numpy(positions(first_BS))}
+        label_BS = token_BS.masked_fill(~torch.from_numpy(trained_flags(row_BS).copy()), IGNORED)
+    more = (
+        {} if (first_BS := document_starts(row_BS)) is None else {"position_ids": torch.from_numpy(positions(first_BS))}
+    )
     return MicroBatch(token_BS, label_BS, trained, more)
 
 
@@ -56,7 +58,7 @@ class Batches:
     """
 
     def __init__(
-        self, sources: Sequence[Windows], parts: Sequence[int], layout: Layout, takes_other_data: bool = False
+        self, sources: Sequence[Windows], parts: Sequence[int], layout: BatchLayout, takes_other_data: bool = False
     ) -> None:
         self.sources = list(sources)
         self.parts = list(parts)
@@ -65,7 +67,7 @@ class Batches:
         self.seq_length, self.seed = sources[0].seq_length, sources[0].seed
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
-        self._turns = Turns(parts)
+        self._turns = RoundRobin(parts)
 
     def __iter__(self) -> Batches:
         return self
@@ -91,7 +93,7 @@ class Batches:
         share = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         found = []
         for position in batch[:: layout.at_once]:
-            whole = micro_batch_of(self._rows(position), share)
+            whole = make_micro_batch(self._rows(position), share)
             parts = layout.sequence_parallel
             found.append(whole if parts == 1 else whole.of(layout.part(self.seq_length), parts))
         return found
@@ -104,7 +106,7 @@ class Batches:
         self.prepare(batch.start, len(batch))
         if self._window(batch.start).dtype.names is None:
             return None
-        return sum(int(np.count_nonzero(trained_of(self._window(position))[1:])) for position in batch)
+        return sum(int(np.count_nonzero(trained_flags(self._window(position))[1:])) for position in batch)
 
     def at(self, position: int) -> Tensor:
         """This rank's (B, S) whole sequences when the run has consumed `position` sequences; consumes nothing.
@@ -117,7 +119,7 @@ class Batches:
         return _ids(self._rows(position))
 
     def _rows(self, position: int) -> np.ndarray:
-        """The same as tokens, see `packing.token_dtype`."""
+        """The same as tokens, see `tokenization.token_dtype`."""
         micro_batch = self.layout.micro_batch
         self.prepare(position, self.layout.at_once)
         first = position + self.layout.reader * micro_batch
@@ -167,7 +169,7 @@ class Batches:
             if begin < end:
                 source.prepare(begin, end)
 
-    def reading(self) -> list[Reading]:
+    def reading(self) -> list[ReadProgress]:
         """How far every source of the text has been read."""
         counts = self._turns.before(self.position)
         return [source.reading(count) for source, count in zip(self.sources, counts, strict=True)]
@@ -214,11 +216,11 @@ class Batches:
         unlike = unlike or [f"keys were {[own['key'] for own in state['sources']]}"]
         if not self.takes_other_data:
             raise ValueError(
-                f"the checkpoint was trained on other data ({few(unlike)}); resume with the same --dataset and flags, "
-                "or go on with this text by --resume_other_data"
+                f"the checkpoint was trained on other data ({shorten(unlike)}); resume with the same --dataset and "
+                "flags, or go on with this text by --resume_other_data"
             )
         if self.layout.rank == 0:
-            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", few(unlike))
+            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", shorten(unlike))
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,4 +230,4 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ids(row_BS: np.ndarray) -> Tensor:
-    return torch.from_numpy(ids_of(row_BS).astype(np.int64))
+    return torch.from_numpy(token_ids(row_BS).astype(np.int64))

@@ -13,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.packing import tokenise, unsuitable, without_text
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
-from sparseforge_ds.data.windows import ids_of, trained_of
+from sparseforge_ds.data.tokenization import no_text_error, tokenise, unknown_token_error
+from sparseforge_ds.data.windows import token_ids, trained_flags
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class HeldOut:
     name: str
     """What users call the text."""
     token_NS: np.ndarray
-    """(N, S) tokens, see `packing.token_dtype`."""
+    """(N, S) tokens, see `tokenization.token_dtype`."""
 
     @property
     def key(self) -> str:
@@ -42,7 +42,7 @@ def find_held_out(arguments: RunArguments) -> Source | None:
     Raises:
         ValueError: as `find_source`.
     """
-    name, options = arguments.eval_dataset, TextOptions.of(arguments, arguments.eval_split)
+    name, options = arguments.eval_dataset, TextOptions.from_arguments(arguments, arguments.eval_split)
     if name is None:
         return None
     with _naming_our_flags():
@@ -69,7 +69,7 @@ def read_held_out(
             if limit and tokens >= limit * length:
                 break
         if not tokens:
-            raise without_text(source.name, skipped)
+            raise no_text_error(source.name, skipped)
     windows = min(tokens // length, limit or tokens)
     if not windows:
         raise ValueError(
@@ -77,9 +77,9 @@ def read_held_out(
             "more text"
         )
     token_NS = np.concatenate(parts)[: windows * length].reshape(windows, length)
-    if (largest := int(ids_of(token_NS).max())) >= vocabulary:
-        raise unsuitable(largest, vocabulary)
-    if token_NS.dtype.names is not None and not trained_of(token_NS)[:, 1:].any():
+    if (largest := int(token_ids(token_NS).max())) >= vocabulary:
+        raise unknown_token_error(largest, vocabulary)
+    if token_NS.dtype.names is not None and not trained_flags(token_NS)[:, 1:].any():
         raise ValueError(
             f"--eval_dataset {source.name}: none of its first {windows:,} windows has a token that is scored (of a "
             "completion, or behind the first of a document); raise --eval_sequences"

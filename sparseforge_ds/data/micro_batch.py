@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a global batch is divided."""
 
     micro_batch: int

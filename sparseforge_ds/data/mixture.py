@@ -8,12 +8,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
-from sparseforge_ds.data.formats import KINDS, check_size, is_plain_text, is_readable, kind_of
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.hub_text import HubText
+from sparseforge_ds.data.round_robin import whole_parts
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
-from sparseforge_ds.data.turns import whole_parts
+from sparseforge_ds.data.text_formats import KINDS, check_size, file_kind, is_plain_text, is_readable
 
 STREAM = "stream:"
 """Before a path: read it while the run goes on."""
@@ -87,7 +87,7 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))
         lines = replace(source, options=replace(options, sample_by="line"))  # of a .txt file the first one will do
         for number, file in enumerate(source.files.paths):
-            if options.sample_by == "document" and kind_of(file.name) == (".txt", ""):  # else known when it is read
+            if options.sample_by == "document" and file_kind(file.name) == (".txt", ""):  # else known when it is read
                 check_size(str(file), file.stat().st_size)
             next(lines.read({"file": number}), None)
         return source

@@ -26,10 +26,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.chunks import Chunks, Record, Sizes
-from sparseforge_ds.data.packing import Batch, token_dtype, tokenise, unsuitable, without_text
+from sparseforge_ds.data.stream_chunks import Chunks, ChunkSizes, Record
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import ids_of
+from sparseforge_ds.data.tokenization import Batch, no_text_error, token_dtype, tokenise, unknown_token_error
+from sparseforge_ds.data.windows import token_ids
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Job:
+class ChunkSpec:
     """What makes the chunks of a stream; can be pickled."""
 
     source: Source
     tokenizer: PreTrainedTokenizerBase
     folder: Path
-    sizes: Sizes
+    sizes: ChunkSizes
     vocabulary: int
     """Ids that the model knows."""
     frame: DocumentFrame = "auto"
@@ -58,7 +58,7 @@ class Job:
         return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, *self.source.marks))
 
 
-class Maker:
+class ChunkWriter:
     """Makes chunks in their order, from where the folder ends: an endless row of tokens, cut into chunks.
 
     After the last document comes the first again. The tokens behind a chunk are on no disk: the next maker tokenises
@@ -69,7 +69,7 @@ class Maker:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChunkSpec) -> None:
         self._job = job
         self.chunks = job.chunks
         self.chunks.prepare()
@@ -98,9 +98,9 @@ class Maker:
             self._used = max(0, self._used - len(token))
             had += len(parts[-1])
         token = np.concatenate(parts)
-        largest = int(ids_of(token).max())
+        largest = int(token_ids(token).max())
         if largest >= self._job.vocabulary:
-            raise unsuitable(largest, self._job.vocabulary)
+            raise unknown_token_error(largest, self._job.vocabulary)
         self._left = token[wanted:]
         read = {"used": self._length - len(self._left), "epoch": self._epoch, "skipped": self._skipped}
         self.chunks.write(self.finished, token[:wanted], {**self._newest, **read})
@@ -124,7 +124,7 @@ class Maker:
             if len(batch.token):
                 self._newest, self._length = begin, len(batch.token)
                 return batch.token
-        raise without_text(self._job.source.name, skipped)
+        raise no_text_error(self._job.source.name, skipped)
 
 
 class Producer:
@@ -134,7 +134,7 @@ class Producer:
         job: what it makes.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ChunkSpec) -> None:
         self.job = job
         self._wanted = -1
         self._failure: str | None = None
@@ -229,7 +229,7 @@ def serve(connection: Connection, parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     wanted = -1
     try:
-        maker = Maker(connection.recv())
+        maker = ChunkWriter(connection.recv())
         while True:
             while maker.finished > wanted or connection.poll():
                 wanted = connection.recv()

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from sparseforge_ds.data.formats import KINDS, is_readable, kind_of
+from sparseforge_ds.data.text_formats import KINDS, file_kind, is_readable
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """What the hub calls the shards of a split (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
@@ -95,7 +95,7 @@ def find_files(path: Path, split: str = "train") -> Files:
     if not names:
         raise ValueError(f"--dataset {path}: the folder holds no file of {KINDS}")
     card = _splits_of_card(path, names)
-    splits = {name: card.get(name) or split_of(name) for name in names}
+    splits = {name: card.get(name) or split_named_in(name) for name in names}
     chosen, left_out = choose(splits, split, f"--dataset {path}")
     return Files(path, tuple(path / name for name in chosen), split, tuple(sorted(left_out.items())))
 
@@ -126,7 +126,7 @@ def choose(splits: Mapping[str, frozenset[str]], split: str, who: str) -> tuple[
     return sorted(name for name, own in splits.items() if own & wanted), left_out
 
 
-def split_of(name: str) -> frozenset[str]:
+def split_named_in(name: str) -> frozenset[str]:
     """The split that a path below the dataset's folder names, by the words of `datasets`; none if it names none.
 
     Folders decide before the file does, and the innermost before those above it.
@@ -237,4 +237,4 @@ def _digest(path: Path) -> str:
         for place in places:
             file.seek(place)
             digest.update(file.read(_SAMPLE if len(places) > 1 else size))
-    return f"{size:,} bytes, hash {digest.hexdigest()[:16]}, {''.join(kind_of(path.name))}"
+    return f"{size:,} bytes, hash {digest.hexdigest()[:16]}, {''.join(file_kind(path.name))}"

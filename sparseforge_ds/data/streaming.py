@@ -16,11 +16,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.chunks import Record, Sizes
-from sparseforge_ds.data.packing import cache_key
-from sparseforge_ds.data.producer import Job, Producer
+from sparseforge_ds.data.producer import ChunkSpec, Producer
+from sparseforge_ds.data.stream_chunks import ChunkSizes, Record
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import Reading
+from sparseforge_ds.data.tokenization import cache_key
+from sparseforge_ds.data.windows import ReadProgress
 from sparseforge_ds.ranks import Ranks
 
 _OPEN = 8
@@ -37,7 +37,7 @@ class StreamedWindows:
         ranks: the processes of the run.
     """
 
-    def __init__(self, job: Job, facts: Mapping[str, Any], seed: int, ranks: Ranks) -> None:
+    def __init__(self, job: ChunkSpec, facts: Mapping[str, Any], seed: int, ranks: Ranks) -> None:
         self.key = job.folder.name
         self.facts = facts
         self.seq_length = job.sizes.seq_length
@@ -93,10 +93,10 @@ class StreamedWindows:
             self.producer.job = dataclasses.replace(self.producer.job, revision=revision)
             self.producer.want(self._sizes.place(position)[0])
 
-    def reading(self, position: int) -> Reading:
+    def reading(self, position: int) -> ReadProgress:
         """See `Windows`; with what was read ahead for the chunk behind the newest."""
         record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
-        return Reading(self.name, position, float(record["epoch"]), record["skipped"])
+        return ReadProgress(self.name, position, float(record["epoch"]), record["skipped"])
 
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         record = self._ranks.on_first(lambda: self._made(chunk))
@@ -123,7 +123,7 @@ def open_stream(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    sizes: Sizes,
+    sizes: ChunkSizes,
     vocabulary: int,
     seed: int,
     ranks: Ranks,
@@ -145,4 +145,4 @@ def open_stream(
         AgreedError: the tokenizer cannot frame documents so.
     """
     key, facts = ranks.on_first(lambda: cache_key(source, tokenizer, frame, asdict(sizes)))
-    return StreamedWindows(Job(source, tokenizer, folder / key, sizes, vocabulary, frame), facts, seed, ranks)
+    return StreamedWindows(ChunkSpec(source, tokenizer, folder / key, sizes, vocabulary, frame), facts, seed, ranks)

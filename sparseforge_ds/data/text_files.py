@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from sparseforge_ds.config.arguments import LossOn, RunArguments, SampleBy
 from sparseforge_ds.data.documents import Document
-from sparseforge_ds.data.formats import check_size, documents_of, is_plain_text
 from sparseforge_ds.data.splits import Files
+from sparseforge_ds.data.text_formats import check_size, is_plain_text, iter_documents
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TextOptions:
     document_attention: bool = False
 
     @classmethod
-    def of(cls, arguments: RunArguments, split: str | None = None) -> TextOptions:
+    def from_arguments(cls, arguments: RunArguments, split: str | None = None) -> TextOptions:
         """Those of a run, with another split if one is given."""
         found = cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
         return found if split is None else replace(found, split=split)
@@ -77,7 +77,7 @@ class Reader:
 
     def _go_to(self, file: int, record: int) -> None:
         self._file, self._record = file, record
-        documents = documents_of(self._files[file], *self._how) if file < len(self._files) else iter(())
+        documents = iter_documents(self._files[file], *self._how) if file < len(self._files) else iter(())
         self._documents = itertools.islice(documents, record, None)
 
 

@@ -9,24 +9,24 @@ from typing import Any, Protocol
 import numpy as np
 
 
-def ids_of(token: np.ndarray) -> np.ndarray:
-    """The ids of tokens, a view; `packing.token_dtype` says what tokens are."""
+def token_ids(token: np.ndarray) -> np.ndarray:
+    """The ids of tokens, a view; `tokenization.token_dtype` says what tokens are."""
     return token if token.dtype.names is None else token["f0"]
 
 
-def trained_of(token: np.ndarray) -> np.ndarray:
-    """Which of the tokens are trained on, a view of booleans; only where `packing.token_dtype` has them."""
+def trained_flags(token: np.ndarray) -> np.ndarray:
+    """Which of the tokens are trained on, a view of booleans; only where `tokenization.token_dtype` has them."""
     trained: np.ndarray = token["f1"]
     return trained
 
 
-def first_of(token: np.ndarray) -> np.ndarray | None:
+def document_starts(token: np.ndarray) -> np.ndarray | None:
     """Which of the tokens are the first of a document, a view of booleans; None without `--document_attention`."""
     return token["f2"] if "f2" in (token.dtype.names or ()) else None
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadProgress:
     """How far a source of text has been read."""
 
     name: str
@@ -39,7 +39,7 @@ class Reading:
 
 
 class Windows(Protocol):
-    """An endless order of windows of one source: `PackedWindows` or `StreamedWindows`."""
+    """An endless order of windows of one source: `CachedWindows` or `StreamedWindows`."""
 
     name: str
     """What users call the source."""
@@ -63,7 +63,7 @@ class Windows(Protocol):
         ...
 
     def window(self, sample: int) -> np.ndarray:
-        """(S,) tokens of a window that is at hand: ids, perhaps with what `trained_of` and `first_of` get."""
+        """(S,) tokens of a window that is at hand: ids, perhaps with what `trained_flags` and `document_starts` get."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -78,12 +78,12 @@ class Windows(Protocol):
         """
         ...
 
-    def reading(self, position: int) -> Reading:
+    def reading(self, position: int) -> ReadProgress:
         """How far it has been read when the run has consumed `position` windows of it."""
         ...
 
 
-class PackedWindows:
+class CachedWindows:
     """Window i is window `permutation(seed, epoch)[i]` of a text that is there whole; see `Windows`.
 
     Args:
@@ -151,6 +151,6 @@ class PackedWindows:
     def load(self, state: Mapping[str, Any], position: int) -> None:
         """Nothing."""
 
-    def reading(self, position: int) -> Reading:
+    def reading(self, position: int) -> ReadProgress:
         """See `Windows`."""
-        return Reading(self.name, position, position / self.windows)
+        return ReadProgress(self.name, position, position / self.windows)

@@ -9,9 +9,9 @@ from typing import Any
 
 from datasets import load_dataset
 
-from sparseforge_ds.data.formats import KINDS, documents_of, is_plain_text, is_readable
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.stdlib_text import Split, stdlib_file
+from sparseforge_ds.data.text_formats import KINDS, is_plain_text, is_readable, iter_documents
 
 STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"}
 WIKITEXT = "wikitext2"
@@ -60,7 +60,7 @@ def records(source: str, text_field: str) -> Iterator[Any]:
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
     if not path.is_file() or not is_readable(path.name):
         raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
-    yield from documents_of(str(path), text_field, longest_text=_LONGEST_TEXT)
+    yield from iter_documents(str(path), text_field, longest_text=_LONGEST_TEXT)
 
 
 def is_wikitext2(source: str) -> bool:

@@ -151,7 +151,7 @@ def make_card(
         weights=len(weights),
         packed=packed,
         branched=branched,
-        shifted=settings is not None and settings.shifts,
+        shifted=settings is not None and settings.moves_weights_into_branches,
         learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
         training=[] if mask_on else _training(record, sections),

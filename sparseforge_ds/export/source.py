@@ -74,7 +74,7 @@ class Source(abc.ABC):
     def shifted(self) -> bool:
         """Whether the weights gave a part of themselves to their branches, without which they are useless."""
         config = self._config
-        return config is not None and config.shifts
+        return config is not None and config.moves_weights_into_branches
 
     @property
     def low_rank(self) -> LowRankConfig:

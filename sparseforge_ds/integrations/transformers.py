@@ -257,7 +257,10 @@ class SparseForgeMixin(_Trainer):
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """The trainer forms the sum of losses that an engine's mean over micro-batches would be."""
         assert self.forge is not None
-        if not self._config.hears(self.forge.step_count + 1) or (tokens := trained_tokens(inputs, self.model)) is None:
+        if (
+            not self._config.measures_in_step(self.forge.step_count + 1)
+            or (tokens := trained_tokens(inputs, self.model)) is None
+        ):
             return
         # TRL's trainers count what they have completed, and put it among the inputs.
         trained = self._trained(inputs.get("num_items_in_batch", num_items_in_batch))

@@ -122,7 +122,7 @@ class CurvatureMean:
         """Hear the passes of the next training step if its mask update reads them, else none. What was heard and not
         taken, as of a step that overflowed, is forgotten."""
         self._hearing.close()
-        self._hears = self.on.config.hears(self.on.step + 1)
+        self._hears = self.on.config.measures_in_step(self.on.step + 1)
         if self._hears:
             assert isinstance(self.sums, FisherSums)
             self.sums.begin()
@@ -148,7 +148,7 @@ class CurvatureMean:
         """Take a new sample into the running mean, unless training steps have given it. Collective. `write_masters`
         undoes what an estimator did to the masters."""
         on, part = self.on, self.on.config.curvature
-        if not self.measures or on.config.listens:
+        if not self.measures or on.config.from_training_step:
             return
         if probe is None:
             raise ValueError(

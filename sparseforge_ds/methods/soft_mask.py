@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.codes import stored_as
 from sparseforge_ds.mask.effective_mask import soft_publish, soft_step
 from sparseforge_ds.mask.update import move_groups

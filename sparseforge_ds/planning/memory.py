@@ -149,7 +149,7 @@ def _phases(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
     scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
-    listens = settings.forge.listens and not frozen
+    listens = settings.forge.from_training_step and not frozen
     fused = any(experts > 1 for experts, *_ in model.matrices)
 
     def passed(heard: bool) -> Activations:
@@ -252,7 +252,7 @@ def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
 
 def _update(model: Architecture, settings: Settings, of_probe: Kinds, scratch: int) -> Kinds:
     """A mask update; scores and gates come after the passes of a probe, where there is one: like those of training."""
-    if settings.forge.listens:
+    if settings.forge.from_training_step:
         # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
-from sparseforge_ds.config.run_state import differences, few
+from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.source import published_name
@@ -267,7 +267,7 @@ class _Progress:
         if path.is_file():
             if changed := differences(read_json(path), identity, "prune"):
                 raise ValueError(
-                    f"{folder}: was begun with other settings ({few(changed)}); give the same, or remove the folder"
+                    f"{folder}: was begun with other settings ({shorten(changed)}); give the same, or remove the folder"
                 )
         else:
             write_json(path, identity)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.data.packing import encode
+from sparseforge_ds.data.tokenization import encode
 from sparseforge_ds.evaluate.perplexity import positions_of
 from sparseforge_ds.evaluate.scored_text import texts_of
 from sparseforge_ds.model.tokenizer import check_tokens

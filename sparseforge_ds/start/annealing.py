@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.mask.factored import shares

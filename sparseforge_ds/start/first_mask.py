@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.config.parts import ReconstructionConfig, StartConfig, StartMask
+from sparseforge_ds.config.block_sections import ReconstructionConfig, StartConfig, StartMask
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight

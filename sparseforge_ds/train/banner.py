@@ -8,7 +8,7 @@ from sparseforge_ds.config import LowRankConfig
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
-from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.model.any_family import pasteable
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.planning.states import lasting

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines
-from sparseforge_ds.data.packing import frame_tokens
+from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.planning.machine import GIB, Machine
 from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.planning.plan import Plan, make_plan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.data.batches import MicroBatch, micro_batch_of
+from sparseforge_ds.data.batches import MicroBatch, make_micro_batch
 from sparseforge_ds.data.held_out import HeldOut, read_held_out
 from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.ranks import Ranks
@@ -141,7 +141,9 @@ class Evaluation:
         token_NS = self.held_out.token_NS
         # Whole logits are as large as a vocabulary for every token.
         at_once = 1 if objective.whole or objective.draws_labels else micro_batches_at_once(token_NS.shape[1])
-        passes = [micro_batch_of(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)]
+        passes = [
+            make_micro_batch(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)
+        ]
         layout, mine = self.context.batches.layout, []
         parts, part = layout.sequence_parallel, layout.part(token_NS.shape[1])
         for first in range(0, len(passes), ranks.world_size // parts):

@@ -6,8 +6,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
-from sparseforge_ds.data.packing import check_trained
 from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.data.tokenization import check_trained
 from sparseforge_ds.train.pretrained import Pretrained
 
 
@@ -17,7 +17,7 @@ def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretra
     Raises:
         ValueError: one cannot be found, used or told apart into prompts and completions, or its files are empty.
     """
-    text, held_out = find_text(arguments.dataset, TextOptions.of(arguments)), find_held_out(arguments)
+    text, held_out = find_text(arguments.dataset, TextOptions.from_arguments(arguments)), find_held_out(arguments)
     for source in text.sources:
         _check_not_empty("--dataset", source)
     if held_out is not None:

@@ -7,7 +7,7 @@ import math
 
 from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.data.packed import pack
+from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.train.run_folder import check_beginning
 from sparseforge_ds.train.spec import RunSpec
 
@@ -29,7 +29,7 @@ def steps_of_epochs(spec: RunSpec) -> int:
     recorded = (spec.folder / "sparseforge.json").exists()
     if not spec.arguments.resume or (spec.arguments.resume != "auto" and not recorded):
         check_beginning(spec)
-    packed = pack(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
+    packed = ensure_token_cache(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
     windows = packed.tokens // spec.arguments.seq_length
     return max(1, math.ceil(epochs * windows / int(spec.deepspeed["train_batch_size"])))
 

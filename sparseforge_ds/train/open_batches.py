@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.micro_batch import Layout
-from sparseforge_ds.data.packed import Packed, pack
-from sparseforge_ds.data.packing import unsuitable
+from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.data.streaming import open_stream
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import PackedWindows, Windows
+from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
+from sparseforge_ds.data.tokenization import unknown_token_error
+from sparseforge_ds.data.windows import CachedWindows, Windows
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.spec import RunSpec
 
@@ -20,7 +20,7 @@ def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
     Raises:
         AgreedError: the text cannot be read, does not suit the model or is too short, or the disk is full.
     """
-    layout = Layout(
+    layout = BatchLayout(
         micro_batch=spec.deepspeed["train_micro_batch_size_per_gpu"],
         accumulation=spec.deepspeed["gradient_accumulation_steps"],
         world_size=ranks.world_size,
@@ -36,14 +36,16 @@ def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows
     arguments, folder = spec.arguments, spec.folder / "data"
     vocabulary, seed = int(spec.model.config.get_text_config().vocab_size), arguments.seed
     if source.streamed:
-        sizes, frame = Sizes(arguments.seq_length), arguments.document_frame
+        sizes, frame = ChunkSizes(arguments.seq_length), arguments.document_frame
         return open_stream(source, spec.model.tokenizer, folder, sizes, vocabulary, seed, ranks, frame)
-    packed: Packed = ranks.on_first(lambda: pack(source, spec.model.tokenizer, folder, arguments.document_frame))
+    packed: TokenCache = ranks.on_first(
+        lambda: ensure_token_cache(source, spec.model.tokenizer, folder, arguments.document_frame)
+    )
 
-    def open_packed() -> PackedWindows:
+    def open_packed() -> CachedWindows:
         if packed.largest_id >= vocabulary:
-            raise unsuitable(packed.largest_id, vocabulary)
-        return PackedWindows(
+            raise unknown_token_error(packed.largest_id, vocabulary)
+        return CachedWindows(
             packed.open(),
             packed.key,
             arguments.seq_length,

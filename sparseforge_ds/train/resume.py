@@ -11,7 +11,7 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.arguments import flags
-from sparseforge_ds.config.run_state import RunState, differences, few
+from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
@@ -103,9 +103,9 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
             )
     if not isinstance(checkpoint.client_state.get("train", {}).get("data"), dict):
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
-    if unlike := saved.changes(RunState.of(spec.config, spec.weights)):
+    if unlike := saved.changes(RunState.from_weights(spec.config, spec.weights)):
         raise ValueError(
-            f"--resume: {folder} is of a run with other settings: {few(unlike)}; use a checkpoint of this run"
+            f"--resume: {folder} is of a run with other settings: {shorten(unlike)}; use a checkpoint of this run"
         )
     return checkpoint
 

@@ -41,7 +41,7 @@ from sparseforge_ds.checkpoint.model_files import is_legal_file
 from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
-from sparseforge_ds.config.run_state import RunState, differences, few
+from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_weight
 from sparseforge_ds.export.source import config_sha256, published_name
 from sparseforge_ds.permutation.record import FOLDER, Permutation
@@ -57,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 
 def describe(spec: RunSpec) -> dict[str, Any]:
     """The content of `sparseforge.json`: plain JSON types."""
-    run = RunState.of(spec.config, spec.weights).to_dict()
+    run = RunState.from_weights(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
     description = {
         **run,
@@ -264,21 +264,21 @@ def _check_same_run(spec: RunSpec) -> None:
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
             "start in a new --output_dir"
         ) from None
-    now = RunState.of(spec.config, spec.weights)
+    now = RunState.from_weights(spec.config, spec.weights)
     if saved.config.max_steps != spec.config.max_steps:
         raise ValueError(_other_length(spec, saved.config.max_steps))
     if unlike := saved.changes(now):
         if saved.weights != now.weights:
             unlike = [*_other_name(record, spec), *unlike]
         raise ValueError(
-            f"--resume: the run in {spec.folder} was started with other settings: {few(unlike)}; "
+            f"--resume: the run in {spec.folder} was started with other settings: {shorten(unlike)}; "
             "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
     before, own = read_json(spec.folder / "model" / "config.json"), json.loads(spec.model.config.to_json_string())
     if unlike := differences(_architecture(before), _architecture(own), "config"):
         raise ValueError(
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
-            f"{few(unlike)}; resume with the unchanged model"
+            f"{shorten(unlike)}; resume with the unchanged model"
         )
     if spec.model.folder.is_dir():  # a dry run may know its config only
         order = Permutation.load(spec.model.folder)

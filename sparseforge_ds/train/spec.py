@@ -22,8 +22,8 @@ from sparseforge_ds.config.deepspeed_config import (
     zero_stage,
 )
 from sparseforge_ds.data.mixture import Mixture
-from sparseforge_ds.data.packing import frame_tokens
 from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.methods.block_start import check_blocks
 from sparseforge_ds.model.any_family import any_family

@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.micro_batch import Layout
-from sparseforge_ds.data.packed import open_tokens
-from sparseforge_ds.data.windows import PackedWindows, first_of, ids_of
+from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.token_cache import open_tokens
+from sparseforge_ds.data.windows import CachedWindows, document_starts, token_ids
 from tests.distributed import run_distributed
 from tests.end_to_end.test_layouts import assert_same, flags
 from tests.end_to_end.test_layouts import states as weights
@@ -61,14 +61,14 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     (cache,) = (run / "data").glob("*.json")
     record = json.loads(cache.read_text())
-    windows = PackedWindows(open_tokens(cache.with_suffix(".bin"), record["dtype"], record["tokens"]), "text", S, 0, 1)
-    row_BS = Batches([windows], [1], Layout(BATCH, 1, 1, 0))._rows(0)
-    assert first_of(row_BS).any(1).mean() > 0.3, "few sequences are of one document"
+    windows = CachedWindows(open_tokens(cache.with_suffix(".bin"), record["dtype"], record["tokens"]), "text", S, 0, 1)
+    row_BS = Batches([windows], [1], BatchLayout(BATCH, 1, 1, 0))._rows(0)
+    assert document_starts(row_BS).any(1).mean() > 0.3, "few sequences are of one document"
     documents = []
     for row in row_BS:
-        begin = [0, *(int(place) for place in first_of(row).nonzero()[0] if place), S]
+        begin = [0, *(int(place) for place in document_starts(row).nonzero()[0] if place), S]
         documents += [
-            torch.from_numpy(ids_of(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
+            torch.from_numpy(token_ids(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
         ]
     assert scalar(run, "loss/cross_entropy", 1) == pytest.approx(alone(network, documents), rel=1e-6)
     assert abs(scalar(run, "loss/kl", 1)) < 1e-9, "the teacher sees what the student sees"

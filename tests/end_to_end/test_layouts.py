@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.micro_batch import IGNORED, Layout
-from sparseforge_ds.data.windows import PackedWindows
+from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout
+from sparseforge_ds.data.windows import CachedWindows
 from tests.distributed import run_distributed
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json
@@ -126,8 +126,8 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
         assert_same(run, expected)
     assert expected is not None
     (tokens,) = (tmp_path / "1x4-0" / "data").glob("*.bin")
-    windows = PackedWindows(np.fromfile(tokens, dtype="uint16,?"), "text", 32, seed=0, at_least=12)
-    batches = Batches([windows], [1], Layout(micro_batch=4, accumulation=3, world_size=1, rank=0))
+    windows = CachedWindows(np.fromfile(tokens, dtype="uint16,?"), "text", 32, seed=0, at_least=12)
+    batches = Batches([windows], [1], BatchLayout(micro_batch=4, accumulation=3, world_size=1, rank=0))
     counts = []
     for _ in range(24):
         counts.append(int((batches.step()[0].label_BS[:, 1:] != IGNORED).sum()))

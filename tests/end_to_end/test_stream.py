@@ -9,7 +9,7 @@ import datasets
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from tests.distributed import run_distributed
 from tests.end_to_end.test_train import differences, flags_of, states
 from tests.tiny_folders import deepspeed_json
@@ -20,13 +20,13 @@ STEPS = 10
 
 
 def small_sizes(seq_length):
-    return Sizes(seq_length, 256, 512)
+    return ChunkSizes(seq_length, 256, 512)
 
 
 def main_on_small_chunks(command_line, dies_at):
     """The launcher's body with chunks of some windows; the process that tokenises dies before it makes a chunk."""
     from sparseforge_ds.data import producer
-    from sparseforge_ds.train import text
+    from sparseforge_ds.train import open_batches
     from sparseforge_ds.train.trainer import main
 
     wait = producer.Producer.wait
@@ -39,7 +39,7 @@ def main_on_small_chunks(command_line, dies_at):
                     path.unlink()
         return wait(self, chunk)
 
-    text.Sizes, producer.Producer.wait = small_sizes, die_or_wait
+    open_batches.ChunkSizes, producer.Producer.wait = small_sizes, die_or_wait
     return main(command_line)
 
 

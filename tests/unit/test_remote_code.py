@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sparseforge_ds.cli.main import main as sparseforge
-from sparseforge_ds.config.parts import DistillationConfig
+from sparseforge_ds.config.block_sections import DistillationConfig
 from sparseforge_ds.evaluate.finished_model import load_model
 from sparseforge_ds.model.tokenizer import load_tokenizer
 from sparseforge_ds.train.pretrained import find_model

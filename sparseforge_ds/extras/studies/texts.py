@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
-from sparseforge_ds.data.formats import is_readable
+from sparseforge_ds.data.text_formats import is_readable
 from sparseforge_ds.evaluate.scored_text import STDLIB, read_documents, records
 from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOut
 

@@ -16,7 +16,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.config import parts
+from sparseforge_ds.config import block_sections
 from sparseforge_ds.evaluate import graph_speed, perplexity, published, speed
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.permutation import channels
@@ -60,7 +60,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("bench", "--shapes"): graph_speed.SHAPES,
         ("bench", "--engine"): speed.ENGINES,
         ("permute", "--dimensions"): channels.PARTS,
-        ("prune", "--mask"): get_args(parts.StartMask),
+        ("prune", "--mask"): get_args(block_sections.StartMask),
     }
     expected |= {
         ("evaluate", "--dtype"): ("auto", *source.DTYPES),

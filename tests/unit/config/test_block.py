@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import PRESETS, DistillationConfig, LowRankConfig, SparseForgeConfig
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
 
 def build(**block: Any) -> SparseForgeConfig:
@@ -281,7 +281,7 @@ def test_branches_are_there_from_the_start_where_weights_are_shifted_into_them()
         ({"low_rank": None}, False),
     ]:
         config = SparseForgeConfig.from_dict({**block, **more})
-        assert config.shifts == shifts, more
+        assert config.moves_weights_into_branches == shifts, more
         assert not shifts or config.branch_step == 0
 
 
@@ -316,7 +316,7 @@ def test_the_last_steps_before_a_mask_update_are_heard() -> None:
     def heard(source: str = "training", **curvature: int) -> list[int]:
         block = {"max_steps": 40, "method": {"update_every": 5, "hardening": [0.1, 0.5]}}
         config = SparseForgeConfig.from_dict({**block, "curvature": {"source": source, **curvature}})
-        return [step for step in range(50) if config.hears(step)]
+        return [step for step in range(50) if config.measures_in_step(step)]
 
     assert heard() == [2, 3, 4, 5, 10, 15]  # and frozen from 20 on
     assert heard(first_probes=9, probes=2) == [1, 2, 3, 4, 5, 9, 10, 14, 15]
@@ -348,5 +348,5 @@ def test_the_curvature_is_that_of_the_training_step_where_that_says_it() -> None
     ]
     for block, listens in [(block, False) for block in own] + [(block, True) for block in listening]:
         config = SparseForgeConfig.from_dict({"max_steps": 100, **block})
-        assert config.listens is listens, block
-        assert SparseForgeConfig.from_dict(config.to_dict()).listens is listens
+        assert config.from_training_step is listens, block
+        assert SparseForgeConfig.from_dict(config.to_dict()).from_training_step is listens

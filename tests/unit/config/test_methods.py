@@ -9,7 +9,7 @@ import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
 from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SrSteConfig
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
 
 def build(**block: Any) -> SparseForgeConfig:
@@ -57,7 +57,7 @@ def test_after_a_start_masks_are_fixed_and_no_curvature_is_kept() -> None:
     for block in ({}, {"method": "naive_retrain"}, {"method": "naive_retrain", "importance": "sparsegpt"}):
         config = build(start={"mask": "sparsegpt"}, max_steps=100, **block)
         assert config.resolved_schedule.freeze_step == config.release_step == 0
-        assert not config.keeps_curvature and not config.listens and config.starts_by_block
+        assert not config.keeps_curvature and not config.from_training_step and config.starts_by_block
         assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
         config.check_length()
 

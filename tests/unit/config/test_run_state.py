@@ -14,7 +14,7 @@ WEIGHTS = [SparseWeight("a.weight", (8, 16), -1), SparseWeight("b.weight", (16, 
 
 
 def run_of(**block: Any) -> RunState:
-    return RunState.of(SparseForgeConfig.from_dict({"max_steps": 100, **block}), WEIGHTS)
+    return RunState.from_weights(SparseForgeConfig.from_dict({"max_steps": 100, **block}), WEIGHTS)
 
 
 def saved(**block: Any) -> dict[str, Any]:

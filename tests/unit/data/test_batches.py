@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.micro_batch import Layout
-from sparseforge_ds.data.windows import PackedWindows
+from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.windows import CachedWindows
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
 def batches(micro=2, accumulation=1, world_size=1, rank=0, seed=0, seq_length=10, key="text"):
-    layout = Layout(micro, accumulation, world_size, rank)
-    return Batches([PackedWindows(TOKENS, key, seq_length, seed, layout.global_batch)], [1], layout)
+    layout = BatchLayout(micro, accumulation, world_size, rank)
+    return Batches([CachedWindows(TOKENS, key, seq_length, seed, layout.global_batch)], [1], layout)
 
 
 def global_batch(micro, accumulation, world_size, steps):
@@ -96,8 +96,8 @@ def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(c
     caplog.set_level(logging.INFO)
 
     def of(facts, key, rank=0):
-        windows = PackedWindows(TOKENS, key, 10, 0, 4, "text", facts)
-        return Batches([windows], [1], Layout(2, 1, 2, rank), takes_other_data=key == "new")
+        windows = CachedWindows(TOKENS, key, 10, 0, 4, "text", facts)
+        return Batches([windows], [1], BatchLayout(2, 1, 2, rank), takes_other_data=key == "new")
 
     files = {f"{i:02d}.txt": f"{i} bytes" for i in range(12)}
     old = of({"--text_field": "text", "files": files}, "old")

@@ -15,14 +15,14 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.documents import Conversation
-from sparseforge_ds.data.formats import document_of
-from sparseforge_ds.data.micro_batch import IGNORED, Layout
+from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout
 from sparseforge_ds.data.mixture import find_source, find_text
-from sparseforge_ds.data.packed import pack
-from sparseforge_ds.data.packing import encode, encode_trained
-from sparseforge_ds.data.producer import Maker
+from sparseforge_ds.data.producer import ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
-from sparseforge_ds.data.windows import PackedWindows, ids_of, trained_of
+from sparseforge_ds.data.text_formats import document_from_record
+from sparseforge_ds.data.token_cache import ensure_token_cache
+from sparseforge_ds.data.tokenization import encode, encode_trained
+from sparseforge_ds.data.windows import CachedWindows, token_ids, trained_flags
 from sparseforge_ds.model import chat_template
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
@@ -51,7 +51,7 @@ def tokenizer_with(template=None):
 
 def trained_text(record, tokenizer, frame="auto"):
     """The bytes of a record as a string, with a dot in place of each that is not trained on."""
-    document = document_of(record, "text", "a.jsonl, line 1")
+    document = document_from_record(record, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer, frame)
     assert [ids] == encode([document], tokenizer, frame) and len(trained) == len(ids)
     letters = {256: "<", 257: ">"}
@@ -77,12 +77,12 @@ def test_a_token_counts_where_it_begins():
     tokenizer.add_special_tokens(["<s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
     assert trained_text(PAIR, fast) == "...de"
-    assert encode([document_of(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
+    assert encode([document_from_record(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
 
 
 def test_the_turns_of_the_assistant():
     tokenizer = tokenizer_with(MARKED)
-    document = document_of({"messages": CHAT}, "text", "a.jsonl, line 1")
+    document = document_from_record({"messages": CHAT}, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer)
     text, turns = "ua|abc|ud|a\N{LATIN SMALL LETTER E WITH ACUTE}|", "bc|\N{LATIN SMALL LETTER E WITH ACUTE}|"
     assert ids == tokenizer(text)["input_ids"]
@@ -112,7 +112,7 @@ def test_what_says_nothing_of_its_turns_is_refused():
     with pytest.raises(ValueError, match="line 3: the chat template of tiny makes another text .*time.*constant"):
         encode_trained([conversation], tokenizer)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) is a slow one.*tokenizer.json"):
-        encode_trained([document_of(PAIR, "text", "x")], ByT5Tokenizer())
+        encode_trained([document_from_record(PAIR, "text", "x")], ByT5Tokenizer())
 
 
 def write(path, records):
@@ -172,26 +172,32 @@ def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, impor
 def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
     path = write(tmp_path / "a.jsonl", pairs())
     caches = {
-        loss_on: pack(find_source(path, TextOptions(loss_on=loss_on)), byte_tokenizer(), tmp_path / "data", "both")
+        loss_on: ensure_token_cache(
+            find_source(path, TextOptions(loss_on=loss_on)), byte_tokenizer(), tmp_path / "data", "both"
+        )
         for loss_on in ("all", "completion")
     }
     whole, marked = caches["all"], caches["completion"]
     assert whole.key != marked.key and (whole.dtype, marked.dtype) == ("uint16", "uint16,?")
     token = marked.open()
-    assert ids_of(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
-    assert np.array_equal(trained_of(token), np.isin(ids_of(token), byte_tokenizer()("c</s>")["input_ids"]))
-    assert whole.trained is None and marked.trained == np.count_nonzero(trained_of(token))
+    assert token_ids(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
+    assert np.array_equal(trained_flags(token), np.isin(token_ids(token), byte_tokenizer()("c</s>")["input_ids"]))
+    assert whole.trained is None and marked.trained == np.count_nonzero(trained_flags(token))
     assert marked.counted() == f"40 documents, loss on {marked.trained:,} of "
-    again = pack(find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data", "both")
+    again = ensure_token_cache(
+        find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data", "both"
+    )
     assert again == marked
 
 
 def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
     path = write(tmp_path / "a.jsonl", pairs())
-    packed = pack(find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data").open()
+    packed = ensure_token_cache(
+        find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data"
+    ).open()
     endless, row = np.tile(packed, 6), []
     for chunk in range(6):
-        maker = Maker(job(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks"))
+        maker = ChunkWriter(job(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks"))
         maker.make()
         maker.chunks.check(chunk)
         row.append(maker.chunks.open(chunk))
@@ -206,7 +212,7 @@ S = 10
 def batches(trained, micro=2, accumulation=1, world_size=1, rank=0):
     token = np.empty(len(trained), dtype="uint16,?")
     token["f0"], token["f1"] = np.arange(len(token)), trained
-    return Batches([PackedWindows(token, "text", S, 0, 1)], [1], Layout(micro, accumulation, world_size, rank))
+    return Batches([CachedWindows(token, "text", S, 0, 1)], [1], BatchLayout(micro, accumulation, world_size, rank))
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (2, 6, 1)])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.data.batches import Batches, micro_batch_of
-from sparseforge_ds.data.micro_batch import IGNORED, Layout
+from sparseforge_ds.data.batches import Batches, make_micro_batch
+from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.packed import pack
-from sparseforge_ds.data.producer import Job, Maker
+from sparseforge_ds.data.producer import ChunkSpec, ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
-from sparseforge_ds.data.windows import PackedWindows, first_of, ids_of, trained_of
+from sparseforge_ds.data.token_cache import ensure_token_cache
+from sparseforge_ds.data.windows import CachedWindows, document_starts, token_ids, trained_flags
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.spec import make_spec
@@ -38,9 +38,9 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
 
 def shown(token: np.ndarray) -> str:
     """A bar in front of each document; what is trained on in upper case, where <s> is S and </s> is E."""
-    first, trained = first_of(token), trained_of(token)
+    first, trained = document_starts(token), trained_flags(token)
     assert first is not None
-    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in ids_of(token)]
+    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in token_ids(token)]
     return "".join(
         "|" * bool(new) + (letter.upper() if own else letter)
         for letter, new, own in zip(letters, first, trained, strict=True)
@@ -61,11 +61,13 @@ def test_documents_of_every_kind_begin_where_they_begin(tmp_path, loss_on, frame
     tokenizer.chat_template = TEMPLATE
     path = write(tmp_path / "a.jsonl", RECORDS if loss_on == "all" else RECORDS[1:3])
     how = {"loss_on": loss_on, "document_attention": True}
-    packed = pack(find_source(path, TextOptions(**how)), tokenizer, tmp_path / "data", frame)
+    packed = ensure_token_cache(find_source(path, TextOptions(**how)), tokenizer, tmp_path / "data", frame)
     assert shown(packed.open()) == expected
     assert packed.dtype == "uint16,?,?" and packed.trained == sum(letter.isupper() for letter in expected)
-    stream = Job(find_source(f"stream:{path}", TextOptions(**how)), tokenizer, tmp_path / "chunks", SIZES, 264, frame)
-    maker = Maker(stream)
+    stream = ChunkSpec(
+        find_source(f"stream:{path}", TextOptions(**how)), tokenizer, tmp_path / "chunks", SIZES, 264, frame
+    )
+    maker = ChunkWriter(stream)
     maker.make()
     row = maker.chunks.open(0)
     assert shown(row) == (expected * 10)[: len(shown(row))]
@@ -76,20 +78,20 @@ def test_positions_begin_anew_and_nothing_predicts_a_first_token():
     token["f0"] = np.arange(12).reshape(2, 6)
     token["f2"] = [[0, 0, 1, 1, 0, 0], [1, 0, 0, 0, 0, 1]]  # the first window begins inside a document
     token["f1"] = ~token["f2"]
-    batch = micro_batch_of(token, 3.0)
+    batch = make_micro_batch(token, 3.0)
     assert batch.more["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
     assert batch.label_BS.tolist() == [[0, 1, IGNORED, IGNORED, 4, 5], [IGNORED, 7, 8, 9, 10, IGNORED]]
     assert batch.inputs.keys() == {"input_ids", "position_ids"} and batch.trained == 3.0
     parts = [batch.of(slice(3 * part, 3 * part + 3), 2) for part in range(2)]
     assert [part.more["position_ids"].tolist() for part in parts] == [[[0, 1, 0], [0, 1, 2]], [[0, 1, 2], [3, 4, 0]]]
     assert "position_ids" in batch.to("cpu").more
-    assert micro_batch_of(token["f0"], None).more == {}
+    assert make_micro_batch(token["f0"], None).more == {}
 
 
 def test_documents_of_one_token_are_nothing_to_train_on():
     token = np.zeros(40, dtype="uint16,?,?")
     token["f2"] = True
-    stream = Batches([PackedWindows(token, "text", 10, 0, 1)], [1], Layout(2, 1, 1, 0))
+    stream = Batches([CachedWindows(token, "text", 10, 0, 1)], [1], BatchLayout(2, 1, 1, 0))
     with pytest.raises(AgreedError, match="--document_attention: no token of the run's sequences 0 to 1 is trained on"):
         stream.prepare_step()
 

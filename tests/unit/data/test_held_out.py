@@ -9,8 +9,8 @@ import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.held_out import HeldOut, find_held_out, read_held_out
-from sparseforge_ds.data.packing import encode
-from sparseforge_ds.data.windows import trained_of
+from sparseforge_ds.data.tokenization import encode
+from sparseforge_ds.data.windows import trained_flags
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_text
 
 
@@ -44,7 +44,7 @@ def test_completions_alone(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "one and one is ", "completion": "two"}\n' * 9)
     found = read(eval_dataset=str(path), loss_on="completion")
-    assert 0 < trained_of(found.token_NS).sum() < found.token_NS.size / 2
+    assert 0 < trained_flags(found.token_NS).sum() < found.token_NS.size / 2
 
 
 @pytest.mark.parametrize(

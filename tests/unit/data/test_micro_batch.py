@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.micro_batch import IGNORED, Layout, MicroBatch
-from sparseforge_ds.data.windows import PackedWindows
+from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout, MicroBatch
+from sparseforge_ds.data.windows import CachedWindows
 from sparseforge_ds.model.distill import next_labels, task_loss
 
 S = 12
 
 
-def stream(layout: Layout, uneven: bool) -> Batches:
+def stream(layout: BatchLayout, uneven: bool) -> Batches:
     token = np.arange(600, dtype=np.uint16)
     if uneven:  # a window of three is not trained on at all
         trained = (np.arange(600) % 7 < 3) & (np.arange(600) // S % 3 > 0)
         token = np.rec.fromarrays([token, trained], dtype=np.dtype("uint16,?"))
-    return Batches([PackedWindows(token, "text", S, 0, 1)], [1], layout)
+    return Batches([CachedWindows(token, "text", S, 0, 1)], [1], layout)
 
 
 def mean_loss(batches: list[MicroBatch], table_VV: Tensor) -> float:
@@ -36,8 +36,8 @@ def mean_loss(batches: list[MicroBatch], table_VV: Tensor) -> float:
 @pytest.mark.parametrize(("world_size", "parts"), [(2, 2), (4, 2), (4, 4), (6, 3)])
 def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: bool) -> None:
     groups = world_size // parts
-    wholes = [stream(Layout(2, 3, groups, group), uneven) for group in range(groups)]
-    ranks = [stream(Layout(2, 3, world_size, rank, parts), uneven) for rank in range(world_size)]
+    wholes = [stream(BatchLayout(2, 3, groups, group), uneven) for group in range(groups)]
+    ranks = [stream(BatchLayout(2, 3, world_size, rank, parts), uneven) for rank in range(world_size)]
     table_VV = torch.randn(600, 600, generator=torch.Generator().manual_seed(0))
     for _ in range(5):
         steps, expected = [rank.step() for rank in ranks], [whole.step() for whole in wholes]
@@ -58,12 +58,12 @@ def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: b
 
 
 def test_a_rank_knows_its_group_and_its_part() -> None:
-    layout = Layout(micro_batch=2, accumulation=3, world_size=6, rank=4, sequence_parallel=3)
+    layout = BatchLayout(micro_batch=2, accumulation=3, world_size=6, rank=4, sequence_parallel=3)
     assert (layout.at_once, layout.global_batch, layout.reader, layout.part(12)) == (4, 12, 1, slice(4, 8))
 
 
 def test_a_state_of_parts_continues_whole_ones() -> None:
-    part, whole = stream(Layout(2, 1, 4, 3, 2), uneven=False), stream(Layout(4, 1, 1, 0), uneven=False)
+    part, whole = stream(BatchLayout(2, 1, 4, 3, 2), uneven=False), stream(BatchLayout(4, 1, 1, 0), uneven=False)
     for _ in range(5):
         next(part)
     whole.load_state_dict(part.state_dict())

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.micro_batch import Layout
+from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.round_robin import RoundRobin
 from sparseforge_ds.data.streaming import open_stream
-from sparseforge_ds.data.turns import Turns
-from sparseforge_ds.data.windows import PackedWindows, Reading
+from sparseforge_ds.data.windows import CachedWindows, ReadProgress
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
@@ -30,10 +30,10 @@ OF_SOURCE = 1000
 def packed(source, windows, seed=SEED):
     """A source whose window i holds the ids 1000 * source + i."""
     token = np.repeat(np.arange(windows) + OF_SOURCE * source, 5).astype(np.uint32)
-    return PackedWindows(token, f"text {source}", 5, seed, 1, f"source/{source}")
+    return CachedWindows(token, f"text {source}", 5, seed, 1, f"source/{source}")
 
 
-ONE_RANK = Layout(2, 1, 1, 0)
+ONE_RANK = BatchLayout(2, 1, 1, 0)
 
 
 def mixed(layout=ONE_RANK, parts=PARTS, seed=SEED, windows=(40, 70, 9)):
@@ -43,7 +43,7 @@ def mixed(layout=ONE_RANK, parts=PARTS, seed=SEED, windows=(40, 70, 9)):
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
 def test_every_source_has_its_share_at_any_moment(parts):
-    order = Turns(parts).order
+    order = RoundRobin(parts).order
     had = np.stack([np.cumsum(order == source) for source in range(len(parts))], axis=1)
     share = np.outer(np.arange(1, len(order) + 1), np.array(parts) / sum(parts))
     assert np.abs(had - share).max() < 2
@@ -64,7 +64,7 @@ def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out(
 
 
 def test_shares_hold_in_every_step():
-    batches = mixed(Layout(10, 1, 1, 0), windows=(500, 500, 500))
+    batches = mixed(BatchLayout(10, 1, 1, 0), windows=(500, 500, 500))
     for _ in range(64):
         assert torch.bincount(next(batches)[:, 0] // OF_SOURCE).tolist() == list(PARTS)
 
@@ -73,15 +73,15 @@ def test_shares_hold_in_every_step():
     ("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (6, 1, 2), (2, 2, 3)]
 )
 def test_the_global_batch_does_not_depend_on_the_ranks(micro, accumulation, world_size):
-    ranks = [mixed(Layout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
-    one = mixed(Layout(12, 1, 1, 0))
+    ranks = [mixed(BatchLayout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
+    one = mixed(BatchLayout(12, 1, 1, 0))
     for _ in range(20):
         assert torch.equal(torch.cat([next(rank) for _ in range(accumulation) for rank in ranks]), next(one))
 
 
 @given(consumed=st.integers(0, 200), world_size=st.sampled_from([1, 2, 3, 6]))
 def test_a_position_is_all_there_is_to_resume(consumed, world_size):
-    layout = Layout(6 // world_size, 1, world_size, world_size - 1)
+    layout = BatchLayout(6 // world_size, 1, world_size, world_size - 1)
     straight, resumed = mixed(layout), mixed(layout)
     straight.position = 6 * consumed
     resumed.load_state_dict(json.loads(json.dumps(straight.state_dict())))
@@ -137,11 +137,11 @@ def test_what_each_source_has_given_is_logged():
     for _ in range(160):
         next(batches)
     assert batches.reading() == [
-        Reading("source/0", 96, 96 / 40),
-        Reading("source/1", 160, 160 / 70),
-        Reading("source/2", 64, 64 / 9),
+        ReadProgress("source/0", 96, 96 / 40),
+        ReadProgress("source/1", 160, 160 / 70),
+        ReadProgress("source/2", 64, 64 / 9),
     ]
-    assert sum(Turns(PARTS).before(77)) == 77
+    assert sum(RoundRobin(PARTS).before(77)) == 77
     assert batches.scalars()["data/2_source_2/tokens"] == 320 and batches.scalars()["data/0_source_0/epochs"] == 2.4
 
 
@@ -178,21 +178,21 @@ def in_place(folder, layout=ONE_RANK):
 
 
 def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_the_cache(tmp_path):
-    straight = in_place(tmp_path, Layout(6, 1, 1, 0))
+    straight = in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     expected = torch.cat([next(straight) for _ in range(150)])
-    batches = in_place(tmp_path, Layout(6, 1, 1, 0))
+    batches = in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     for position in range(0, 840, 6):
         state = json.loads(json.dumps(batches.state_dict()))
         if position % 42 == 0:
             shutil.rmtree(tmp_path / "data", ignore_errors=True)
-            ranks = [in_place(tmp_path, Layout(3, 1, 2, rank)) for rank in range(2)]
+            ranks = [in_place(tmp_path, BatchLayout(3, 1, 2, rank)) for rank in range(2)]
             for rank in ranks:
                 rank.load_state_dict(state)
                 assert json.loads(json.dumps(rank.state_dict())) == state
             for start in range(position, position + 18, 6):
                 assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
         next(batches)
-    assert Turns((2, 5, 3)).before(640) == [128, 320, 192]
+    assert RoundRobin((2, 5, 3)).before(640) == [128, 320, 192]
     for name, reading in zip(("one", "two"), batches.reading()[1:], strict=True):
         once = sum(1 + len(text) for text in documents(name) if text.strip())
         assert abs(reading.epochs - reading.windows * 5 / once) < 1.5 + 80 / once, "with what was read ahead"
@@ -203,7 +203,7 @@ def read_on_ranks(folder, steps, state):
     ranks, sources = Ranks(), [packed(0, 30)]
     for stream in streams(folder):
         sources.append(open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks))
-    batches = Batches(sources, (2, 5, 3), Layout(3, 2, ranks.world_size, ranks.rank))
+    batches = Batches(sources, (2, 5, 3), BatchLayout(3, 2, ranks.world_size, ranks.rank))
     batches.load_state_dict(state)
     rows = []
     for _ in range(steps):
@@ -216,7 +216,7 @@ def read_on_ranks(folder, steps, state):
 
 
 def test_ranks_continue_where_another_number_of_them_stopped(tmp_path):
-    batches = in_place(tmp_path, Layout(12, 1, 1, 0))
+    batches = in_place(tmp_path, BatchLayout(12, 1, 1, 0))
     for _ in range(11):
         next(batches)
     state = json.loads(json.dumps(batches.state_dict()))

@@ -8,10 +8,10 @@ from fractions import Fraction
 
 import pytest
 
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines, find_source, find_text
+from sparseforge_ds.data.round_robin import whole_parts
 from sparseforge_ds.data.text_files import LocalText, TextOptions
-from sparseforge_ds.data.turns import whole_parts
 from tests.resident import peak_growth
 
 

@@ -17,11 +17,11 @@ import time
 import numpy as np
 import pytest
 
-from sparseforge_ds.data import packing
 from sparseforge_ds.data import producer as producer_module
-from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.hub import HubText
-from sparseforge_ds.data.producer import AHEAD, Maker, Producer
+from sparseforge_ds.data import tokenization
+from sparseforge_ds.data.hub_text import HubText
+from sparseforge_ds.data.producer import AHEAD, ChunkWriter, Producer
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from tests.distributed import PATIENCE, ROOT
 from tests.tiny_streams import SIZES, job, row_of, texts, write_stream
 
@@ -52,7 +52,7 @@ def until(condition):
 
 def make(some_job, count):
     """The chunks before `count`, by a maker that goes on where the folder ends."""
-    maker = Maker(some_job)
+    maker = ChunkWriter(some_job)
     while maker.finished < count:
         maker.make()
     return maker.chunks
@@ -84,7 +84,7 @@ def hub_stream(folder):
 )
 def test_every_chunk_may_be_made_by_another_maker(tmp_path, monkeypatch, write, documents, frame):
     """In the middle of a document, of a batch and of a file, before and after the end of the text."""
-    monkeypatch.setattr(packing, "_DOCUMENTS_AT_A_TIME", documents)
+    monkeypatch.setattr(tokenization, "_DOCUMENTS_AT_A_TIME", documents)
     some_job = dataclasses.replace(job(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
     count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
     for finished in range(count):
@@ -100,10 +100,10 @@ def test_every_chunk_may_be_made_by_another_maker(tmp_path, monkeypatch, write, 
 
 
 def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "_CHARACTERS_AT_A_TIME", 50)
+    monkeypatch.setattr(tokenization, "_CHARACTERS_AT_A_TIME", 50)
     sizes: list[int] = []
-    encode = packing.encode
-    monkeypatch.setattr(packing, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
+    encode = tokenization.encode
+    monkeypatch.setattr(tokenization, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
     documents = ["x" * 60] * 5 + ["y"] * 20
     chunks = make(job(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
     row = [token for chunk in range(6) for token in chunks.open(chunk).tolist()]
@@ -154,7 +154,7 @@ def test_the_process_makes_what_is_wanted_and_a_bit_ahead(tmp_path):
 def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path):
     """The producer is killed again and again while it makes chunks of some milliseconds each."""
     stream = write_stream(tmp_path / "text", texts(4000))
-    sizes = Sizes(5, 20_000, 20_000)
+    sizes = ChunkSizes(5, 20_000, 20_000)
     some_job, count, rng = job(stream, tmp_path / "data", sizes), 30, random.Random(0)
     kills, done = 0, 0
     while done <= count:

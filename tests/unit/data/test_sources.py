@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.stdlib_text import stdlib_documents
 from sparseforge_ds.data.text_files import TextOptions

@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.splits import find_files, split_of
+from sparseforge_ds.data.splits import find_files, split_named_in
 from sparseforge_ds.data.text_files import TextOptions
 from tests.hub_folders import write_c4, write_dolmino
 
@@ -141,7 +141,7 @@ def test_a_hostile_card_is_one_error_and_walks_nothing(tmp_path, card, monkeypat
     [("data/part-00000-of-00002.parquet", "part"), ("test/train.txt", "test"), ("a/valid/b/c.txt", "validation")],
 )
 def test_folders_decide_before_files(name, split):
-    assert split_of(name) == {split}
+    assert split_named_in(name) == {split}
 
 
 def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from sparseforge_ds.data import packing
+from sparseforge_ds.data import tokenization
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.data.chunks import Sizes
-from sparseforge_ds.data.micro_batch import Layout
-from sparseforge_ds.data.packing import cache_key
+from sparseforge_ds.data.micro_batch import BatchLayout
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.data.streaming import open_stream
+from sparseforge_ds.data.tokenization import cache_key
 from sparseforge_ds.ranks import AgreedError, Ranks
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_streams import SIZES, InPlace, row_of, stream_of, texts, write_stream
 
 SEED = 3
-ONE_RANK = Layout(2, 1, 1, 0)
+ONE_RANK = BatchLayout(2, 1, 1, 0)
 
 
 def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):
@@ -59,7 +59,7 @@ def test_windows_come_in_the_order_of_their_chunks(tmp_path):
 
 @pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (50, 1, 1)])
 def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumulation, world_size):
-    ranks = [in_place(tmp_path, Layout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
+    ranks = [in_place(tmp_path, BatchLayout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
     expected, size = order(600), micro * accumulation * world_size
     for step in range(600 // size):
         rows = torch.cat([next(rank) for _ in range(accumulation) for rank in ranks])
@@ -69,14 +69,16 @@ def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumula
 @pytest.mark.parametrize("cache", ["kept", "lost"])
 def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
     """In the middle of documents and chunks, before and after the end of the text, from the checkpoint alone too."""
-    expected, batches = order(1000), in_place(tmp_path, Layout(6, 1, 1, 0))
+    expected, batches = order(1000), in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     for position in range(0, 900, 6):
         state = json.loads(json.dumps(batches.state_dict()))
         if position % (54 if cache == "lost" else 18) == 0:
             if cache == "lost":
                 shutil.rmtree(tmp_path / "data", ignore_errors=True)
             for world_size in (1, 2):
-                ranks = [in_place(tmp_path, Layout(6 // world_size, 1, world_size, rank)) for rank in range(world_size)]
+                ranks = [
+                    in_place(tmp_path, BatchLayout(6 // world_size, 1, world_size, rank)) for rank in range(world_size)
+                ]
                 for rank in ranks:
                     rank.load_state_dict(state)
                     assert json.loads(json.dumps(rank.state_dict())) == state
@@ -98,7 +100,7 @@ def test_probes_look_ahead_and_back_without_consuming(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("other", "cure"), [({"sizes": Sizes(10, 20, 80)}, "--seq_length"), ({"seed": 9}, "--seed"), ({}, "damaged")]
+    ("other", "cure"), [({"sizes": ChunkSizes(10, 20, 80)}, "--seq_length"), ({"seed": 9}, "--seed"), ({}, "damaged")]
 )
 def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
     state = in_place(tmp_path, **other).state_dict()
@@ -154,8 +156,8 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
         next(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     shutil.rmtree(tmp_path / "data")
-    encode = packing.encode
-    monkeypatch.setattr(packing, "encode", lambda *how: [ids[::-1] for ids in encode(*how)])
+    encode = tokenization.encode
+    monkeypatch.setattr(tokenization, "encode", lambda *how: [ids[::-1] for ids in encode(*how)])
     batches = in_place(tmp_path)
     batches.load_state_dict(state)
     with pytest.raises(ValueError, match="has come out differently from before: text, tokenizer or the version"):
@@ -200,7 +202,7 @@ def on_ranks(folder, micro):
     ranks, stream = Ranks(), write_once(folder / "text")
     windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks)
     try:
-        yield Batches([windows], [1], Layout(micro, 1, ranks.world_size, ranks.rank))
+        yield Batches([windows], [1], BatchLayout(micro, 1, ranks.world_size, ranks.rank))
     finally:
         if windows.producer is not None:
             windows.producer.close()

@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.text_files import LocalText, TextOptions
+from sparseforge_ds.data.text_formats import iter_documents
 from tests.hub_folders import zstd
 
 TEXTS = [f"text {i}" for i in range(5)]
@@ -37,11 +37,11 @@ def stream(folder):
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "json.gz", "jsonl.zst", "json.zst"])
 def test_compressed_lines_are_documents(tmp_path, suffix):
-    pack = gzip.compress if suffix.endswith("gz") else zstd
+    ensure_token_cache = gzip.compress if suffix.endswith("gz") else zstd
     path = tmp_path / f"part.{suffix}"
-    path.write_bytes(pack(LINES.encode()) + pack(LINES.encode()))
+    path.write_bytes(ensure_token_cache(LINES.encode()) + ensure_token_cache(LINES.encode()))
     assert find_files(tmp_path).paths == (path,)
-    assert list(documents_of(str(path), "text")) == TEXTS * 2, "files that were put one behind the other are one"
+    assert list(iter_documents(str(path), "text")) == TEXTS * 2, "files that were put one behind the other are one"
 
 
 def test_a_reader_continues_from_every_document(folder):

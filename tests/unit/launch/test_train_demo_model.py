@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from sparseforge_ds.data.formats import documents_of
 from sparseforge_ds.data.stdlib_text import stdlib_documents
+from sparseforge_ds.data.text_formats import iter_documents
 from tests.conftest import ROOT
 
 STDLIB_LLAMA = ROOT / "sparseforge_ds" / "assets" / "stdlib_llama"
@@ -50,7 +50,7 @@ def test_what_is_held_back_is_not_read(script: ModuleType, tmp_path: Path) -> No
     sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
     lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
     script.main(["--output_dir", str(tmp_path), "--hold_back", "3", "--vocab_size", "512", *sizes, *lengths])
-    parts = {name: list(documents_of(str(tmp_path / f"{name}.jsonl"), "text")) for name in ("read", "unread")}
+    parts = {name: list(iter_documents(str(tmp_path / f"{name}.jsonl"), "text")) for name in ("read", "unread")}
     whole = stdlib_documents("train")
     assert parts["unread"] == whole[::3]
     assert sorted(parts["read"] + parts["unread"]) == sorted(whole)

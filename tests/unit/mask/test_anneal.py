@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Schedule
 from tests.reference import dials_at
 

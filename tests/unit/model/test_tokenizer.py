@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, DeepseekV2Config, GPT2Config, LlamaConfi
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.data.documents import PromptAndCompletion
-from sparseforge_ds.data.packing import encode, encode_trained, token_dtype
+from sparseforge_ds.data.tokenization import encode, encode_trained, token_dtype
 from sparseforge_ds.evaluate import perplexity
 from sparseforge_ds.evaluate.finished_model import load_tokenizer as load_for_evaluation
 from sparseforge_ds.export.model_folder import copy_model_files

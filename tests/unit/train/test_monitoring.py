@@ -8,7 +8,7 @@ import sys
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparseforge_ds.config.soft_mask import SoftMaskConfig
+from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.monitoring import Monitor, memory_in_use
 from sparseforge_ds.train.tracking import Trackers

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.data.chunks import Sizes
+from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.ranks import Ranks
-from sparseforge_ds.train import text
+from sparseforge_ds.train import open_batches
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import deepspeed_json, write_json, write_model
 from tests.tiny_streams import row_of, texts, write_stream
@@ -22,7 +22,7 @@ def windows_of(row):
 
 def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monkeypatch):
     """A text that is tokenised before and one that another process tokenises."""
-    monkeypatch.setattr(text, "Sizes", lambda seq_length: Sizes(seq_length, 64 * SEQ, 64 * SEQ))
+    monkeypatch.setattr(open_batches, "ChunkSizes", lambda seq_length: ChunkSizes(seq_length, 64 * SEQ, 64 * SEQ))
     for name in ("whole", "stream"):
         write_stream(tmp_path / name)
     model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
@@ -37,7 +37,7 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
             document_frame=frame,
         )
         spec = make_spec(arguments, 1)
-        batches = text.open_batches(spec, Ranks())
+        batches = open_batches.open_batches(spec, Ranks())
         whole, stream = batches.sources
         stream.prepare(0, 64)
         found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}

@@ -14,9 +14,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from sparseforge_ds.data.formats import KINDS, is_readable
-from sparseforge_ds.data.splits import choose, describe, patterns_of_card, split_of
+from sparseforge_ds.data.splits import choose, describe, patterns_of_card, split_named_in
 from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
+from sparseforge_ds.data.text_formats import KINDS, is_readable
 from sparseforge_ds.model.hub_access import why_unreachable
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class HubText(Source):
         for split, files in (builder.config.data_files or {}).items():
             for file in map(str, files):
                 if is_folder and is_readable(file):
-                    splits[file] = split_of(file.partition(f"/{part}/")[2])
+                    splits[file] = split_named_in(file.partition(f"/{part}/")[2])
                 elif not is_folder:
                     splits[file] = splits.get(file, frozenset()) | {str(split)}
         chosen, _ = choose(splits, self.options.split, who)

@@ -1,6 +1,6 @@
 """The token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
 
-    chunk_000003.bin    tokens as in `packed`: a whole number of windows
+    chunk_000003.bin    tokens as in `token_cache`: a whole number of windows
     chunk_000003.json   its record, which appears last: from where in the text the next chunk goes on
 
 The first chunks are small, so that training starts soon, and each is twice its predecessor up to the largest size.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sparseforge_ds.checkpoint.disk import atomic_file
-from sparseforge_ds.data.packed import open_tokens, remove_leftovers
+from sparseforge_ds.data.token_cache import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
 """What is known of a chunk, as JSON types.
@@ -33,7 +33,7 @@ _FIELDS = ("reader", "began", "used", "epoch", "skipped", "sha256")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ChunkSizes:
     """How many windows of `seq_length` tokens each chunk has; a chunk is what is shuffled."""
 
     seq_length: int
@@ -63,7 +63,7 @@ class Sizes:
 class Chunks:
     """The folder of one stream's chunks."""
 
-    def __init__(self, folder: Path, sizes: Sizes, dtype: str) -> None:
+    def __init__(self, folder: Path, sizes: ChunkSizes, dtype: str) -> None:
         self.folder = folder
         self.sizes = sizes
         self.dtype = dtype

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from sparseforge_ds.data.chunks import Chunks, Sizes
+from sparseforge_ds.data.stream_chunks import Chunks, ChunkSizes
 
 
 @pytest.fixture
 def chunks(tmp_path):
-    result = Chunks(tmp_path / "data", Sizes(5, 20, 80), "uint16")
+    result = Chunks(tmp_path / "data", ChunkSizes(5, 20, 80), "uint16")
     result.prepare()
     return result
 
@@ -28,12 +28,12 @@ def write(chunks, chunk, start=0):
 @pytest.mark.parametrize(
     ("sizes", "windows"),
     [
-        (Sizes(5, 20, 80), [4, 8, 16, 16, 16]),
-        (Sizes(30, 20, 80), [1, 1, 2, 2, 2]),
-        (Sizes(500, 20, 80), [1, 1, 1, 1, 1]),
-        (Sizes(3, 20, 70), [6, 13, 23, 23, 23]),
-        (Sizes(5, 80, 80), [16, 16, 16, 16, 16]),
-        (Sizes(2048), [128, 256, 512, 1024, 2048, 4096, 8192, 8192]),
+        (ChunkSizes(5, 20, 80), [4, 8, 16, 16, 16]),
+        (ChunkSizes(30, 20, 80), [1, 1, 2, 2, 2]),
+        (ChunkSizes(500, 20, 80), [1, 1, 1, 1, 1]),
+        (ChunkSizes(3, 20, 70), [6, 13, 23, 23, 23]),
+        (ChunkSizes(5, 80, 80), [16, 16, 16, 16, 16]),
+        (ChunkSizes(2048), [128, 256, 512, 1024, 2048, 4096, 8192, 8192]),
     ],
 )
 def test_chunks_double_up_to_the_largest_and_every_window_has_one_place(sizes, windows):
@@ -44,7 +44,7 @@ def test_chunks_double_up_to_the_largest_and_every_window_has_one_place(sizes, w
 
 
 def test_a_far_place_is_found_at_once():
-    sizes = Sizes(8192)
+    sizes = ChunkSizes(8192)
     began = time.process_time()
     chunk, place = sizes.place(10**12)
     assert time.process_time() - began < 0.1

@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.packing import cache_key, token_dtype, tokenise, without_text
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import ids_of, trained_of
+from sparseforge_ds.data.tokenization import cache_key, no_text_error, token_dtype, tokenise
+from sparseforge_ds.data.windows import token_ids, trained_flags
 
 _LOG = logging.getLogger(__name__)
 _BLOCK = 2**20
@@ -37,7 +37,7 @@ _LEFTOVER_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Packed:
+class TokenCache:
     """A finished cache."""
 
     path: str
@@ -79,7 +79,9 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
         ) from error
 
 
-def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto") -> Packed:
+def ensure_token_cache(
+    source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
+) -> TokenCache:
     """The token cache of a text, made if it is not there yet.
 
     Args:
@@ -111,11 +113,11 @@ def pack(source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame
             file.write(content)
             checksums.add(content)
             tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-            trained += int(np.count_nonzero(trained_of(batch.token))) if marked else 0
-            largest = max(largest, int(ids_of(batch.token).max(initial=0)))
+            trained += int(np.count_nonzero(trained_flags(batch.token))) if marked else 0
+            largest = max(largest, int(token_ids(batch.token).max(initial=0)))
         if not tokens:
-            raise without_text(source.name, skipped)
-    packed = Packed(str(path), key, dtype, tokens, count, largest, skipped, trained if marked else None, facts)
+            raise no_text_error(source.name, skipped)
+    packed = TokenCache(str(path), key, dtype, tokens, count, largest, skipped, trained if marked else None, facts)
     with atomic_file(record) as file:
         file.write(json.dumps({**asdict(packed), "checksums": checksums.of_blocks()}).encode())
     return packed
@@ -144,7 +146,7 @@ class _Checksums:
         return [*self._whole, f"{self._crc:08x}"] if self._length else self._whole
 
 
-def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> Packed:
+def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
     """Return a cache that is as it was written. The folder may have moved, and the text files have other names now.
 
     Raises:
@@ -153,7 +155,7 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> Packed:
     try:
         content = json.loads(record.read_bytes())
         checksums = content.pop("checksums", None)
-        packed = Packed(**{**content, "path": str(path), "facts": facts})
+        packed = TokenCache(**{**content, "path": str(path), "facts": facts})
         size = packed.tokens * np.dtype(packed.dtype).itemsize
         sound = isinstance(checksums, list) and len(checksums) == -(-size // _BLOCK)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:

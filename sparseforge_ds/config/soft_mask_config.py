@@ -7,7 +7,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from sparseforge_ds.config.method import MethodConfig, Window, require_key, require_updates, require_window
+from sparseforge_ds.config.method_config import MethodConfig, Window, require_key, require_updates, require_window
 from sparseforge_ds.mask.anneal import Schedule, StepWindow
 
 UPDATES = 15

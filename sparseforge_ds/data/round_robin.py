@@ -35,7 +35,7 @@ def whole_parts(names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int,
     return tuple(whole)
 
 
-class Turns:
+class RoundRobin:
     """Smooth weighted round-robin, as web servers divide requests; it repeats with the round.
 
     At any moment every source has had its share of the turns, give or take less than two.

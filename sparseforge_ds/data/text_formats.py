@@ -47,10 +47,10 @@ def is_readable(name: str) -> bool:
 
 def is_plain_text(name: str) -> bool:
     """Whether it is text without records."""
-    return kind_of(name)[0] == ".txt"
+    return file_kind(name)[0] == ".txt"
 
 
-def kind_of(file: str) -> tuple[str, str]:
+def file_kind(file: str) -> tuple[str, str]:
     """('.jsonl', '.gz') of c4-train.00000.jsonl.gz."""
     kind, compression = PurePath(file.lower()).suffix, ""
     if kind in _COMPRESSED:
@@ -68,7 +68,7 @@ def check_size(file: str, size: int, largest: int = LARGEST_DOCUMENT) -> None:
         )
 
 
-def documents_of(
+def iter_documents(
     file: str,
     text_field: str,
     sample_by: SampleBy = "document",
@@ -100,7 +100,7 @@ def documents_of(
     done, failures = 0, 0
     while True:
         try:
-            for document in itertools.islice(_documents_of(file, text_field, sample_by, longest_text), done, None):
+            for document in itertools.islice(_iter_documents(file, text_field, sample_by, longest_text), done, None):
                 if loss_on == "completion" and _is_plain(document):
                     raise ValueError(
                         f"{file}, document {done + 1}: is plain text, which --loss_on completion cannot divide; give "
@@ -130,8 +130,8 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
     return ValueError(f"{where}: not readable ({error}); {cure}")
 
 
-def _documents_of(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
-    kind = kind_of(file)[0]
+def _iter_documents(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
+    kind = file_kind(file)[0]
     if kind in _COLUMNS:
         yield from _of_columns(file, kind, text_field)
     elif kind != ".txt":
@@ -219,7 +219,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
     """A .json file is one array of objects, or has one object a line, as C4 and Dolmino have it."""
     if kind == ".json" and _is_array(file):
         for number, record in enumerate(_records_of_array(file), start=1):
-            yield document_of(record, text_field, f"{file}, record {number}")
+            yield document_from_record(record, text_field, f"{file}, record {number}")
         return
     for number, line in _lines(file):
         if not line.strip():
@@ -231,7 +231,7 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
                 f"{file}, line {number}: not JSON ({error}); repair or remove it (there must be one object a "
                 "line, or in a .json file one array of objects)"
             ) from None
-        yield document_of(record, text_field, f"{file}, line {number}")
+        yield document_from_record(record, text_field, f"{file}, line {number}")
 
 
 def _is_array(file: str) -> bool:
@@ -305,13 +305,13 @@ def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     fields = _fields(list(rows.features), text_field, file)
     for number, row in enumerate(rows.select_columns(fields)):
-        document = document_of(row, text_field, f"{file}, row {number}")
+        document = document_from_record(row, text_field, f"{file}, row {number}")
         if len(document) > LARGEST_DOCUMENT:
             raise _too_long(f"{file}, row {number}")
         yield document
 
 
-def document_of(record: object, text_field: str, where: str) -> Document:
+def document_from_record(record: object, text_field: str, where: str) -> Document:
     """The document of a record; "" where its text is null.
 
     Raises:

@@ -16,11 +16,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from sparseforge_ds.data import formats
-from sparseforge_ds.data.formats import LARGEST_DOCUMENT, documents_of
+from sparseforge_ds.data import text_formats
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.text_files import TextOptions
+from sparseforge_ds.data.text_formats import LARGEST_DOCUMENT, iter_documents
 from tests.hub_folders import zstd
 from tests.resident import peak_growth
 
@@ -228,7 +228,7 @@ def test_an_array_is_read_a_record_at_a_time(tmp_path, monkeypatch):
     records = [{"text": text, "n": [1, {"a": "]"}]} for text in ("a", "b, ]", '"[{', "tr\u00e9s \\ ", "")]
     path = tmp_path / "a.json"
     for indent, piece in itertools.product((None, 1), (1, 2, 3, 7, 50)):
-        monkeypatch.setattr(formats, "_PIECE", piece)
+        monkeypatch.setattr(text_formats, "_PIECE", piece)
         path.write_text(f" {json.dumps(records, indent=indent)}\n", encoding="utf-8")
         assert read(path) == [record["text"] for record in records]
     for odd in ('[{"text": "a"} {"text": "b"}]', '[{"text": "a"},]', '[{"text": "a"}] x', "[,]", '[{"text": "a"}', "["):
@@ -240,9 +240,9 @@ def test_an_array_is_read_a_record_at_a_time(tmp_path, monkeypatch):
 def test_null_is_an_empty_document(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": null}\n{"text": "a"}\n{"text": ""}\n')
-    assert list(documents_of(str(path), "text")) == ["", "a", ""]
+    assert list(iter_documents(str(path), "text")) == ["", "a", ""]
     pyarrow.parquet.write_table(pyarrow.table({"text": [None, "x", None]}), tmp_path / "a.parquet")
-    assert list(documents_of(str(tmp_path / "a.parquet"), "text")) == ["", "x", ""]
+    assert list(iter_documents(str(tmp_path / "a.parquet"), "text")) == ["", "x", ""]
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?b.jsonl", "a b.jsonl", ".hidden/a.jsonl", "__x/a.jsonl"])

@@ -15,11 +15,11 @@ import fsspec
 import huggingface_hub
 import pytest
 
-from sparseforge_ds.data import formats
-from sparseforge_ds.data.formats import documents_of
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data import text_formats
+from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.text_files import TextOptions
+from sparseforge_ds.data.text_formats import iter_documents
 from tests.distributed import PATIENCE, ROOT
 from tests.hub_folders import write_c4, write_dolmino
 from tests.pretend_hub import REVISION, pretend_hub
@@ -75,7 +75,7 @@ def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
 
 
 def test_reading_by_datasets_itself_would_fail(tmp_path):
-    """Why records are parsed here: if this test fails, hub.py and formats.py can become simpler."""
+    """Why records are parsed here: if this test fails, hub.py and text_formats.py can become simpler."""
     write_dolmino(tmp_path)
     with pytest.raises((datasets.exceptions.DatasetsError, ValueError, TypeError, OSError)):
         list(datasets.load_dataset(str(tmp_path), "math", split="train", streaming=True))
@@ -115,13 +115,13 @@ def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
     expected, memory = write_dolmino(tmp_path), fsspec.filesystem("memory")
     for path, texts in expected.items():
         memory.pipe_file(f"/dolmino/{path}", (tmp_path / path).read_bytes())
-        assert list(documents_of(f"memory://dolmino/{path}", "text")) == texts
+        assert list(iter_documents(f"memory://dolmino/{path}", "text")) == texts
 
 
 def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     waited, attempts = [], []
-    monkeypatch.setattr(formats.time, "sleep", waited.append)
+    monkeypatch.setattr(text_formats.time, "sleep", waited.append)
 
     def flaky(file, *_):
         attempts.append(file)
@@ -130,8 +130,8 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
                 raise huggingface_hub.errors.HTTPError("reset")
             yield f"{i}"
 
-    monkeypatch.setattr(formats, "_documents_of", flaky)
-    assert list(documents_of("hf://x", "text")) == [str(i) for i in range(10)]
+    monkeypatch.setattr(text_formats, "_iter_documents", flaky)
+    assert list(iter_documents("hf://x", "text")) == [str(i) for i in range(10)]
     assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
     assert caplog.text.count("trying again") == 4
 
@@ -140,25 +140,25 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
         raise OSError("no route")
 
     waited.clear()
-    monkeypatch.setattr(formats, "_documents_of", dead)
+    monkeypatch.setattr(text_formats, "_iter_documents", dead)
     with pytest.raises(ValueError, match=r"hf://x, after 1 documents: not readable \(no route\).*--resume"):
-        list(documents_of("hf://x", "text"))
-    assert waited == list(formats._WAITS)
+        list(iter_documents("hf://x", "text"))
+    assert waited == list(text_formats._WAITS)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, gzip.BadGzipFile, EOFError])
 def test_a_file_that_is_gone_or_damaged_is_not_waited_for(monkeypatch, error):
     monkeypatch.setattr(
-        formats.time, "sleep", lambda seconds: pytest.fail("waited for a file that will not get better")
+        text_formats.time, "sleep", lambda seconds: pytest.fail("waited for a file that will not get better")
     )
 
     def gone(file, *_):
         yield "0"
         raise error(file)
 
-    monkeypatch.setattr(formats, "_documents_of", gone)
+    monkeypatch.setattr(text_formats, "_iter_documents", gone)
     with pytest.raises(ValueError, match="hf://x, after 1 documents: not readable"):
-        list(documents_of("hf://x", "text"))
+        list(iter_documents("hf://x", "text"))
 
 
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_dataset_that_cannot_be_had_says_so(monkeypatch):
 
 CLIENT = """
 import json, sys
-from sparseforge_ds.data.hub import HubText
+from sparseforge_ds.data.hub_text import HubText
 name = "allenai/dolmino-mix-1124"
 parts = {part: list(HubText(f"{name}:{part}").read()) for part in ("math", "dclm", "data/math/gsm8k")}
 reader = HubText(name).read()

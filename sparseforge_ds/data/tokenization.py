@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
 from sparseforge_ds.data.documents import Conversation, Document, is_blank, tokenizable, trained_spans
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.windows import first_of, ids_of, trained_of
+from sparseforge_ds.data.windows import document_starts, token_ids, trained_flags
 from sparseforge_ds.model.chat_template import Span
 from sparseforge_ds.model.tokenizer import run_tokenizer
 
@@ -174,16 +174,16 @@ def tokenise(
             ids = encode(used, tokenizer, frame)
         lengths = [len(each) for each in ids]
         token = np.zeros(sum(lengths), dtype=dtype)
-        ids_of(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
+        token_ids(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
         if token.dtype.names is not None:
-            trained_of(token)[:] = np.concatenate(trained) if trained else True
-        if (first := first_of(token)) is not None:
+            trained_flags(token)[:] = np.concatenate(trained) if trained else True
+        if (first := document_starts(token)) is not None:
             first[[stop - length for stop, length in zip(np.cumsum(lengths), lengths, strict=True) if length]] = True
-            trained_of(token)[first] = False
+            trained_flags(token)[first] = False
         yield Batch(token, len(used), len(batch) - len(used))
 
 
-def without_text(name: str, skipped: int) -> ValueError:
+def no_text_error(name: str, skipped: int) -> ValueError:
     """The error of a source that has no text."""
     return ValueError(
         f"--dataset {name}: there is no text in it ({skipped:,} documents, all of them null or blank); give another "
@@ -191,7 +191,7 @@ def without_text(name: str, skipped: int) -> ValueError:
     )
 
 
-def unsuitable(largest: int, vocabulary: int) -> ValueError:
+def unknown_token_error(largest: int, vocabulary: int) -> ValueError:
     """The error of a tokenizer that gives ids which the model does not know."""
     return ValueError(
         f"the tokenizer gives token {largest}, but the model knows {vocabulary}; tokenizer and weights do not belong "
@@ -200,9 +200,10 @@ def unsuitable(largest: int, vocabulary: int) -> ValueError:
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", document_attention: bool = False) -> str:
-    """The smallest of numpy's types that holds every id, and what `windows.trained_of` and `windows.first_of` get.
+    """Return the numpy dtype of a token: an id, and the flags that `windows.token_ids` and its neighbours read.
 
-    Not all tokens are trained on with `completion`, nor with `document_attention`, which has both marks.
+    The id is uint16 where every id of the tokenizer fits, else uint32. `completion` adds a flag "trained on",
+    `document_attention` adds that one and "first of its document".
     """
     marks = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
     largest = max(tokenizer.get_vocab().values(), default=0)  # a count would not do: ids may have gaps
