@@ -8,7 +8,7 @@
 # 20,000 steps of 64 x 1024 tokens: 1.31B, which the paper calls 1.25B. Batch, context and learning rate (1e-4 to 1e-5
 # by a cosine, 5% warm-up) are its code's.
 # Ours: the defaults of ds_configs/zero1.json, not the paper's preset. They measured better on a small model
-# (docs/results/notes.md); at this size nothing has been measured. For settings like the paper's
+# (studies/notes.md); at this size nothing has been measured. For settings like the paper's
 # write "preset": "paper_like" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en; DATASET names another, or a mixture.

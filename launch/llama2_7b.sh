@@ -8,7 +8,7 @@
 # 20,000 or 4,768 steps of 64 x 4096 tokens: 5.24B or 1.25B. Batch, context and learning rate (1e-4 to 1e-5 by a
 # cosine, 5% warm-up) are the paper's; its code adds 13,000 steps of finetuning to the 20,000, here all is in them.
 # Ours: the defaults of ds_configs/zero3.json, not the paper's preset. They measured better on a small model
-# (docs/results/notes.md); at this size nothing has been measured. For settings like the paper's
+# (studies/notes.md); at this size nothing has been measured. For settings like the paper's
 # write "preset": "paper_like" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en. The paper's Dolmino rows, which have text of benchmarks in them: name the parts, with their shares

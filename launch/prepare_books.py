@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turn a folder of plain-text books into two JSONL files, for `launch/compare_books.json`.
+"""Turn a folder of plain-text books into two JSONL files, for `studies/books.json`.
 
 python launch/prepare_books.py $SPARSEFORGE_ASSETS/text/books runs/books --heldout Great-Expectations_1400.txt
 

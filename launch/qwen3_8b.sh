@@ -6,7 +6,7 @@
 # 4,768 steps of 64 x 4096 tokens: the budget that the paper states. Its code would take 20,000 (5.24B): STEPS=20000.
 # Batch, context and learning rate (1e-4 to 1e-5 by a cosine, 5% warm-up) are its code's.
 # Ours: the defaults of ds_configs/zero3.json, not the paper's preset. They measured better on a small model
-# (docs/results/notes.md); at this size nothing has been measured. For settings like the paper's
+# (studies/notes.md); at this size nothing has been measured. For settings like the paper's
 # write "preset": "paper_like" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en; DATASET names another, or a mixture.

@@ -5,7 +5,7 @@ r"""Train the demo's language model and its tokenizer from scratch on the docume
     python launch/train_demo_model.py --continue_from sparseforge_ds/assets/stdlib_llama --experts 4 \
         --steps 1200 --output_dir runs/mixture
 
-The second line makes a mixture of experts of it, for `launch/compare_mixture.json`: small, but trained. With
+The second line makes a mixture of experts of it, for `studies/mixture.json`: small, but trained. With
 `--hold_back 3` every third document is not read, so that a run under a mask can have text that is new to the model.
 `--text TRAIN HELDOUT` reads two files instead of the documentation.
 

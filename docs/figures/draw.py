@@ -4,7 +4,7 @@
 
 schedule.svg  the annealed numbers of a default run
 memory.svg    what `sparseforge plan` expects of one GPU, kind by kind, in each phase of a step
-results.svg   test perplexity by method, from docs/results/stories/results.jsonl
+results.svg   test perplexity against steps, by method, from the rows in studies/
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PLANNED = "--model Qwen/Qwen3-14B --gpus 16 --deepspeed ds_configs/zero3.json --global_batch 64 --micro_batch 2"
 """The run of memory.svg: launch/qwen3_14b.sh."""
+SHORT_TO_LONG = ("stories_start", "stories_short", "defaults", "defaults_long")
+"""Studies of results.svg."""
 _COLOURS = [
     "#4c72b0",
     "#dd8452",
@@ -96,27 +98,26 @@ def memory(target: Path) -> None:
 
 
 def results(target: Path) -> None:
-    """Test perplexity after 150 and 300 steps, mean over seeds."""
-    lines = (ROOT / "docs" / "results" / "stories" / "results.jsonl").read_text().splitlines()
-    values: dict[tuple[str, int], list[float]] = {}
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        if row["kind"] == "result":
-            values.setdefault((row["method"], row["steps"]), []).append(row["test_perplexity"])
+    """Draw test perplexity against the steps of a run, mean over seeds, for methods with the default loss."""
+    values: dict[str, dict[int, list[float]]] = {}
+    for study in SHORT_TO_LONG:
+        rows = [json.loads(line) for line in (ROOT / "studies" / study / "results.jsonl").read_text().splitlines()]
+        for row in rows:
+            if row["kind"] == "result":
+                values.setdefault(row["method"], {}).setdefault(row["steps"], []).append(row["test_perplexity"])
     (dense,) = (row["test_perplexity"] for row in rows if row["kind"] == "dense")
-    longest = max(steps for _, steps in values)
-    methods = sorted({name for name, _ in values}, key=lambda name: statistics.fmean(values[name, longest]))
     figure, axes = pyplot.subplots(figsize=(8, 4))
-    for steps, colour in zip(sorted({steps for _, steps in values}), ("#9fb8dc", "#4c72b0"), strict=True):
-        means = [statistics.fmean(values[name, steps]) for name in methods]
-        offset = 0.2 if steps == longest else -0.2
-        axes.barh(
-            [row + offset for row in range(len(methods))], means, height=0.38, color=colour, label=f"{steps} steps"
-        )
-    axes.axvline(dense, color="black", linewidth=1, linestyle="--", label=f"dense, {dense:.3f}")
-    axes.set_yticks(range(len(methods)), methods, fontsize=8)
-    axes.invert_yaxis()
-    axes.set(xlim=(3, 12), xlabel="test perplexity per token, mean of three seeds (stories260K); the axis begins at 3")
+    for colour, (name, by_steps) in zip(_COLOURS, values.items(), strict=False):
+        steps = sorted(by_steps)
+        means = [statistics.fmean(by_steps[count]) for count in steps]
+        width = 2.2 if name in ("sparseforge", "block_start") else 1.2
+        axes.plot(steps, means, marker="o", markersize=3, linewidth=width, color=colour, label=name)
+    axes.axhline(dense, color="black", linewidth=1, linestyle="--", label=f"dense, {dense:.3f}")
+    ticks = sorted({count for by_steps in values.values() for count in by_steps})
+    axes.set(xscale="log", yscale="log", xlabel="optimizer steps of 8 x 256 tokens", ylabel="test perplexity per token")
+    axes.set_xticks(ticks, map(str, ticks))
+    axes.set_yticks([4, 5, 6, 7], ["4", "5", "6", "7"])
+    axes.minorticks_off()
     axes.legend(fontsize=8)
     _save(figure, target)
 

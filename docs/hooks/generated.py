@@ -21,17 +21,13 @@ from config_pages import compare_table, config_page, family_page, refused_table 
 from message_pages import message_page  # noqa: E402
 
 INTRODUCTIONS = {
-    "changelog.md": "[the study](results/README.md) · [limits](limits.md) · [start](start/installation.md)",
+    "changelog.md": "[limits](limits.md) · [start](start/installation.md)",
     "contributing.md": "[a weight's journey](concepts/journey.md) · [Python](reference/python.md) · "
     "[benchmarks](reference/benchmarks.md) · [changes](changelog.md)",
     "guides/recipes.md": "[a large run](large-run.md) · [plan memory and time](planning.md) · [evaluate](evaluate.md)",
     "reference/benchmarks.md": "[what was measured](../results/cost.md) · [contributing](../contributing.md)",
-    "results/curvature/curvature.md": "[what it means](../README.md#estimates-of-the-curvature) · "
-    "[curvature](../../concepts/curvature.md)",
 }
 """Where to go on, for pages that are not written for the site."""
-TITLES = {"results/curvature/curvature.md": "Curvature, every row"}
-"""Headings of pages that have none."""
 PROJECT_FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -59,8 +55,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fill in what stands inside pages: tables from the code, headings, and where to go on."""
     name = page.file.src_uri
-    if name in TITLES:
-        markdown = f"# {TITLES[name]}\n\n{markdown}"
     if name in INTRODUCTIONS:
         title, _, rest = markdown.partition("\n")
         markdown = f"{title}\n\nWhere to go on: {INTRODUCTIONS[name]}\n{rest}"
@@ -68,11 +62,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     for place, table in tables.items():
         if place in markdown:
             markdown = markdown.replace(place, table())
-    return markdown
+    return with_site_links(markdown, f"docs/{name}", name) if not page.file.generated_by else markdown
 
 
 def project_page(source: str, page: str) -> str:
-    """A Markdown file of the repository as a page; links to what the site does not have become plain text."""
+    """Return a Markdown file of the repository as the text of a page."""
+    return with_site_links((ROOT / source).read_text(), source, page)
+
+
+def with_site_links(markdown: str, source: str, page: str) -> str:
+    """Return the text with the links of file `source` bent to where their targets are, as seen from `page`.
+
+    Links to what the site does not have, studies for example, become plain text.
+    """
 
     def bend(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
@@ -85,4 +87,4 @@ def project_page(source: str, page: str) -> str:
             return text
         return f"[{text}]({os.path.relpath(there, Path(page).parent)}{anchor})"
 
-    return _LINK.sub(bend, (ROOT / source).read_text())
+    return _LINK.sub(bend, markdown)

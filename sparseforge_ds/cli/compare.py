@@ -15,7 +15,7 @@ What was interrupted goes on with the same command: a finished run is not made a
 Methods, seeds, budgets and learning rates may be added to a CONFIG later.
 
 example:
-  sparseforge compare launch/compare_stories.json --out runs/stories   # its texts are in $SPARSEFORGE_ASSETS
+  sparseforge compare studies/stories.json --out runs/stories   # its texts are in $SPARSEFORGE_ASSETS
 """
 
 
@@ -27,7 +27,7 @@ def register(commands: Any) -> None:
         "and write results.jsonl, table.md, figures and index.html. Needs the extra compare.",
         epilog=_EPILOG,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a JSON file, like launch/compare_stories.json")
+    parser.add_argument("config", metavar="CONFIG", help="a JSON file, like studies/stories.json")
     parser.add_argument("--out", metavar="DIR", help="folder of the comparison (default: runs/NAME of CONFIG)")
     parser.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: what CONFIG says)")
     parser.add_argument("--dry_run", action="store_true", help="check CONFIG and say what would be done")

@@ -142,7 +142,7 @@ class DistillationConfig:
     """l_KL."""
     task_weight: float = 1 / 3
     """l_task, the weight of the cross-entropy. A model that is trained to saturation on the text wants less of it in a
-    short run, one that is not wants more (docs/results/notes.md)."""
+    short run, one that is not wants more (studies/notes.md)."""
     temperature: float = 2.0
     """Both logits are divided by it and the KL is multiplied by its square."""
     hold: Literal["zero3", "replicated"] = "zero3"

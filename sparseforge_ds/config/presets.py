@@ -28,4 +28,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper_like": _PAPER,
     "paper_like_no_low_rank": {**_PAPER, "low_rank": None},
 }
-"""Named starting points; the default is what measured best (docs/results/notes.md)."""
+"""Named starting points; the default is what measured best (studies/notes.md)."""

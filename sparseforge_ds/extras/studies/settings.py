@@ -153,7 +153,7 @@ class CompareConfig:
 def read_config(path: str) -> CompareConfig:
     """The checked file. Raises ValueError where it has an unknown key, or a value that cannot work."""
     if not Path(path).exists():
-        raise ValueError(f"CONFIG {path}: no such file; give one like launch/compare_stories.json")
+        raise ValueError(f"CONFIG {path}: no such file; give one like studies/stories.json")
     content = read_json(path, f"CONFIG {path}")
     try:
         if not isinstance(content, dict):

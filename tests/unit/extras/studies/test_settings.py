@@ -130,12 +130,12 @@ def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: s
         read_config(path)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "launch").glob("compare_*.json")))
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "studies").glob("*.json")))
 def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT / "tests")  # from anywhere
-    assert main(["compare", f"../launch/{name}", "--dry_run"]) == 0
-    config = read_config(f"../launch/{name}")
+    assert main(["compare", f"../studies/{name}", "--dry_run"]) == 0
+    config = read_config(f"../studies/{name}")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
     count = len(config.methods) * len(config.seeds) * len(config.budgets)
     assert f"{count} count: {len(config.methods)} methods x {len(config.seeds)} seeds" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        ([str(tmp_path / "none.json")], "none.json: no such file; give one like launch/compare_stories.json"),
+        ([str(tmp_path / "none.json")], "none.json: no such file; give one like studies/stories.json"),
         ([write(tmp_path), "--workers", "0"], "--workers 0"),
         (
             [write(tmp_path), "--out", str(tmp_path / "out")],
