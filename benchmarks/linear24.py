@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import load
 
+from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.mask.packing import pack24
-from sparseforge_ds.runtime.linear24 import linear24
 
 
 def main() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from sparseforge_ds.extras.packed24.packed_experts import pack_experts, packed_kind
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
-from sparseforge_ds.runtime.packed_experts import pack_experts, packed_kind
-from sparseforge_ds.runtime.packed_linear import Packed24Linear
 
 
 def config_of(args: argparse.Namespace) -> PreTrainedConfig:

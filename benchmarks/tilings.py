@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks.tiles import WEIGHTS, error_of, graph_us, weights
-from sparseforge_ds.runtime.cuda_driver import most_shared_memory
-from sparseforge_ds.runtime.mma_kernel import Plan, Tiling, ranked
+from sparseforge_ds.extras.packed24.cuda_driver import most_shared_memory
+from sparseforge_ds.extras.packed24.mma_kernel import Plan, Tiling, ranked
 
 SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120", "1024x4096", "28672x8192")
 

@@ -56,7 +56,7 @@ logging.basicConfig(stream=os.fdopen(3, "w"), format="%(message)s", level=loggin
 logging.getLogger("sparseforge_ds").setLevel(logging.INFO)
 clear_extension_locks()  # of an interrupted build, for one
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
-from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
+from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 load_cpu_kernel()  # the packed product; without it the reference works' 3>&1 >"$log" 2>&1 ||
         _die "DeepSpeed could not compile its CPU communication op; the log is $log:" "$(tail -n 20 "$log")"
 }

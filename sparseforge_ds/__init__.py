@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import sparseforge_ds.started_by  # noqa: F401  first: it notes who started this process
-from sparseforge_ds.model.registration import register_model_classes, register_with_transformers
 
 if TYPE_CHECKING:
     from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import prepare
+    from sparseforge_ds.model.registration import register_model_classes
     from sparseforge_ds.train.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
@@ -35,6 +35,7 @@ _WHERE = {
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
     "register_family": "model.family_table",
+    "register_model_classes": "model.registration",
     "clear_extension_locks": "extension_locks",
 }
 
@@ -57,8 +58,6 @@ __all__ = [
     "clear_extension_locks",
 ]
 __version__ = "0.1.0"
-
-register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

@@ -102,14 +102,14 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         import torch
 
-        from sparseforge_ds.evaluate.graph_speed import (
+        from sparseforge_ds.extras.packed24.graph_speed import (
             Length,
             Lengths,
             measure_graphs,
             random_pair,
             table_of_generations,
         )
-        from sparseforge_ds.evaluate.speed import Workload, draw, load_pair, measure, report, table
+        from sparseforge_ds.extras.packed24.speed import Workload, draw, load_pair, measure, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)

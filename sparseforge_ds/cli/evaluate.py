@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
-from sparseforge_ds.cli.given_model import require_model
+from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
 
@@ -150,6 +150,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         models = [name for name in (args.model, args.dense) if name is not None]
         for name in models:
             require_model(name)
+            register_packed24(name)
         adapter = adapter_of(args.model, args.adapter)
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]

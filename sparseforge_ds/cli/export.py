@@ -14,7 +14,7 @@ _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
-            after `import sparseforge_ds`
+            after `import sparseforge_ds.extras.packed24`
   mask      the mask alone, one bit a weight; `export MASK OUT --model DENSE` puts it on the dense model's
             own weights, which is not the model that a run trained
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from sparseforge_ds.cli.export import DTYPES
-from sparseforge_ds.cli.given_model import require_model
+from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.cli.printing import printable
 
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.finished_model import adapter_of, check_known, load_model, load_tokenizer
         from sparseforge_ds.mask.packing import is_packed
         from sparseforge_ds.model.sound_weights import first_not_finite
-        from sparseforge_ds.runtime.cpu_kernel import load_cpu_kernel
 
+    register_packed24(args.model)
     adapter = adapter_of(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)
     inputs = _tokens(args, tokenizer)
@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         **({} if args.eager else cache_settings(model)),
     )
     if model.device.type == "cpu" and any(map(is_packed, model.modules())):
+        from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
+
         load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
     torch.manual_seed(args.seed)
     began = time.perf_counter()

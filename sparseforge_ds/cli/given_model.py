@@ -28,6 +28,17 @@ def require_model(name: str, hub: bool = True) -> None:
         _require_on_hub(name)
 
 
+def register_packed24(name: str) -> None:
+    """Make transformers know the packed24 format if a model is stored in it."""
+    from sparseforge_ds.mask.packing import PACKED24
+    from sparseforge_ds.model.hub_access import why_unreachable
+    from sparseforge_ds.model.registration import load_config, quant_method
+
+    cached = not Path(name).exists() and why_unreachable() is not None
+    if quant_method(load_config(name, name, cached)) == PACKED24:
+        import sparseforge_ds.extras.packed24  # noqa: F401  registers itself
+
+
 def _require_on_hub(name: str) -> None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

@@ -12,16 +12,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import cached_file
 
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_MODULE
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config, register_model_classes
+from sparseforge_ds.model.registration import load_config, quant_method, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
@@ -66,11 +68,11 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     unreachable = None if Path(name).exists() else why_unreachable()
     if unreachable is None:
-        load_config(name, name)  # for its errors
+        _require_known_format(name, load_config(name, name))
     _require_floats(name)
     try:
         if unreachable is not None:
-            load_config(name, name, cached=True)
+            _require_known_format(name, load_config(name, name, cached=True))
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=wanted,
@@ -93,6 +95,12 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None
     model.eval()
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _require_known_format(name: str, config: Any) -> None:
+    """Reject a packed model if nothing has made transformers know the format."""
+    if quant_method(config) == PACKED24 and PACKED24 not in AUTO_QUANTIZER_MAPPING:
+        raise ValueError(f"{name}: is stored as packed24; `import {PACKED24_MODULE}` before it is loaded")
 
 
 def _require_floats(name: str) -> None:

@@ -26,6 +26,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.mask.packing import PACKED24_MODULE
 from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
 
 TOKENS = 16
@@ -68,9 +69,10 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
             raise _failed(source.model_folder, str(error)) from None
         save_file({"ids": reference["ids"]}, Path(scratch, "tokens.safetensors"))
         own = source.model_config.get("model_type") in OWN_FAMILIES
+        packed = not plain
         by_peft, plain = plain and bool(source.branches), plain and not own
-        first = _IMPORTS if plain else _IMPORTS + "import sparseforge_ds\n"
-        first += "sparseforge_ds.register_model_classes()\n" if own else ""
+        first = _IMPORTS + (f"import {PACKED24_MODULE}\n" if packed else "")
+        first += "import sparseforge_ds\nsparseforge_ds.register_model_classes()\n" if own else ""
         text = first + Path(__file__).with_name("loaded.py").read_text()
         name = model_class(load_config(source.model_folder, str(source.model_folder), cached=True)).__name__
         _run(text, [str(folder.absolute()), name], folder, scratch, ours=not plain)

@@ -1,1 +1,1 @@
-"""The same forge and the same format inside other libraries' programs."""
+"""The same forge inside other libraries' programs."""

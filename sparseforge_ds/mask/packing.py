@@ -8,6 +8,9 @@ from torch import Tensor, nn
 PACKED24 = "sparseforge_packed24"
 """What config.json calls the storage that `pack24` makes: its `quant_method`."""
 
+PACKED24_MODULE = "sparseforge_ds.extras.packed24"
+"""Import that makes `from_pretrained` of transformers know that storage."""
+
 PACKED24_FORMAT = 1
 """Version of that storage."""
 

@@ -1,26 +1,13 @@
-"""Registers our storage format and our model classes with transformers.
-
-`import sparseforge_ds` must make `from_pretrained` know the packed format, without importing transformers for seconds.
-So: at once where transformers' quantizers are imported already, else right after their import, by a finder.
-"""
+"""Classes of transformers for a model's config, and those that are ours because transformers has none."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from sparseforge_ds.checkpoint.model_files import check_model_folder, check_sizes
 from sparseforge_ds.model.loading_error import reason
-
-_QUANTIZERS = "transformers.quantizers.auto"
-
 
 OWN_FAMILIES = ("deepseek",)
 """Values of `model_type` whose classes are ours, since transformers has none."""
@@ -55,6 +42,12 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     except (*errors, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
     return _of_text_alone(config)
+
+
+def quant_method(config: Any) -> object:
+    """Return how a config says that its weights are stored, or None where it says nothing."""
+    stored = getattr(config, "quantization_config", None) or {}
+    return stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
 
 
 def model_class(config: Any) -> Any:
@@ -96,36 +89,3 @@ def _of_text_alone(config: Any) -> Any:
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
     return text
-
-
-def register_with_transformers() -> None:
-    """Make transformers know our quantizers, now or when it imports its own."""
-    if _QUANTIZERS in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _AfterQuantizers) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterQuantizers())
-
-
-class _AfterQuantizers(MetaPathFinder):
-    """Finds nothing itself, but has the loader of transformers' quantizers call us when it is done."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _QUANTIZERS:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def then_register(module: ModuleType) -> None:
-                execute(module)
-                _register()
-
-            spec.loader.exec_module = then_register  # type: ignore[method-assign]  # of this module's loader alone
-        return spec
-
-
-def _register() -> None:
-    import_module("sparseforge_ds.model.packed24")  # registers itself; if it is what imports transformers, at its end

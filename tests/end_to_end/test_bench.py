@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 
 from sparseforge_ds.cli import bench
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import graph_speed
-from sparseforge_ds.evaluate.speed import PAPER
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.runtime.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24 import graph_speed
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24.speed import PAPER
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 from tests.tiny_models import BUILDERS

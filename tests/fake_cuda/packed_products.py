@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
-from sparseforge_ds.runtime import alignment, triton_kernel, triton_programs
-from sparseforge_ds.runtime.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24 import alignment, triton_kernel, triton_programs
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 
 OUTPUTS, INPUTS = 200, 328
 """No multiple of any tile."""

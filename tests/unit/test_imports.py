@@ -21,11 +21,10 @@ MAY_IMPORT: dict[str, str] = {
     "extension_locks": "",
     "transformers_internals": "",
     "mask": "",
-    "runtime": "extension_locks mask",
     "config": "mask",
     "checkpoint": "",
     "zero": "transformers_internals mask config checkpoint",
-    "model": "extension_locks transformers_internals mask runtime config checkpoint",
+    "model": "extension_locks transformers_internals mask config checkpoint",
     "start": "mask config zero model",
     "data": "ranks config checkpoint model",
     "curvature": "mask config zero",
@@ -36,13 +35,14 @@ MAY_IMPORT: dict[str, str] = {
     "rotation": "mask config checkpoint zero model permutation",
     "export": "transformers_internals mask config checkpoint model permutation rotation",
     "planning": "transformers_internals mask config zero model",
-    "evaluate": "transformers_internals ranks mask runtime config checkpoint model data",
+    "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data permutation export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
     "permutation forge rotation export planning",
-    "integrations": "extension_locks mask runtime config checkpoint zero model data permutation forge rotation train",
+    "integrations": "extension_locks config checkpoint zero model data permutation forge rotation train",
+    "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.studies": "config checkpoint data export evaluate train",
-    "cli": "ranks mask runtime config checkpoint model permutation rotation export planning evaluate prune train",
+    "cli": "ranks mask config checkpoint model permutation rotation export planning evaluate prune train",
 }
 # All libraries of the rooms that shall need few.
 LIBRARIES_OF: dict[str, str] = {
@@ -58,8 +58,8 @@ LIBRARIES_OF: dict[str, str] = {
 # All rooms that import a library that others can do without.
 ROOMS_WITH: dict[str, str] = {
     "deepspeed": "config zero model permutation train",
-    "triton": "runtime",
-    "vllm": "integrations",
+    "triton": "extras.packed24",
+    "vllm": "extras.packed24",
 }
 # The public names.
 FREE = {"__init__", "__main__"}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sparseforge_ds.cli import generate
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.runtime import cpu_kernel
+from sparseforge_ds.extras.packed24 import cpu_kernel
 from tests.sparse_folders import MODELS, ModelSource, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_json, write_model
 

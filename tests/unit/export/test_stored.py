@@ -111,7 +111,7 @@ for folder in sys.argv[1:]:
         AutoModelForCausalLM.from_pretrained(folder)
     except RuntimeError as error:
         print(f"refused: {error}")
-import sparseforge_ds
+import sparseforge_ds.extras.packed24
 for folder in sys.argv[1:]:
     AutoModelForCausalLM.from_pretrained(folder)
     print("loaded")

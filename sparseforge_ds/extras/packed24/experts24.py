@@ -1,0 +1,135 @@
+"""`sparseforge::experts24`, the products of a mixture's experts with their own rows, as an operator of torch.
+
+The weights of all experts of a layer are one packed tensor, of which those that have no rows are not read. On a CPU
+`linear24` multiplies the others, one after the other; on a GPU all are one launch of the Triton kernel, for which the
+host waits for nothing. The operator is opaque to torch.compile, as only run time knows who has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24.linear24 import TRITON_DTYPES, linear24, triton_kernels
+from sparseforge_ds.extras.packed24.operands import require_ends, require_operands
+from sparseforge_ds.mask.packing import unpack24
+
+_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
+"""Of an operator whose host waits for what the GPU knows, so that no graph can capture it."""
+
+
+@torch.library.custom_op("sparseforge::experts24", mutates_args=(), tags=() if find_spec("triton") else _ON_THE_HOST)
+def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    """`linear24` of each run of rows with the weight of its expert.
+
+    Args:
+        x: (rows, in), sorted by expert.
+        values: (experts, out, in/2), the kept values, in the dtype of `x`.
+        positions: (experts, out, ceil(in/8)), uint8, where they belong.
+        ends: (experts,), int32 or int64, in order from 0 to the number of rows: behind the last row of each expert. A
+            GPU does not look at their order; wrong ones give wrong numbers there, and touch no foreign memory.
+
+    Returns:
+        (rows, out) in the dtype of `x`; rows behind the last end are zero. Its gradient goes to `x`; a packed weight
+        has none.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
+    """
+    require_operands("experts24", x, values, positions, ends=ends)
+    return _one_by_one(x, values, positions, ends)
+
+
+@experts24.register_kernel("cuda")
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    require_operands("experts24", x, values, positions, ends=ends)
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
+    result: Tensor = (_one_by_one if kernels is None else kernels.triton_experts24)(x, values, positions, ends)
+    return result
+
+
+def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    y = x.new_zeros(len(x), values.shape[1])
+    for expert, run in _runs(ends, len(x)):
+        y[run] = linear24(x[run], values[expert], positions[expert])
+    return y
+
+
+def _runs(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+    """Yield the experts that have rows, and these. Raises ValueError for ends out of order."""
+    stops = ends.tolist()
+    require_ends(stops, rows)
+    start = 0
+    for expert, end in enumerate(stops):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+@experts24.register_fake
+def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    require_operands("experts24", x, values, positions, ends=ends)
+    return x.new_empty(x.shape[0], values.shape[1])  # `len` would bind a graph to this number of rows
+
+
+@torch.library.custom_op("sparseforge::experts24_input_gradient", mutates_args=(), tags=_ON_THE_HOST)
+def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    """(rows, out) -> (rows, in): what `experts24` sends back to its `x`, one expert unpacked at a time."""
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
+    to_x = gradient.new_zeros(len(gradient), 2 * values.shape[2])
+    for expert, run in _runs(ends, len(gradient)):
+        to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert])
+    return to_x
+
+
+@_input_gradient.register_fake
+def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
+    return gradient.new_empty(gradient.shape[0], 2 * values.shape[2])
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    _, values, positions, ends = inputs
+    if values.requires_grad:
+        raise ValueError(
+            "experts24: packed 2:4 experts cannot be trained; make the model dense by model.dequantize(), or train a "
+            "low-rank adapter of its other layers"
+        )
+    ctx.save_for_backward(values, positions, ends)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return _input_gradient(gradient, *ctx.saved_tensors), None, None, None
+
+
+experts24.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of x that experts get, one for each choice of a token.
+
+    Args:
+        chosen: (tokens, k), integers: the experts of each token. Numbers outside of 0 to `experts` - 1 are nobody's,
+            and their rows come last.
+        experts: how many there are.
+
+    Returns:
+        The expert of each row, (tokens * k,), in order; of each row the choice that it is of, `token * k + number`; and
+        the ends that `experts24` wants, (experts,).
+    """
+    everyone = chosen.reshape(-1)
+    everyone = everyone.masked_fill((everyone < 0) | (everyone >= experts), experts)
+    of_rows, order = torch.sort(everyone)
+    numbers = torch.arange(experts, device=of_rows.device, dtype=of_rows.dtype)
+    return of_rows, order, torch.searchsorted(of_rows, numbers, right=True)
+
+
+def add_choices(y: Tensor, order: Tensor, shares: Tensor) -> Tensor:
+    """What a token's experts say, each with its share: (tokens * k, out) as `sort_by_expert` ordered it and shares of
+    (tokens, k) -> (tokens, out)."""
+    weighted = (y * shares.reshape(-1)[order, None])[torch.argsort(order)]
+    return weighted.view(*shares.shape, -1).sum(1)

@@ -1,0 +1,267 @@
+"""Speed of a packed 2:4 model in CUDA graphs, against the dense model: a static cache and compiled decoding.
+
+Without graphs a small batch waits for the host, and a faster kernel shows nothing. Each length is a prompt that is
+read, and new tokens that are written whatever they are. On other devices the same steps run without a compiler, which
+shows that they run and is no speed of theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
+
+from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24.speed import Speed, now, quartiles, resident, tokens_of
+from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.transformers_internals import CACHE
+
+_PUBLISHED = Path(__file__).resolve().parents[2] / "assets" / "published"
+SHAPES = {"llama-2-7b": _PUBLISHED / "meta-llama" / "Llama-2-7b-hf", "qwen3-14b": _PUBLISHED / "Qwen" / "Qwen3-14B"}
+"""Configs of models that are measured with random weights."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """Tokens of one sequence."""
+
+    prompt: int
+    new: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}x{self.new}"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths, batches and repeats of a measurement."""
+
+    batches: Sequence[int]
+    lengths: Sequence[Length]
+    repeats: int
+    """Turns; two more come first, which compile."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Time and memory of one model at one length and batch; medians over the turns."""
+
+    length: str
+    batch: int
+    model: str
+    first_token_seconds: float
+    seconds: float
+    """From the prompt to the last token."""
+    decode_tokens_per_second: float
+    """Over all sequences: tokens after the first, over the seconds after the first."""
+    cache_bytes: int
+    peak_bytes: int | None
+    """Most that was allocated on the GPU, without the other model's weights and cache; None elsewhere."""
+    step_bytes: int | None
+    """Weights and cache that one step of decoding reads; None for mixtures, whose tokens choose what is read."""
+    bytes_per_second: float | None
+
+
+def random_pair(shapes: str, layers: int | None, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return (packed, dense) of published shapes with random weights, on the GPU where there is one.
+
+    Args:
+        shapes: a key of `SHAPES`.
+        layers: of the model, instead of all.
+        dtype: of the weights.
+    """
+    config = AutoConfig.from_pretrained(SHAPES[shapes], trust_remote_code=False)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    models = []
+    for is_packed in (True, False):  # the packed one first, so that three whole models are never there
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
+        model.generation_config.eos_token_id = None
+        models.append(model.eval().requires_grad_(False))
+        if is_packed:
+            _pack(model)
+    return models[0], models[1]
+
+
+def _pack(model: Any) -> None:
+    """Keep the first two weights of each group of four in every linear layer but the head, and pack them."""
+    head = model.get_output_embeddings()
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and layer is not head:
+            weight = layer.weight.detach()
+            weight.view(-1, 4)[:, 2:] = 0
+            model.set_submodule(name, Packed24Linear(*pack24(weight, -1), layer.bias))
+
+
+@torch.inference_mode()
+def measure_graphs(
+    packed: PreTrainedModel,
+    dense: PreTrainedModel,
+    workload: Lengths,
+) -> tuple[list[Speed], list[Generation]]:
+    """Generate with both models at each length and batch size, in turns.
+
+    Raises:
+        ValueError: a length is beyond the positions of a model, or a model cannot be compiled as a whole.
+    """
+    models: dict[str, Any] = {"dense": dense, "packed": packed}
+    for name, model in models.items():
+        if not model._can_compile_fullgraph:
+            raise ValueError(
+                f"--engine graph: transformers cannot compile the {name} model, a {type(model).__name__}, as a whole; "
+                "use --engine eager"
+            )
+        most = positions_of(model.config)
+        for length in workload.lengths:
+            if length.prompt + length.new > most:
+                raise ValueError(f"--workload {length}: the model has {most} positions; use less in all")
+    speeds, generations = [], []
+    turns_in_all = len(workload.lengths) * len(workload.batches) * (workload.repeats + 2)
+    bar = tqdm(total=turns_in_all, unit=" turns", disable=None)
+    for length in workload.lengths:
+        for batch in workload.batches:
+            bar.set_description(f"{length}, batch {batch}")
+            torch._dynamo.reset()  # graphs of other sizes, which nothing here uses again
+            runs = {name: _Run(model, batch, length) for name, model in models.items()}
+            turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+            for turn in range(workload.repeats + 2):  # of the first two, which compile and record, nothing is kept
+                for name, run in runs.items():
+                    times = run.once()
+                    if turn > 1:
+                        turns[name].append(times)
+                bar.update()
+            speeds += _speeds(length, batch, turns)
+            for name, run in runs.items():
+                other = models["packed" if name == "dense" else "dense"]
+                generations.append(run.result(name, turns[name], resident(other)))
+            del runs, run
+    bar.close()
+    return speeds, generations
+
+
+class _Run:
+    """One model at one length and batch size: its cache, and its compiled step."""
+
+    def __init__(self, model: Any, batch: int, length: Length) -> None:
+        self.model = model
+        self.batch = batch
+        self.length = length
+        self.prompt = tokens_of(model, batch, length.prompt)
+        self.cache = StaticCache(config=model.config, max_cache_len=length.prompt + length.new)
+        self.peak = 0
+        self.step = self.step_of()
+
+    def step_of(self) -> Callable[[Tensor], Tensor]:
+        """Return the compiled step: on CUDA with graphs, elsewhere traced alike and run as it is."""
+        how: dict[str, Any] = {"backend": "aot_eager"}
+        if self.model.device.type == "cuda":
+            how = {"mode": "reduce-overhead"}
+        compiled: Callable[[Tensor], Tensor] = torch.compile(self._step, fullgraph=True, dynamic=False, **how)
+        return compiled
+
+    def _step(self, ids: Tensor) -> Tensor:
+        """(B, 1) the likeliest token behind the last one."""
+        logits = self.model(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
+
+    def once(self) -> tuple[float, float]:
+        """Return seconds to the first token, and to the last."""
+        self.cache.reset()
+        on_cuda = self.model.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        began = now(self.model)
+        ids = self._step(self.prompt)
+        first = now(self.model) - began
+        for _ in range(self.length.new - 1):
+            ids = self.step(ids).clone()  # the graph writes its next token to the same place
+        took = now(self.model) - began
+        if on_cuda:
+            self.peak = torch.cuda.max_memory_allocated(self.model.device)
+        return first, took
+
+    def result(self, name: str, turns: list[tuple[float, float]], others: int) -> Generation:
+        """Return the medians of the turns, where the other model's weights are `others` bytes."""
+        first, took = (median(times) for times in zip(*turns, strict=True))
+        steps = self.length.new - 1
+        decode = median(_rate(steps, late - early) for early, late in turns)
+        cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+        read = (
+            None if any(_is_mixture(module) for module in self.model.modules()) else _weights_read(self.model) + cache
+        )
+        return Generation(
+            length=str(self.length),
+            batch=self.batch,
+            model=name,
+            first_token_seconds=first,
+            seconds=took,
+            decode_tokens_per_second=self.batch * decode,
+            cache_bytes=cache,
+            peak_bytes=self.peak - others - cache if self.peak else None,  # the other model has a cache as large
+            step_bytes=read,
+            bytes_per_second=None if read is None else read * decode,
+        )
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / max(seconds, 1e-9)
+
+
+def _speeds(length: Length, batch: int, turns: dict[str, list[tuple[float, float]]]) -> list[Speed]:
+    """Prefill, decode and both together as tokens per second of both models."""
+    tokens: dict[str, Callable[[float, float], float]] = {
+        "prefill": lambda first, took: _rate(batch * length.prompt, first),
+        "decode": lambda first, took: _rate(batch * (length.new - 1), took - first),
+        "new tokens in all": lambda first, took: _rate(batch * length.new, took),
+    }
+    made = []
+    for work, rate in tokens.items():
+        dense, packed = ([rate(*times) for times in turns[name]] for name in ("dense", "packed"))
+        quotients = [mine / theirs for mine, theirs in zip(packed, dense, strict=True)]
+        made.append(Speed(f"{length} {work}", batch, *map(quartiles, (dense, packed, quotients))))
+    return made
+
+
+def _is_mixture(module: nn.Module) -> bool:
+    return isinstance(module, Packed24Experts) or hasattr(module, "num_experts")
+
+
+def _weights_read(model: Any) -> int:
+    """Bytes of weights that a step of decoding reads: all but the table of embeddings, of which it reads rows, unless
+    that is the head as well."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight_bytes = resident(model)
+    is_shared = head is not None and head.weight.data_ptr() == embeddings.weight.data_ptr()
+    return weight_bytes if is_shared else weight_bytes - embeddings.weight.nbytes
+
+
+def table_of_generations(generations: Sequence[Generation]) -> str:
+    """For people: what each model took, and the speed-up that bytes alone would allow."""
+    lines = [
+        "| prompt x new | batch | | first token, ms | decode tokens/s | peak GB | cache GB | read GB/s | byte bound |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for dense, packed in zip(generations[::2], generations[1::2], strict=True):
+        for one in (dense, packed):
+            cells = [one.length, one.batch, one.model, f"{one.first_token_seconds * 1e3:.4g}"]
+            cells.append(f"{one.decode_tokens_per_second:.4g}")
+            cells.append("-" if one.peak_bytes is None else f"{one.peak_bytes / 1e9:.2f}")
+            cells.append(f"{one.cache_bytes / 1e9:.3g}")
+            cells.append("-" if one.bytes_per_second is None else f"{one.bytes_per_second / 1e9:.4g}")
+            is_bound = one is packed and one.step_bytes is not None and dense.step_bytes is not None
+            cells.append(f"{(dense.step_bytes or 0) / (one.step_bytes or 1):.2f}x" if is_bound else "")
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)

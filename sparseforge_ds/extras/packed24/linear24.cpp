@@ -1,0 +1,214 @@
+// sparseforge::linear24 on the CPU, as torch calls it.
+//
+// The path is chosen at each call, by what the processor has or by SPARSEFORGE_CPU_KERNEL, so that machines may share a
+// folder of extensions. Few rows of x read the packed bytes directly; for many, some rows of the weight at a time are
+// unpacked into a tile, and torch multiplies.
+
+#include "linear24_kernels.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+enum class Path { portable, avx2, avx512 };
+
+// Rows of x up to which packed bytes are read directly; beyond, unpacking into a tile is faster. With AVX-512 that is
+// as long as x is not much larger than a second-level cache, since every four outputs read all of it.
+int64_t few_rows(Path path, bool bf16, int64_t inputs) {
+    if (path == Path::portable) return bf16 ? 1 : 4;
+    if (path == Path::avx2) return 24;
+    return std::clamp<int64_t>((1 << 20) / inputs, 16, bf16 ? 128 : 192);
+}
+constexpr int64_t TILE_BYTES = 1 << 20;  // for each thread, or as many outputs as torch multiplies well
+constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512(bool bf16) {
+    for (bool there : {__builtin_cpu_supports("avx512f") > 0, __builtin_cpu_supports("avx512bw") > 0,
+                       __builtin_cpu_supports("avx512vl") > 0, __builtin_cpu_supports("avx512dq") > 0,
+                       !bf16 || __builtin_cpu_supports("avx512vbmi") > 0,
+                       !bf16 || __builtin_cpu_supports("avx512bf16") > 0})
+        if (!there) return false;
+    return has_avx2();
+}
+#else
+bool has_avx2() { return false; }
+bool has_avx512(bool) { return false; }
+#endif
+
+Path path_of(bool bf16) {
+    const char* asked = std::getenv("SPARSEFORGE_CPU_KERNEL");
+    const std::string name = asked ? asked : "";
+    const Path best = has_avx512(bf16) ? Path::avx512 : has_avx2() ? Path::avx2 : Path::portable;
+    if (name.empty()) return best;
+    TORCH_CHECK_VALUE(name == "portable" || name == "avx2" || name == "avx512", "SPARSEFORGE_CPU_KERNEL=", name,
+                      ": give portable, avx2 or avx512, or leave it out for what the processor has");
+    const Path path = name == "portable" ? Path::portable : name == "avx2" ? Path::avx2 : Path::avx512;
+    TORCH_CHECK_VALUE(path <= best, "SPARSEFORGE_CPU_KERNEL=", name, ": this processor lacks it; leave it out");
+    return path;
+}
+
+using Product = void (*)(const Job&, int64_t, int64_t);
+using Unpack = void (*)(char*, const Job&, int64_t, int64_t);
+
+Product product_of(Path path, bool bf16) {
+#if defined(__x86_64__)
+    if (path == Path::avx512) return bf16 ? avx512_bf16 : avx512_fp32;
+    if (path == Path::avx2) return bf16 ? avx2_rows<c10::BFloat16> : avx2_rows<float>;
+#endif
+    return bf16 ? portable::product_rows<c10::BFloat16> : portable::product_rows<float>;
+}
+
+Unpack unpack_of(Path path, int64_t bytes) {
+#if defined(__x86_64__)
+    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2::unpack_rows<2> : avx2::unpack_rows<4>;
+#endif
+    return bytes == 2 ? portable::unpack_rows<2> : bytes == 4 ? portable::unpack_rows<4> : portable::unpack_rows<8>;
+}
+
+// x as the AVX-512 paths read it: zeros up to the end of the last block.
+Tensor padded(const Tensor& x, int64_t block) {
+    const int64_t inputs = x.size(1), width = (inputs + block - 1) / block * block;
+    if (width == inputs) return x.contiguous();
+    Tensor wide = at::zeros({x.size(0), width}, x.options());
+    wide.narrow(1, 0, inputs).copy_(x);
+    return wide;
+}
+
+// x as the portable path reads it: four arrays a row, see there.
+Tensor by_member(const Tensor& x) {
+    const Tensor rows = x.to(at::kFloat).contiguous();
+    const int64_t kept = x.size(1) / 2, width = (kept + LANES - 1) / LANES * LANES;
+    Tensor arrays = at::zeros({x.size(0), 4 * width}, rows.options());
+    for (int64_t row = 0; row < x.size(0); ++row) {
+        const float* from = rows.const_data_ptr<float>() + row * x.size(1);
+        float* to = arrays.mutable_data_ptr<float>() + row * 4 * width;
+        for (int64_t i = 0; i < kept; ++i)
+            for (int64_t member = 0; member < 4; ++member) to[member * width + i] = from[4 * (i / 2) + member];
+    }
+    return arrays;
+}
+
+// x as the path reads it.
+Tensor prepared(const Tensor& x, Path path, bool bf16) {
+#if defined(__x86_64__)
+    if (path == Path::avx512) return padded(x, bf16 ? 64 : 32);
+    if (path == Path::avx2) {
+        const at::ArrayRef<int> order(bf16 ? Sixteen<c10::BFloat16>::ORDER : Sixteen<float>::ORDER);
+        const Tensor blocks = padded(x.to(at::kFloat), 2 * BLOCK).view({x.size(0), -1, 8, 4});
+        return blocks.index_select(2, at::tensor(order, at::kLong)).view({x.size(0), -1});
+    }
+#endif
+    return by_member(x);
+}
+
+// `operands.require_operands` in as many comparisons. Nothing reads memory before.
+bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    const auto dtype = values.scalar_type();
+    const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
+    const auto here = [](const Tensor& t) { return t.is_cpu() && t.layout() == at::kStrided; };
+    if (!known || values.dim() != 2 || !here(values) || !here(positions) || !here(x)) return false;
+    const int64_t outputs = values.size(0), kept = values.size(1);
+    if (kept == 0 || kept % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
+        positions.size(0) != outputs || positions.size(1) != (kept + 3) / 4)
+        return false;
+    if (x.dim() == 0 || x.size(-1) != 2 * kept || x.scalar_type() != dtype) return false;
+    return !bias || (here(*bias) && bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == outputs);
+}
+
+// Raise the ValueError of `require_operands`.
+[[noreturn]] void refuse(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    using Refusal = void(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+    static auto call =
+        c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_refused", "").typed<Refusal>();
+    call.call(x, values, positions, bias);
+    TORCH_CHECK_VALUE(false, "linear24: the CPU kernel does not take these operands");
+}
+
+Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    if (!fits(x, values, positions, bias)) refuse(x, values, positions, bias);
+    const int64_t outputs = values.size(0), kept = values.size(1), inputs = 2 * kept;
+    const auto dtype = values.scalar_type();
+    const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
+
+    auto shape = x.sizes().vec();
+    shape.back() = outputs;
+    Tensor y = at::empty(shape, x.options().memory_format(at::MemoryFormat::Contiguous));
+    if (y.numel() == 0) return y;
+    const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
+    const Tensor b = bias ? bias->contiguous() : Tensor();
+    Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
+            bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
+    const Path path = path_of(bf16);
+
+    if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, inputs)) {
+        const Tensor ready = prepared(rows, path, bf16);
+        job.x = ready.const_data_ptr();
+        job.x_stride = ready.size(1);
+        const Product product = product_of(path, bf16);
+        at::parallel_for(0, (outputs + 7) / 8, std::max<int64_t>(1, WORK / (8 * inputs)), [&](int64_t at, int64_t end) {
+            product(job, 8 * at, std::min(8 * end, outputs));
+        });
+        return y;
+    }
+
+    // Each thread unpacks and multiplies outputs of its own, so that none waits for another between two tiles.
+    // Without instructions for bf16, torch is four times as fast in fp32.
+    const bool widen = bf16 && path == Path::avx2;
+    const Tensor wide = widen ? rows.to(at::kFloat) : rows, shift = widen && bias ? b.to(at::kFloat) : b;
+    const int64_t row_bytes = inputs * v.element_size();
+    const int64_t least = wide.scalar_type() == at::kFloat ? 256 : 64;
+    const int64_t share = (outputs + at::get_num_threads() - 1) / at::get_num_threads();
+    const Unpack unpack = unpack_of(path, v.element_size());
+    Tensor out = y.view({-1, outputs});
+    at::parallel_for(0, outputs, std::max<int64_t>(share, WORK / inputs), [&](int64_t begin, int64_t end) {
+        at::AutoDispatchBelowADInplaceOrView below;  // which is a thread's own
+        const int64_t tile_rows = std::min(end - begin, std::max(least, TILE_BYTES / row_bytes / 64 * 64));
+        const Tensor tile = at::empty({tile_rows, inputs}, v.options());
+        for (int64_t first = begin; first < end; first += tile_rows) {
+            const int64_t count = std::min(tile_rows, end - first);
+            unpack(static_cast<char*>(tile.mutable_data_ptr()), job, first, first + count);
+            const Optional part_bias = bias ? Optional(shift.narrow(0, first, count)) : Optional();
+            const Tensor part = tile.narrow(0, 0, count);
+            out.narrow(1, first, count).copy_(at::linear(wide, widen ? part.to(at::kFloat) : part, part_bias));
+        }
+    });
+    return y;
+}
+
+using Call = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+
+// Without a gradient to keep, straight to the kernel; with one, to the operator whose gradient is written in Python.
+Tensor without_gradient(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
+    const bool wanted = x.requires_grad() || values.requires_grad() || (bias && bias->requires_grad());
+    if (at::GradMode::is_enabled() && wanted) {
+        static auto call =
+            c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_with_gradient", "").typed<Call>();
+        return call.call(x, values, positions, bias);
+    }
+    static auto call = c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24", "").typed<Call>();
+    at::AutoDispatchBelowADInplaceOrView below;
+    return call.call(x, values, positions, bias);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(sparseforge, CPU, m) { m.impl("linear24", linear24); }
+TORCH_LIBRARY_IMPL(sparseforge, AutogradCPU, m) { m.impl("linear24", without_gradient); }

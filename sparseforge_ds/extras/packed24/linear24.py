@@ -1,0 +1,158 @@
+"""`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
+
+Devices differ by the kernels that torch's dispatcher has of it. On the CPU, the first call loads a C++ library
+(`cpu_kernel`), which registers itself with torch and from then on is called without Python. NVIDIA's GPUs have one for
+few rows (`mma_kernel`), all GPUs a Triton kernel for the rest (`triton_kernel`), and any other device the reference,
+which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile), and under autocast
+its inputs are cast as those of nn.functional.linear are.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
+from sparseforge_ds.extras.packed24.mma_kernel import mma24
+from sparseforge_ds.extras.packed24.operands import require_operands
+from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@torch.library.custom_op("sparseforge::linear24", mutates_args=())
+def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`nn.functional.linear` with a weight that `pack24` packed along its last axis.
+
+    Positions are not checked for damage at each call: whoever loads them does that once, by `unpack24`.
+
+    Args:
+        x: (..., in), of any strides.
+        values: (out, in/2), the kept values, in the dtype of `x`.
+        positions: (out, ceil(in/8)), uint8, where they belong.
+        bias: (out,), in the dtype of `x`.
+
+    Returns:
+        (..., out) in the dtype of `x`. Its gradient goes to `x` and to `bias`; a packed weight has none.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
+    """
+    require_operands("linear24", x, values, positions, bias)
+    if x.device.type == "cpu" and load_cpu_kernel():
+        result: Tensor = linear24(x, values, positions, bias)  # the C++ kernel has taken this one's place
+        return result
+    return reference24(x, values, positions, bias)
+
+
+def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+    """What every kernel computes, up to rounding: unpack the weight and multiply."""
+    return torch.nn.functional.linear(x, unpack24(values, positions), bias)
+
+
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
+    require_operands("linear24", x, values, positions, bias)
+    found = mma24(x, values, positions, bias)
+    if found is not None:
+        return found
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
+    result: Tensor = (reference24 if kernels is None else kernels.triton24)(x, values, positions, bias)
+    return result
+
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@cache
+def triton_kernels() -> Any:
+    """`triton_kernel`, or None where Triton is missing, which CUDA and ROCm builds of torch bring along; said
+    once."""
+    if find_spec("triton") is None:
+        _LOGGER.warning(
+            "linear24: triton is not installed, so every product with a packed weight unpacks the whole weight first, "
+            "which is slower than a dense layer; pip install triton"
+        )
+        return None
+    return import_module("sparseforge_ds.extras.packed24.triton_kernel")
+
+
+def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    require_operands("linear24", x, values, positions, bias)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+@torch.library.custom_op("sparseforge::linear24_with_gradient", mutates_args=())
+def _with_gradient(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Where the C++ kernel sends a call of which a gradient is wanted, since its own has none."""
+    result: Tensor = linear24(x, values, positions, bias)
+    return result
+
+
+@torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
+def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """(..., out) -> (..., in): what `linear24` sends back to its `x`."""
+    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
+    return gradient @ unpack24(values, positions)
+
+
+@_input_gradient.register_fake
+def _(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
+    return gradient.new_empty((*gradient.shape[:-1], 2 * values.shape[1]))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, values, positions, bias = inputs
+    if values.requires_grad:
+        raise ValueError(
+            "linear24: a packed 2:4 weight cannot be trained; make the model dense by model.dequantize(), or train a "
+            "low-rank adapter on top of it"
+        )
+    ctx.save_for_backward(values, positions)
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+    """What an adapter below this layer needs; a bias may train."""
+    values, positions = ctx.saved_tensors
+    to_x = _input_gradient(gradient, values, positions) if ctx.needs_input_grad[0] else None
+    to_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
+    return to_x, None, None, to_bias
+
+
+for _operator in (linear24, _with_gradient):
+    _operator.register_fake(_fake)
+    _operator.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _autocast(device: str) -> None:
+    """`register_autocast` of torch knows one dtype; autocast's own is asked for at each call."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+
+    def cast_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = torch.get_autocast_dtype(device)
+        # A dtype that no packed weight has is left for the operator to refuse.
+        x, values = (each.to(dtype) if each.dtype in VALUE_DTYPES else each for each in (x, values))
+        bias = None if bias is None else bias.to(dtype)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            result: Tensor = linear24(x, values, positions, bias)
+            return result
+
+    _LIBRARY.impl("linear24", cast_inputs, f"Autocast{device.upper()}")
+
+
+_LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
+# The C++ kernel calls it where its own comparisons fail, so that every device says the same.
+_LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias) -> ()")
+_LIBRARY.impl("linear24_refused", partial(require_operands, "linear24"), "CompositeImplicitAutograd")
+# `register_kernel` would add its own checks to each call, and keep the compiler out as well.
+_LIBRARY.impl("linear24", torch.compiler.disable(_on_gpu), "CUDA")
+for _device in ("cpu", "cuda"):
+    _autocast(_device)

@@ -1,0 +1,138 @@
+"""Experts in one tensor that stay packed when transformers loads them.
+
+transformers merges the experts of a layer from a file's tensors by its own steps, which do the same to values and to
+positions; so no expert is ever unpacked. Imported by transformers' loader only, as `packed24_loading` is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.extras.packed24.file_headers import note_damage
+from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
+from sparseforge_ds.mask.packing import POSITIONS, check24
+from sparseforge_ds.model.loading_targets import Targets
+from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def keep_experts(
+    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Make place in a model, still empty, for the experts in one tensor whose weights are packed in its files.
+
+    The conversions that merge them are there twice afterwards: for their values, and for their positions.
+
+    Args:
+        model: as `from_pretrained` has built it.
+        keys: names of all tensors in the packed folder's files, after `check_headers`.
+        targets: of these tensors.
+        conversions: by which transformers would load the dense model.
+
+    Returns:
+        (conversions of experts that stay packed, all others). Experts of which some layer cannot keep them are named in
+        one warning, and are unpacked.
+    """
+    merged_by = _packed_experts(model, keys, targets)
+    layers: dict[str, list[str]] = {}
+    for name in merged_by:
+        layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    kept: list[Any] = []
+    unpacked: dict[str, str] = {}
+    for layer, names in layers.items():
+        experts = model.get_submodule(layer)
+        by = [merged_by[f"{layer}.{name}"] for name in names]
+        kind = packed_kind(experts)
+        why = _why_unpacked(experts, kind, names, by)
+        if kind is not None and why is None:
+            pack_experts(experts, kind, names)
+            kept += [converter for converter in by if converter is not None and converter not in kept]
+        else:
+            unpacked[layer] = str(why)
+    if unpacked:
+        first, why = next(iter(unpacked.items()))
+        weights = [model.get_parameter(f"{layer}.{name}") for layer in unpacked for name in layers[layer]]
+        dense = sum(weight.nbytes for weight in weights)
+        packed = sum(weight.nbytes / 2 + weight.numel() / 8 for weight in weights)
+        more = f" and {len(unpacked) - 1} more" if len(unpacked) > 1 else ""
+        _LOGGER.warning(
+            "%s%s: experts are unpacked, since %s; %.3g MB of memory in place of %.3g",
+            *(first, more, why, dense / 1e6, packed / 1e6),
+        )
+    return [
+        converter.copy(
+            [pattern + what for pattern in converter._original_source_patterns],
+            [pattern + what for pattern in converter._original_target_patterns],
+            operations=[*converter.operations, Hold24()],
+        )
+        for converter in kept
+        for what in ("", POSITIONS)
+    ], [conversion for conversion in conversions if conversion not in kept]
+
+
+def _packed_experts(model: Any, keys: Iterable[str], targets: Targets) -> dict[str, Any]:
+    """Return the packed weights in three dimensions, each with the conversion that merges it, if there is one."""
+    shapes, merged_by = model.state_dict(), {}
+    for key in sorted(key.removesuffix(POSITIONS) for key in keys if key.endswith(POSITIONS)):
+        name, pattern = targets.find(key)
+        if name in shapes and shapes[name].ndim == 3:
+            merged_by[name] = None if pattern is None else targets.converter(pattern)
+    return merged_by
+
+
+def _why_unpacked(experts: nn.Module, kind: object, names: list[str], merged_by: list[Any]) -> str | None:
+    """Why the experts of a layer cannot stay packed."""
+    if kind is None:
+        return f"{type(experts).__name__} has a way of its own to compute them"
+    dense = {name for name, parameter in experts.named_parameters(recurse=False) if parameter.ndim == 3} - {*names}
+    if dense:
+        return f"{min(dense)} is not packed"
+    operations = {type(operation) for by in merged_by if by is not None for operation in by.operations}
+    others = operations - {MergeModulelist, Concatenate}
+    return f"{others.pop().__name__} is applied to them" if others else None
+
+
+class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
+    """After the merge of all experts of a layer, for their values and for their positions: as `Packed24Experts` has
+    them."""
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, **kwargs: Any
+    ) -> dict[str, Any]:
+        return {pattern: held(model, full_layer_name, tensor) for pattern, tensor in input_dict.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Saving takes the tensors as they are held."""
+        return _IdentityOp()
+
+
+def held(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that there is a place for with each output's inputs side by side in memory, any other as it is.
+
+    Damage is noted on the model: a shape that is not the place's, and positions that `check24` refuses.
+    """
+    where, _, leaf = name.rpartition(".")
+    experts: Any = model.get_submodule(where)
+    if not isinstance(experts, Packed24Experts):
+        return tensor
+    weight, place = name.removesuffix(POSITIONS), getattr(experts, leaf)
+    if tensor.shape != place.shape:
+        note_damage(model, weight, ValueError(f"has shape {tuple(tensor.shape)}, not {tuple(place.shape)}"))
+        return torch.zeros_like(place, device=tensor.device)
+    if leaf.endswith(POSITIONS):
+        values = getattr(experts, leaf.removesuffix(POSITIONS))
+        for expert, positions in enumerate(tensor):
+            try:
+                check24(values[expert], positions)
+            except ValueError as error:
+                note_damage(model, f"{weight}, expert {expert}", error)
+    if experts.is_transposed:
+        tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return tensor if leaf.endswith(POSITIONS) else nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,97 @@
+"""The experts of a packed 2:4 mixture: their weights, one tensor for all experts of a layer, stay packed in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
+from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
+
+
+class Packed24Experts(nn.Module):
+    """What an experts module of transformers has beside its own things when its weights are packed.
+
+    `gate_up_proj` (or `up_proj`) and `down_proj` hold the kept values of all experts, (experts, out, in/2), and buffers
+    with `_positions` behind these names where they belong, (experts, out, ceil(in/8)); both are transposed where the
+    module's weights are. Activations, biases and norms are the module's own, used as transformers' ways to compute
+    experts use them (`transformers.integrations.moe`). This way is taken whatever `experts_implementation` says.
+    """
+
+    is_transposed: bool
+    has_bias: bool
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(tokens, hidden), the experts of each token (tokens, k) and their shares (tokens, k) -> (tokens, hidden)."""
+        it: Any = self
+        experts, order, ends = sort_by_expert(top_k_index, len(it.down_proj))
+        rows = hidden_states[order // top_k_index.shape[1]]
+        up = self._product("gate_up_proj" if it.has_gate else "up_proj", rows, experts, ends)
+        inner = it._apply_gate(up) if it.has_gate else it.act_fn(up)
+        y = self._product("down_proj", inner, experts, ends)
+        if getattr(it, "has_post_expert_norm", False):  # older releases of transformers have no such experts
+            y = it.post_expert_norm(y)
+        return add_choices(y, order, top_k_weights).to(hidden_states.dtype)
+
+    def _product(self, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""
+        values, positions = getattr(self, name), getattr(self, name + POSITIONS)
+        if self.is_transposed:
+            values, positions = values.transpose(1, 2), positions.transpose(1, 2)
+        y: Tensor = experts24(x.to(values.dtype), values, positions, ends)
+        return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
+
+    @torch.no_grad()
+    def make_dense(self) -> None:
+        """Become the module that it was, with unpacked weights, one expert at a time."""
+        for held in [name for name in self._buffers if name.endswith(POSITIONS)]:
+            name = held.removesuffix(POSITIONS)
+            values, positions = getattr(self, name), getattr(self, held)
+            first = unpack24(values[0], positions[0])
+            dense = first.new_empty((len(values), *first.shape))
+            for expert in range(len(values)):
+                dense[expert] = unpack24(values[expert], positions[expert])
+            delattr(self, held)
+            setattr(self, name, nn.Parameter(dense))
+        self.__class__ = type(self).__bases__[1]
+
+
+class Packed24Llama4Experts(Packed24Experts):
+    """Of Llama 4, where every expert computes all tokens: those that are not its own are zero."""
+
+    is_transposed = True
+    has_bias = False
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # each token comes once an expert
+        """(experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        it: Any = self
+        numbers = torch.arange(len(it.down_proj), device=hidden_states.device)
+        ends = (numbers + 1) * (len(hidden_states) // len(numbers))
+        gate, up = self._product("gate_up_proj", hidden_states, numbers, ends).chunk(2, dim=-1)
+        return self._product("down_proj", up * it.act_fn(gate), numbers, ends)
+
+
+def packed_kind(experts: nn.Module) -> type[Packed24Experts] | None:
+    """What computes a module's experts when they are packed: known of classes that `use_experts_implementation` of
+    transformers has decorated, and of Llama 4's."""
+    if getattr(experts, "is_transposed", None) is not None:
+        return Packed24Experts
+    return Packed24Llama4Experts if type(experts).__name__ == "Llama4TextExperts" else None
+
+
+def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str]) -> None:
+    """Turn an experts module of transformers into one for packed weights, in place; the loader fills them.
+
+    Args:
+        experts: the module.
+        kind: its `packed_kind`.
+        names: its weights, each of which becomes an empty place for values and one for positions.
+    """
+    experts.__class__ = type(f"Packed24{type(experts).__name__}", (kind, type(experts)), {})
+    for name in names:
+        dense = getattr(experts, name)
+        values, positions = packed24_shapes(tuple(dense.shape), -2 if experts.is_transposed else -1)
+        setattr(experts, name, nn.Parameter(dense.new_empty(values), requires_grad=False))
+        experts.register_buffer(name + POSITIONS, dense.new_empty(positions, dtype=torch.uint8))

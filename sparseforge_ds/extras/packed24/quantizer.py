@@ -1,0 +1,216 @@
+"""Loading what `sparseforge export --format packed24` writes, by transformers' own `from_pretrained`.
+
+    import sparseforge_ds.extras.packed24
+    model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
+
+Linear layers stay packed in memory (`packed_linear.Packed24Linear`, GPT-2's `Packed24Conv1D`), and so do
+experts in one tensor (`packed_experts`); `save_pretrained` writes a packed folder again. `model.dequantize()`
+makes all of it dense. `"semi_structured": true` in the `quantization_config` makes torch's semi-structured tensors of
+linear layers instead, on CUDA (8.0 or more, 16 bits), which are faster from about a thousand rows on; experts are
+unpacked then. Semi-structured tensors are not saved, nor are branches.
+
+A packed weight lies under its own name, with half its inputs, beside `<name>_positions`: transformers without this
+package raises on the shape, where an unknown quant_method alone would be a mere warning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, is_packed
+
+
+class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
+    """The `quantization_config` of a packed folder.
+
+    Args:
+        format: version of the storage.
+        semi_structured: on CUDA, unpack weights into torch's semi-structured sparse tensors where it has a kernel for
+            them, and into dense ones elsewhere.
+        low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
+        low_rank_learned: whether the folder has the projections P of these branches too.
+    """
+
+    def __init__(
+        self,
+        format: int = PACKED24_FORMAT,
+        semi_structured: bool = False,
+        low_rank: dict[str, int] | None = None,
+        low_rank_learned: bool = False,
+        **more: Any,
+    ) -> None:
+        if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
+            raise ValueError(
+                f"{PACKED24}: format {format!r} with {sorted(more)} is not what this version of sparseforge_ds reads "
+                f"(format {PACKED24_FORMAT}); upgrade it, or export again"
+            )
+        self.quant_method = PACKED24
+        self.format = format
+        self.semi_structured = semi_structured
+        self.low_rank = low_rank or {}
+        self.low_rank_learned = low_rank_learned
+        if not isinstance(self.low_rank, dict) or any(type(k) is not int or k < 1 for k in self.low_rank.values()):
+            raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
+        if not isinstance(low_rank_learned, bool):
+            raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a config.json says; without `low_rank_learned` where it is false, which older versions refuse."""
+        content = super().to_dict()
+        return {key: value for key, value in content.items() if key != "low_rank_learned" or value}
+
+
+class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
+    """Puts packed layers into a model while transformers loads it."""
+
+    requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
+    serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
+    """For a model's own conversions, like the merge of experts; see `get_load_operations`."""
+    _leaves = ("weight",)
+    _files: tuple[str, ...] = ()
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """Before a model's own conversions: unpacking comes first."""
+        return {"dequantize": _operation}
+
+    def get_weight_conversions(self) -> list[Any]:
+        """`weight` and `weight_positions` become `weight`; a weight that is not packed is passed through."""
+        from sparseforge_ds.transformers_internals import WeightConverter
+
+        return [
+            WeightConverter([rf"\.{leaf}$", rf"\.{leaf}{POSITIONS}$"], f".{leaf}", [_operation(self)])
+            for leaf in self._leaves
+        ]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """Check the files' headers, and choose how experts are merged: those that stay packed as dense ones are, all
+        others behind a step that unpacks."""
+        from sparseforge_ds.extras.packed24.file_headers import check_headers, read_headers
+        from sparseforge_ds.extras.packed24.merged_experts import keep_experts
+        from sparseforge_ds.model.loading_targets import Targets
+
+        headers, targets = read_headers(self._files), Targets(model, weight_conversions)
+        check_headers(model, headers, targets)
+        if self.quantization_config.semi_structured:
+            return list(super().update_weight_conversions(weight_conversions, model))
+        kept, others = keep_experts(model, headers, targets, weight_conversions)
+        return [*kept, *super().update_weight_conversions(others, model)]
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Matrices are called `weight` in most layers; fused experts have other names. Branches are added."""
+        self._files = tuple(kwargs.get("checkpoint_files") or ())
+        self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
+        from sparseforge_ds.extras.packed24.file_headers import collect_damage
+        from sparseforge_ds.model.branch import add_branch
+
+        collect_damage(model)
+        config = self.quantization_config
+        for name, k in config.low_rank.items():
+            try:
+                add_branch(model.get_submodule(name), k, config.low_rank_learned).enabled = True
+            except AttributeError as error:
+                raise ValueError(
+                    f"{PACKED24}: low_rank names {name}, no linear layer of this model ({error})"
+                ) from None
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Refuse damaged weights, and keep saving from undoing the conversion. Without packed weights and branches, the
+        model is an ordinary one.
+
+        Raises:
+            ValueError: positions are damaged; the message names the first weight.
+        """
+        from sparseforge_ds.extras.packed24.file_headers import require_sound
+
+        require_sound(model)
+        ours = type(_operation(self))
+        model._weight_conversions = [
+            conversion
+            for conversion in model._weight_conversions or []
+            if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
+        ]
+        branched = bool(self.quantization_config.low_rank)
+        if not branched and not any(is_packed(module) or _is_sparse(module) for module in model.modules()):
+            self.remove_quantization_config(model)
+            for module in model.modules():
+                if getattr(getattr(module, "config", None), "_is_quantized", False):
+                    module.config._is_quantized = False
+        return model
+
+    def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        """As transformers' own, but every weight keeps the dtype that it has now where none is given; with one, the
+        whole model is cast. That would give the unpacked weights alone the dtype of the config."""
+        model = self._dequantize(model)
+        self.remove_quantization_config(model)
+        return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        if self.quantization_config.low_rank:
+            raise ValueError(
+                f"{PACKED24}: this model has low-rank branches, without which its weights are useless; a folder for "
+                "other tools is what `sparseforge export FOLDER OUT --format hf` writes"
+            )
+        self.make_dense(model)
+        for module in model.modules():
+            if getattr(getattr(module, "config", None), "_is_quantized", False):
+                module.config._is_quantized = False
+        return model
+
+    def make_dense(self, model: Any) -> None:
+        """Turn packed and semi-structured layers of a model into dense ones, in memory; branches stay."""
+        from sparseforge_ds.model.branch import Branch, add_branch
+
+        for name, module in list(model.named_modules()):
+            if isinstance(module, Packed24Experts):
+                module.make_dense()
+            elif is_packed(module):
+                dense = module.dense()
+                if isinstance(module, Branch):
+                    add_branch(dense, module.k, like=module).enabled = module.enabled
+                model.set_submodule(name, dense)
+            elif _is_sparse(module):
+                module.weight = nn.Parameter(module.weight.to_dense(), requires_grad=True)
+
+    def is_serializable(self) -> bool:
+        """Semi-structured tensors and branches are not saved: transformers raises."""
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
+
+    @property
+    def is_compileable(self) -> bool:
+        """True if `generate` may compile decoding with a static cache: packed products are operators of their own."""
+        return not self.quantization_config.semi_structured
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
+        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    from torch.sparse import SparseSemiStructuredTensor
+
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) and isinstance(
+        weight.data if isinstance(weight, nn.Parameter) else weight, SparseSemiStructuredTensor
+    )
+
+
+def _operation(quantizer: Packed24Quantizer) -> Any:
+    """The step of transformers' loader that unpacks; its class is made here, as this file is imported by a part of
+    transformers that the loader itself needs."""
+    from sparseforge_ds.extras.packed24.unpacking import Unpack24
+
+    return Unpack24(quantizer.quantization_config.semi_structured)
+
+
+if PACKED24 not in AUTO_QUANTIZER_MAPPING:  # a reload is no error
+    register_quantization_config(PACKED24)(Packed24Config)
+    register_quantizer(PACKED24)(Packed24Quantizer)

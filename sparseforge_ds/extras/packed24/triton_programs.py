@@ -1,0 +1,240 @@
+"""What one program of a Triton kernel does with packed 2:4 weights; `triton_kernel` launches them.
+
+They are compiled for a device and for every set of constants (tl.constexpr). AMD's GPUs and Triton's interpreter take
+the plain path, NVIDIA's inline assembly of `triton_words`. What is no constant has no type: an annotation would be
+Triton's to read, and it has none for a pointer or a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseforge_ds.extras.packed24.triton_words import (
+    both_halves,
+    choose_pair,
+    load_four_words,
+    load_places,
+    load_word,
+    product_of_group,
+    spread_pair,
+)
+
+
+@triton.jit
+def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
+    x, values, positions, m, n, rows, outputs, quads, QUADS: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Each thread takes four groups at a time: 16 bytes of values and a word of positions."""
+    dtype: tl.constexpr = values.dtype.element_ty
+    row, m, at = n.to(tl.int64)[None, :, None], m[:, None, None], tl.arange(0, QUADS)[None, None, :]
+    total = tl.zeros((m.shape[0], n.shape[0], QUADS), dtype=tl.float32)
+    values += 8 * (row * quads + at)
+    positions += 2 * (row * quads + at)
+    x += 16 * (m * quads + at)
+    for q in tl.range(0, quads, QUADS, loop_unroll_factor=AHEAD):
+        inside = (row < outputs) & (q + at < quads)
+        there = (m < rows) & (q + at < quads)
+        v0, v1, v2, v3 = load_four_words(values + 8 * q, inside, True)
+        word = load_word(positions + 2 * q, inside)
+        a0, a1, a2, a3 = load_four_words(x + 16 * q, there, False)
+        b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, there, False)
+        total += product_of_group(v0, a0, a1, word & 15, dtype)
+        total += product_of_group(v1, a2, a3, (word >> 4) & 15, dtype)
+        total += product_of_group(v2, b0, b1, (word >> 8) & 15, dtype)
+        total += product_of_group(v3, b2, b3, word >> 12, dtype)
+    return tl.sum(total, axis=2)
+
+
+@triton.jit
+def _sum_of_groups(  # type: ignore[no-untyped-def]
+    x, values, positions, m, n, rows, outputs, groups, GROUPS: tl.constexpr, EVEN: tl.constexpr
+):
+    dtype: tl.constexpr = values.dtype.element_ty
+    row = n.to(tl.int64)[:, None, None]
+    wanted = (n < outputs)[:, None, None]
+    total = tl.zeros((m.shape[0], n.shape[0], GROUPS // 4, 4), dtype=tl.float32)
+    for g in range(0, groups, GROUPS):
+        quad = g // 4 + tl.arange(0, GROUPS // 4)[None, :, None]
+        group = 4 * quad + tl.arange(0, 4)[None, None, :]
+        inside = wanted & (group < groups)
+        half = load_places(positions, row, quad, wanted, groups, EVEN)
+        at = m[:, None, None, None] * groups + group[None, :, :, :]
+        there = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
+        if dtype == tl.float32:
+            first = values + 2 * (row * groups + group)
+            low, high = tl.load(first, mask=inside, other=0.0), tl.load(first + 1, mask=inside, other=0.0)
+            x_low = tl.load(x + 4 * at + (half & 3)[None, :, :, :], mask=there, other=0.0)
+            x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=there, other=0.0)
+        else:
+            pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
+            low, high = both_halves(tl.load(pairs + row * groups + group, mask=inside, other=0), dtype)
+            four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=there, other=0)
+            x_low, x_high = both_halves(choose_pair(four, half[None, :, :, :]), dtype)
+        total += low[None, :, :, :] * x_low + high[None, :, :, :] * x_high
+    return tl.sum(tl.sum(total, axis=3), axis=2)
+
+
+@triton.jit
+def few_rows(  # type: ignore[no-untyped-def]
+    x,
+    values,
+    positions,
+    bias,
+    y,
+    experts,
+    count,
+    rows,
+    outputs,
+    groups,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRMT: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+):
+    if HAS_EXPERTS:  # one row and its expert's weight; a row of nobody has no outputs
+        row = tl.program_id(1).to(tl.int64)
+        expert = tl.load(experts + row).to(tl.int64)
+        x += row * (4 * groups)
+        y += row * outputs
+        values += expert * outputs * (2 * groups)
+        positions += expert * outputs * ((groups + 1) // 2)
+        outputs = tl.where(expert < count, outputs, 0)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    m = tl.arange(0, ROWS)
+    if PRMT and EVEN and values.dtype.element_ty != tl.float32:
+        result = _sum_of_whole_quads(x, values, positions, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD)
+    else:
+        result = _sum_of_groups(x, values, positions, m, n, rows, outputs, groups, GROUPS, EVEN)
+    _store(result, bias, y, m, m < rows, n, outputs, HAS_BIAS)
+
+
+@triton.jit
+def _store(result, bias, y, row, wanted, n, outputs, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of a tile, (rows, outputs) in fp32, plus the bias, where they belong."""
+    if HAS_BIAS:
+        result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
+    inside = wanted[:, None] & (n < outputs)[None, :]
+    tl.store(y + row[:, None] * outputs + n[None, :], result.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_four(values, positions, row, quad, wanted, groups, EVEN: tl.constexpr, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The four elements of each group of the dense weight, each (outputs, quads, 4)."""
+    dtype: tl.constexpr = values.dtype.element_ty
+    group = 4 * quad + tl.arange(0, 4)[None, None, :]
+    inside = wanted & (group < groups)
+    half = load_places(positions, row, quad, wanted, groups, EVEN)
+    if dtype == tl.float32:
+        low, high = half & 3, half >> 2
+        first = values + 2 * (row * groups + group)
+        low_value, high_value = tl.load(first, mask=inside, other=0.0), tl.load(first + 1, mask=inside, other=0.0)
+        w0 = tl.where(low == 0, low_value, 0.0)
+        w1 = tl.where(low == 1, low_value, tl.where(high == 1, high_value, 0.0))
+        w2 = tl.where(low == 2, low_value, tl.where(high == 2, high_value, 0.0))
+        w3 = tl.where(high == 3, high_value, 0.0)
+    else:
+        pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
+        word = spread_pair(tl.load(pairs + row * groups + group, mask=inside, other=0), half, PRMT)
+        w0 = word.to(tl.int16).to(dtype, bitcast=True)
+        w1 = (word >> 16).to(tl.int16).to(dtype, bitcast=True)
+        w2 = (word >> 32).to(tl.int16).to(dtype, bitcast=True)
+        w3 = (word >> 48).to(tl.int16).to(dtype, bitcast=True)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def many_rows(  # type: ignore[no-untyped-def]
+    x,
+    values,
+    positions,
+    bias,
+    y,
+    runs,
+    rows,
+    outputs,
+    groups,
+    each,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRMT: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    begin = tl.program_id(2) * each
+    end = tl.minimum(begin + each, groups)
+    y += tl.program_id(2).to(tl.int64) * rows * outputs
+    if HAS_EXPERTS:  # one run of rows and their expert's weight
+        run = runs + tl.program_id(0) * 3
+        expert = tl.load(run).to(tl.int64)
+        first = tl.load(run + 1).to(tl.int32)
+        rows = tl.load(run + 2).to(tl.int32)
+        values += expert * outputs * (2 * groups)
+        positions += expert * outputs * ((groups + 1) // 2)
+        end = tl.where(first < rows, groups, 0)
+    m = first + tl.arange(0, ROWS)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = m.to(tl.int64)
+    total = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for g in range(begin, end, GROUPS):
+        quad = g // 4 + tl.arange(0, GROUPS // 4)[None, :, None]
+        w0, w1, w2, w3 = _load_four(
+            values, positions, n.to(tl.int64)[:, None, None], quad, (n < outputs)[:, None, None], groups, EVEN, PRMT
+        )
+        weight = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (OUTPUTS, 4 * GROUPS))
+        k = 4 * g + tl.arange(0, 4 * GROUPS)
+        inside = (m < rows)[:, None] & (k < 4 * groups)[None, :]
+        part = tl.load(x + row[:, None] * (4 * groups) + k[None, :], mask=inside, other=0.0)
+        total = tl.dot(weight, tl.trans(part), total, input_precision="ieee")
+    _store(tl.trans(total), bias, y, row, m < rows, n, outputs, HAS_BIAS)
+
+
+@triton.jit
+def add_parts(parts, bias, y, splits, count, outputs, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sum what the programs of `many_rows` wrote, always in the same order."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    total = tl.zeros((SIZE,), dtype=tl.float32)
+    for split in range(splits):
+        total += tl.load(parts + split * count + at, mask=at < count, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % outputs, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def unpack(  # type: ignore[no-untyped-def]
+    values,
+    positions,
+    dense,
+    outputs,
+    groups,
+    EVEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = n.to(tl.int64)[:, None, None]
+    wanted = (n < outputs)[:, None, None]
+    quad = tl.program_id(1) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[None, :, None]
+    group = 4 * quad + tl.arange(0, 4)[None, None, :]
+    inside = wanted & (group < groups)
+    if values.dtype.element_ty == tl.float32:
+        w0, w1, w2, w3 = _load_four(values, positions, row, quad, wanted, groups, EVEN, False)
+        to = dense + 4 * (row * groups + group)
+        tl.store(to, w0, mask=inside)
+        tl.store(to + 1, w1, mask=inside)
+        tl.store(to + 2, w2, mask=inside)
+        tl.store(to + 3, w3, mask=inside)
+    else:
+        half = load_places(positions, row, quad, wanted, groups, EVEN)
+        pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
+        pair = tl.load(pairs + row * groups + group, mask=inside, other=0)
+        to = dense.to(tl.pointer_type(tl.int64), bitcast=True) + row * groups + group
+        tl.store(to, spread_pair(pair, half, False), mask=inside)

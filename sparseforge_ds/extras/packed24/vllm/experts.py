@@ -1,0 +1,109 @@
+"""Experts of vLLM whose weights stay packed, one tensor for all of a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.config import (
+    FUSED_MOE_UNQUANTIZED_CONFIG,
+    FusedMoEQuantConfig,
+    biased_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
+from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_whole_bytes
+from sparseforge_ds.mask.packing import POSITIONS
+
+_EMPTY_GROUPS = 0x44
+"""A byte of positions whose two groups hold their first two elements."""
+
+
+class Packed24Experts(FusedMoEMethodBase):
+    """Fused experts that stay packed: `w13_weight`, gate and up, and `w2_weight`, down, hold the values of all experts
+    of a rank, (experts, out, in/2), and each with `_positions` behind its name where they belong.
+
+    Tensor and expert parallelism, shared experts and sums over ranks are vLLM's own, around `apply`.
+    """
+
+    def __init__(self, moe: Any, prefix: str) -> None:
+        super().__init__(moe)
+        self.prefix = prefix
+
+    @override
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        require_whole_bytes(self.prefix, intermediate_size_per_partition, self.moe.intermediate_size)
+        up = intermediate_size_per_partition * (2 if self.moe.is_act_and_mul else 1)
+        for name, outputs, inputs in (
+            ("w13", up, hidden_size),
+            ("w2", hidden_size, intermediate_size_per_partition),
+        ):
+            parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
+                f"{name}_weight": ((num_experts, outputs, inputs // 2), params_dtype, 0),
+                # vLLM may pad, and loads nothing there
+                f"{name}_weight{POSITIONS}": ((num_experts, outputs, -(-inputs // 8)), torch.uint8, _EMPTY_GROUPS),
+            }
+            if self.moe.has_bias:
+                parts[f"{name}_bias"] = ((num_experts, outputs), params_dtype, 0)
+            for part, (shape, dtype, start) in parts.items():
+                parameter = nn.Parameter(torch.full(shape, start, dtype=dtype), requires_grad=False)
+                layer.register_parameter(part, parameter)
+                set_weight_attrs(parameter, extra_weight_attrs)
+
+    @override
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        if self.moe.has_bias:
+            return biased_moe_quant_config(layer.w13_bias, layer.w2_bias)
+        return FUSED_MOE_UNQUANTIZED_CONFIG
+
+    @override
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Refuse damaged positions once, an expert at a time."""
+        for name in ("w13_weight", "w2_weight"):
+            for of_one in zip(getattr(layer, name).data, getattr(layer, name + POSITIONS).data, strict=True):
+                require_sound(f"{self.prefix}.{name}", *of_one)
+
+    @override
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any,
+        shared_experts_input: Tensor | None,
+    ) -> Tensor:
+        """(tokens, hidden), the shares and experts of each token (tokens, k) -> (tokens, hidden). vLLM itself computes
+        shared experts, since this method has no kernel that could overlap them."""
+        chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
+        experts, order, ends = sort_by_expert(chosen, len(layer.w2_weight))
+        rows = x[order // topk_ids.shape[1]]
+        shares = topk_weights.masked_fill(chosen < 0, 0)  # those of another rank, which have no rows here
+        if layer.apply_router_weight_on_input:
+            rows = (rows * shares.reshape(-1)[order, None]).to(x.dtype)
+            shares = (chosen >= 0).to(shares.dtype)
+        up = self._product(layer, "w13", rows, experts, ends)
+        inner = up.new_empty(up.shape[0], up.shape[1] // 2 if layer.activation.is_gated else up.shape[1])
+        settings = ApplyMoEActivationConfig.from_configs(self.moe, self.moe_quant_config)
+        apply_moe_activation(layer.activation, inner, up, activation_config=settings)
+        return add_choices(self._product(layer, "w2", inner, experts, ends), order, shares).to(x.dtype)
+
+    def _product(self, layer: Any, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
+        """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""
+        values = getattr(layer, f"{name}_weight")
+        y: Tensor = experts24(x, values, getattr(layer, f"{name}_weight{POSITIONS}"), ends)
+        return y + getattr(layer, f"{name}_bias")[experts.clamp(max=len(values) - 1)] if self.moe.has_bias else y

@@ -1,0 +1,134 @@
+"""Random operands, sound and damaged, for every operator on packed 2:4 weights, in a process of its own.
+
+    python -m tests.unit.extras.packed24.fuzzed_operands CASES [LIBRARY]
+
+LIBRARY takes the place of the CPU kernel, for one that was built with a sanitizer. Damaged operands must be refused by
+a ValueError; whatever is accepted must be the product of literal unpacking. A fault of memory ends the process.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24.experts24 import experts24
+from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
+
+FLOATS = sorted(VALUE_DTYPES, key=str)
+OTHERS = [torch.int8, torch.uint8, torch.bool, torch.int16, torch.int64, torch.float8_e4m3fn, torch.complex128]
+GROUPS = torch.tensor([low | high << 2 for low in range(4) for high in range(low + 1, 4)], dtype=torch.uint8)
+"""Every sound half byte of positions."""
+Operands = dict[str, Tensor]
+
+
+def sound(operator: str, rng: random.Random) -> Operands:
+    """Operands that belong together, of any size up to several tiles."""
+    dtype, outputs, groups = rng.choice(FLOATS), rng.choice([1, 2, 7, 64, 300]), rng.choice([1, 2, 3, 16, 33])
+    rows = rng.choice([0, 1, 2, 5, 40, 300])
+    lead = [rng.choice([1, 4])] if "experts" in operator else []
+    half = GROUPS[torch.randint(len(GROUPS), (*lead, outputs, groups + groups % 2))]
+    if groups % 2:
+        half[..., -1] = 0
+    operands = {
+        "x": torch.randn(rows, outputs if "gradient" in operator else 4 * groups).to(dtype),
+        "values": torch.randn(*lead, outputs, 2 * groups).to(dtype),
+        "positions": half[..., ::2] | half[..., 1::2] << 4,
+    }
+    if operator == "linear24" and rng.random() < 0.5:
+        operands["bias"] = torch.randn(outputs).to(dtype)
+    if lead:
+        operands["ends"] = torch.tensor(sorted(rng.randrange(rows + 1) for _ in range(lead[0])))
+    return operands
+
+
+def damaged(operands: Operands, rng: random.Random) -> Operands:
+    """The same with one operand of another dtype, shape, device, layout or content, or with all in a foreign dtype."""
+    if rng.random() < 0.2:  # as a mixture of a damaged file has them: x takes the dtype of the values
+        dtype = rng.choice(OTHERS)
+        kept = {name: operands[name] for name in operands.keys() & {"positions", "ends"}}
+        return {name: tensor.to(dtype) for name, tensor in operands.items()} | kept
+    name = rng.choice(sorted(operands))
+    tensor = operands[name]
+    axis = rng.randrange(tensor.ndim)
+    damages: list[Callable[[], Tensor]] = [
+        lambda: tensor.to(rng.choice([*OTHERS, *FLOATS])),
+        lambda: tensor.narrow(axis, 0, max(0, tensor.shape[axis] - rng.choice([1, 2, 3]))),
+        lambda: torch.cat((tensor, tensor), axis),
+        lambda: tensor[None],
+        lambda: tensor.reshape(-1),
+        lambda: tensor.sum() if tensor.is_floating_point() else tensor.reshape(-1)[:1].sum(),
+        lambda: tensor.to("meta"),
+        lambda: tensor.to_sparse(),
+        lambda: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor.clone(),
+    ]
+    if name == "ends":
+        damages += [lambda: torch.randint(-(2**40), 2**40, tensor.shape), lambda: tensor.flip(0) - 1] * 3
+    if name == "positions":
+        damages += [lambda: torch.randint(0, 256, tensor.shape).to(torch.uint8)] * 2
+    return operands | {name: rng.choice(damages)()}
+
+
+def literal(operands: Operands, backward: bool) -> Tensor:
+    """The product in float64, by `unpack24` and one row after another. ValueError for damaged positions."""
+    x, values, positions = (operands[name] for name in ("x", "values", "positions"))
+    weight = unpack24(values.double(), positions)
+    if "ends" not in operands:
+        product = x.double() @ (weight if backward else weight.mT)
+        return product + operands["bias"].double() if "bias" in operands else product
+    product = x.new_zeros(len(x), weight.shape[-1] if backward else weight.shape[-2], dtype=torch.float64)
+    start = 0
+    for expert, end in enumerate(operands["ends"].tolist()):
+        for row in range(start, end):
+            product[row] = x[row].double() @ (weight[expert] if backward else weight[expert].mT)
+        start = end
+    return product
+
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "linear24": linear24,
+    "experts24": experts24,
+    "linear24_input_gradient": torch.ops.sparseforge.linear24_input_gradient.default,
+    "experts24_input_gradient": torch.ops.sparseforge.experts24_input_gradient.default,
+}
+
+
+def try_case(seed: int) -> str:
+    """Run one case and say what came of it: refused, or accepted with the right product."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    operator = rng.choice(sorted(OPERATORS))
+    operands = sound(operator, rng)
+    is_sound = rng.random() < 0.2
+    if not is_sound:
+        operands = damaged(operands, rng)
+    try:
+        product = OPERATORS[operator](*operands.values())
+    except ValueError as error:
+        assert not is_sound and "\n" not in str(error), f"seed {seed}: {operator}: {error}"
+        return "refused"
+    try:
+        expected = literal(operands, "gradient" in operator)
+    except ValueError:  # damaged positions: the loader refuses them, a product has only to stay inside of memory
+        assert not is_sound, f"seed {seed}"
+        return "any number"
+    assert product.shape == expected.shape and product.dtype == operands["x"].dtype, f"seed {seed}: {operator}"
+    tolerance = {torch.bfloat16: 0.1, torch.float16: 0.02}.get(product.dtype, 1e-3)
+    torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance, msg=f"seed {seed}")
+    return "right"
+
+
+def main(cases: int, library: str | None = None) -> None:
+    """Try every case, and print how many ended in which way."""
+    if library is not None:
+        torch.ops.load_library(library)
+    print(dict(Counter(map(try_case, range(cases)))))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

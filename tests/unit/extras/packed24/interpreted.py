@@ -1,0 +1,136 @@
+"""The Triton kernel under Triton's interpreter: a process of its own, as TRITON_INTERPRET=1 holds for a whole one.
+
+TRITON_INTERPRET=1 python -m tests.unit.extras.packed24.interpreted
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseforge_ds.extras.packed24.triton_kernel import (
+    FEW_ROWS_OF_EXPERTS,
+    Tile,
+    divide_rows,
+    multiply,
+    triton24,
+    triton_experts24,
+    unpack,
+)
+from sparseforge_ds.mask.packing import unpack24
+from tests.unit.extras.packed24.test_linear24 import packed
+
+UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
+"""Of a rounding, relative. The interpreter's bf16 product is wrong, for a dense one too."""
+
+
+@given(
+    rows=st.integers(0, 17),
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 90),
+    dtype=st.sampled_from(list(UNIT)),
+    bias=st.booleans(),
+    strided=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None, database=None, derandomize=True)
+@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, seed=0)
+@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, seed=0)
+def within_the_bound_of_fp32_sums(
+    rows: int, outputs: int, groups: int, dtype: torch.dtype, bias: bool, strided: bool, seed: int
+) -> None:
+    """Against fp64: n products summed in fp32, in any order, and one rounding to `dtype`."""
+    torch.manual_seed(seed)
+    inputs = 4 * groups
+    values, positions = packed(outputs, inputs, dtype)
+    x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
+    b = torch.randn(outputs).to(dtype) if bias else None
+    found = triton24(x, values, positions, b)
+    weight = unpack24(values, positions).double()
+    exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    if b is not None:
+        exact, size = exact + b.double(), size + b.double().abs()
+    bound = (2 * groups + 2) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
+    assert found.shape == exact.shape and found.dtype == dtype
+    assert bool(((found.double() - exact).abs() <= bound).all()), (found.double() - exact).abs().max()
+
+
+def experts_are_those_of_linear24() -> None:
+    """Each row by its own expert; one expert has none, and the last rows are nobody's."""
+    for dtype, outputs, groups, runs in (
+        (torch.float32, 19, 43, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
+        (torch.float16, 8, 64, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
+        (torch.float32, 70, 43, ((0, 0, 17), (1, 17, 65), (3, 65, 66))),
+        (torch.float16, 65, 9, ((1, 0, 16), (2, 16, 50), (3, 50, 70))),
+    ):
+        held = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
+        values, positions = (torch.stack(parts) for parts in zip(*held, strict=True))
+        last = runs[-1][2]
+        of = {expert: end for expert, _, end in runs}
+        ends = torch.tensor(
+            [max([end for other, end in of.items() if other <= expert], default=0) for expert in range(4)]
+        )
+        x = torch.randn(last + 2, 4 * groups).to(dtype)
+        assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
+        found = triton_experts24(x, values, positions, ends)
+        expected = torch.cat([torch.nn.functional.linear(x[a:b], unpack24(*held[expert])) for expert, a, b in runs])
+        torch.testing.assert_close(found[:last], expected)
+        assert found[last:].eq(0).all() and len(found) == len(x)
+
+
+def parts_of_sums_are_added_up() -> None:
+    """Each of several programs has some of the inputs; the last has fewer, or none."""
+    for dtype, groups, splits, has_bias in (
+        (torch.float16, 43, 2, True),
+        (torch.float32, 64, 4, False),
+        (torch.float16, 20, 4, True),
+    ):
+        values, positions = packed(70, 4 * groups, dtype)
+        x, y = torch.randn(19, 4 * groups).to(dtype), torch.empty(19, 70, dtype=dtype)
+        bias = torch.randn(70).to(dtype) if has_bias else None
+        multiply(x, values, positions, bias, y, Tile(16, 64, 8, 4, 1, splits))
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, unpack24(values, positions), bias))
+
+
+def unpacked_it_is_the_same_bits() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for outputs, groups in ((3, 1100), (5, 7), (1, 1024)):
+            values, positions = packed(outputs, 4 * groups, dtype)
+            assert unpack(values, positions).equal(unpack24(values, positions))
+
+
+def views_may_begin_anywhere() -> None:
+    values, positions = packed(9, 64, torch.float16)
+    moved = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view_as(values).copy_(values)
+    places = torch.empty(positions.numel() + 1, dtype=torch.uint8)[1:].view_as(positions).copy_(positions)
+    x = torch.randn(2 * 64 + 1).half()[1:].view(2, 64)
+    found = triton24(x, moved, places, None)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x, unpack24(values, positions)))
+
+
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), behind=st.integers(0, 9), most=st.integers(1, 32))
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None:
+    ends = torch.tensor(counts).cumsum(0)
+    runs = divide_rows(ends, int(ends[-1]) + behind, most).tolist()
+    found = [(row, expert) for expert, first, end in runs for row in range(first, min(end, first + most))]
+    owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    assert sorted(found) == list(enumerate(owners))
+
+
+def runs_of_damaged_ends_stay_inside() -> None:
+    """The host of a GPU does not look at them, and programs read and write from `first` to `end`."""
+    for ends in ([-5, 9, 3], [2**40, -(2**40), 7], [7, 0, 2**31]):
+        for _, first, end in divide_rows(torch.tensor(ends), 7, 4).tolist():
+            assert first >= 0 and end <= 7
+
+
+if __name__ == "__main__":
+    within_the_bound_of_fp32_sums()
+    experts_are_those_of_linear24()
+    parts_of_sums_are_added_up()
+    unpacked_it_is_the_same_bits()
+    views_may_begin_anywhere()
+    runs_cover_every_row_once()
+    runs_of_damaged_ends_stay_inside()

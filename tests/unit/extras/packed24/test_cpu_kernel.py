@@ -1,0 +1,124 @@
+"""The C++ kernel on every path that this processor has, against fp64, and what is said where it cannot be built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
+from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packing import pack24, unpack24
+from tests.conftest import ROOT
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight = torch.randn(outputs, inputs)
+    weight.view(outputs, -1, 4).scatter_(-1, torch.rand(outputs, inputs // 4, 4).argsort(-1)[..., :2], 0.0)
+    return pack24(weight.to(dtype), -1)
+
+
+def within_bound(found: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> bool:
+    """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32."""
+    weight = unpack24(values, positions).double()
+    shift = torch.zeros(len(values), dtype=torch.float64) if bias is None else bias.double()
+    expected, size = x.double() @ weight.T + shift, x.double().abs() @ weight.T.abs() + shift.abs()
+    sums = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
+    info = torch.finfo(x.dtype)
+    bound = info.eps * expected.abs() + x.shape[-1] * sums * size + info.tiny
+    return bool(((found.double() - expected).abs() <= bound).all())
+
+
+@pytest.fixture(scope="module", params=["", "avx512", "avx2", "portable"], ids=lambda path: path or "best")
+def path(request: pytest.FixtureRequest) -> str:
+    """A path of the kernel; bf16 may have one that fp32 has not."""
+    assert load_cpu_kernel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPARSEFORGE_CPU_KERNEL", request.param)
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                linear24(torch.zeros(1, 4, dtype=dtype), *packed(1, 4, dtype))
+            except ValueError:
+                pytest.skip(f"this processor has no {request.param}")
+        yield request.param
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 17),
+    outputs=st.integers(1, 37),
+    groups=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    layout=st.sampled_from(["plain", "transposed", "strided", "three axes"]),
+    seed=st.integers(0, 99),
+)
+def test_within_the_stated_bound_of_fp64(
+    path: str, rows: int, outputs: int, groups: int, dtype: torch.dtype, with_bias: bool, layout: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    inputs = 4 * groups
+    values, positions = packed(outputs, inputs, dtype)
+    x = torch.randn(rows, inputs).to(dtype)
+    x = {
+        "plain": x,
+        "transposed": x.t().contiguous().t(),
+        "strided": torch.stack((x, x), -1).flatten(-2)[:, ::2],
+        "three axes": x.expand(2, rows, inputs),
+    }[layout]
+    bias = torch.randn(outputs).to(dtype) if with_bias else None
+    found = linear24(x, values, positions, bias)
+    assert found.dtype == dtype and found.is_contiguous() and found.shape == (*x.shape[:-1], outputs)
+    assert within_bound(found, x, values, positions, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
+    """A tile has 64 or 256 outputs of 14336 inputs, and up to 24 or 73 rows of x are multiplied without one."""
+    torch.manual_seed(0)
+    values, positions = packed(300, 14336, dtype)
+    x, bias = torch.randn(75, 14336).to(dtype), torch.randn(300).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            for rows in (1, 19, 73, 75):
+                assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_no_rows_and_a_path_that_does_not_exist(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, positions = packed(6, 8, torch.float32)
+    assert linear24(torch.zeros(0, 8), values, positions).shape == (0, 6)
+    monkeypatch.setenv("SPARSEFORGE_CPU_KERNEL", "fast")
+    with pytest.raises(ValueError, match="SPARSEFORGE_CPU_KERNEL=fast: give portable, avx2 or avx512"):
+        linear24(torch.zeros(1, 8), values, positions)
+
+
+def test_compiling_is_said_and_without_a_compiler_the_reference_works(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from sparseforge_ds.mask.packing import pack24, unpack24\n"
+        "from sparseforge_ds.extras.packed24.linear24 import linear24\n"
+        "weight = torch.randn(6, 8); weight.view(-1, 4)[:, :2] = 0\n"
+        "packed, x = pack24(weight, -1), torch.randn(3, 8)\n"
+        "for _ in range(3):\n"
+        "    torch.testing.assert_close(linear24(x, *packed), x @ weight.T)\n"
+    )
+    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(tmp_path / "no_compiler")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("linear24:")]
+    assert len(said) == 2 and f"compiling the CPU kernel, once on this machine, in {tmp_path}" in said[0], done.stderr
+    assert "could not be built (" in said[1] and "Install a C++ compiler" in said[1], done.stderr

@@ -1,0 +1,91 @@
+"""The operator of a mixture's experts: what torch asks of an operator, dense experts' numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
+from sparseforge_ds.mask.packing import unpack24
+from tests.unit.extras.packed24.test_linear24 import packed
+
+ENDS = torch.tensor([2, 2, 5])
+"""Expert 0 has two rows, 1 has none, 2 has three; of 7 rows, two belong to nobody."""
+
+
+def experts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    values, positions = zip(*(packed(6, 20, dtype) for _ in ENDS), strict=True)
+    return torch.stack(values), torch.stack(positions)
+
+
+def dense(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    weight = unpack24(values, positions)
+    return torch.cat((x[:2] @ weight[0].T, x[2:5] @ weight[2].T, x.new_zeros(2, 6)))
+
+
+def test_torch_accepts_the_operator() -> None:
+    torch.library.opcheck(experts24, (torch.randn(7, 20, requires_grad=True), *experts(), ENDS))
+
+
+def test_numbers_and_gradients_are_those_of_dense_experts() -> None:
+    x, held = torch.randn(7, 20, requires_grad=True), experts()
+    found, expected = experts24(x, *held, ENDS), dense(x, *held)
+    torch.testing.assert_close(found, expected)
+    gradient = torch.randn(7, 6)
+    ours, theirs = (torch.autograd.grad(y, x, gradient) for y in (found, expected))
+    torch.testing.assert_close(ours, theirs)
+    assert experts24(x[:0], *held, torch.zeros(3, dtype=torch.long)).shape == (0, 6)
+
+
+def test_experts_without_rows_are_not_read() -> None:
+    values, positions = experts()
+    values[1] = torch.nan
+    assert experts24(torch.randn(7, 20), values, positions, ENDS).isfinite().all()
+
+
+def test_compiled_whole_with_its_gradient() -> None:
+    x, held = torch.randn(7, 20, requires_grad=True), experts()
+
+    def twice(x: Tensor) -> Tensor:
+        return 2 * experts24(x, *held, ENDS)
+
+    graph = torch.compile(twice, fullgraph=True, backend="aot_eager")
+    torch._dynamo.mark_dynamic(x, 0)  # refused where the operator binds a graph to 7 rows
+    (compiled,) = torch.autograd.grad(graph(x).sum(), x)
+    torch.testing.assert_close(compiled, torch.autograd.grad(twice(x).sum(), x)[0])
+
+
+def test_choices_are_sorted_and_added_up() -> None:
+    """Whoever is not among the experts is nobody, whose rows come last and are none's."""
+    chosen = torch.tensor([[2, 0], [-1, 2], [0, 7], [1, 2]])
+    of_rows, order, ends = sort_by_expert(chosen, 4)
+    assert of_rows.tolist() == [0, 0, 1, 2, 2, 2, 4, 4] and ends.tolist() == [2, 3, 6, 6]
+    assert chosen.reshape(-1)[order][:6].tolist() == of_rows[:6].tolist()
+    shares = torch.rand(4, 2)
+    told = torch.where(of_rows < 4, of_rows + 1.0, 0)[:, None]  # an expert says its number and one
+    expected = (shares * torch.tensor([[3, 1], [0, 3], [1, 0], [2, 3]])).sum(1, keepdim=True)
+    torch.testing.assert_close(add_choices(told, order, shares), expected)
+
+
+def test_packed_experts_are_not_trained() -> None:
+    values, positions = experts()
+    with pytest.raises(ValueError, match="packed 2:4 experts cannot be trained; make the model dense"):
+        experts24(torch.randn(7, 20), values.requires_grad_(), positions, ENDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(7, 16)}, "x of shape .7, 16. does not end in the weight's 20 inputs"),
+        ({"x": torch.randn(7, 20).bfloat16()}, "dtypes differ: x torch.bfloat16, values torch.float32"),
+        ({"x": torch.randn(1, 7, 20)}, "are not rows and the packed weights of as many experts"),
+        ({"ends": ENDS[:2]}, "ends .2,. are not rows and the packed weights of as many experts"),
+        ({"values": torch.randn(3, 6, 14)}, "no weight that is packed along its last axis"),
+    ],
+)
+def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], message: str) -> None:
+    values, positions = experts()
+    given = {"x": torch.randn(7, 20), "values": values, "positions": positions, "ends": ENDS} | change
+    with pytest.raises(ValueError, match=message):
+        experts24(*given.values())

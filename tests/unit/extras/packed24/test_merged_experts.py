@@ -1,0 +1,144 @@
+"""Mixtures of every family from a packed24 folder: their experts stay packed, and compute what dense ones do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.packed24 import merged_experts
+from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
+from sparseforge_ds.mask.packing import POSITIONS
+from sparseforge_ds.model.families import prunable_weights
+from tests.sparse_folders import bits, write_dense, write_sparse
+from tests.tiny_models import MIXTURES
+
+IDS = torch.arange(3, 35).view(2, 16)
+
+
+def folders(folder: Path, family: str, dtype: str = "float32") -> tuple[Path, Path]:
+    """(hf, packed24)."""
+    dense = write_dense(folder / "dense", family, dtype)
+    hf, packed = (write_sparse(folder / form, dense, family, dtype, format=form) for form in ("hf", "packed24"))
+    return hf, packed
+
+
+def load(folder: Path, **how: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def experts_of(model: nn.Module) -> dict[str, Packed24Experts]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Packed24Experts)}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_family(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
+    hf, folder = folders(tmp_path, family)
+    dense, packed = load(hf), load(folder, device_map="cpu")
+    assert "unpacked" not in caplog.text
+    whole = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
+    held = {name: packed.get_parameter(name) for name in whole if "conv" not in name}
+    assert len(experts_of(packed)) * 2 == len(held) > 0
+    for name, values in held.items():
+        positions = packed.get_buffer(name + POSITIONS)
+        assert values.nbytes + positions.nbytes == whole[name].nbytes * (0.5 + 1 / 32)  # of fp32
+        assert not values.requires_grad
+    torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
+    chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
+    assert torch.equal(*chosen)
+    with pytest.raises(ValueError, match="is packed 2:4, which cannot be trained; call model.dequantize"):
+        prunable_weights(packed, SparseForgeConfig())
+
+    packed.save_pretrained(tmp_path / "again")
+    one, two = TensorFolder(folder), TensorFolder(tmp_path / "again")
+    assert one.specs == two.specs
+    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+
+    packed.dequantize()
+    state = packed.state_dict()
+    assert not experts_of(packed) and state.keys() == dense.state_dict().keys()
+    assert all(torch.equal(bits(state[key]), bits(value)) for key, value in dense.state_dict().items())
+    assert torch.equal(logits(packed), logits(dense))
+
+
+def test_compiled_whole_in_bf16_with_an_adapter(tmp_path: Path) -> None:
+    """The adapter's gradient passes through the experts; they themselves are refused one."""
+    _, folder = folders(tmp_path, "gpt_oss", "bfloat16")
+    packed = load(folder)
+    torch.compiler.reset()  # a limit of recompilations counts those of other models
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), logits(packed))
+    before, held = logits(packed), {name: value.clone() for name, value in packed.state_dict().items()}
+    adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
+    adapted(IDS, labels=IDS).loss.backward()
+    for name, parameter in adapted.named_parameters():
+        assert (parameter.grad is not None) == ("lora" in name)
+        assert "lora_B" not in name or parameter.grad.any()
+    assert torch.equal(logits(adapted.unload()), before)
+    assert all(torch.equal(packed.state_dict()[name], value) for name, value in held.items())
+    for experts in experts_of(packed).values():
+        experts.down_proj.requires_grad_(True)
+    with pytest.raises(ValueError, match="packed 2:4 experts cannot be trained"):
+        packed(IDS)
+
+
+def test_experts_that_cannot_stay_packed_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf, folder = folders(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(merged_experts, "packed_kind", lambda experts: None)
+    with caplog.at_level(logging.WARNING, "sparseforge_ds"):
+        packed = load(folder)
+    assert [record.message for record in caplog.records] == [
+        "model.layers.1.mlp.experts: experts are unpacked, since Qwen3MoeExperts has a way of its own to compute them; "
+        "0.0246 MB of memory in place of 0.0131"
+    ]
+    assert not experts_of(packed)
+    torch.testing.assert_close(logits(packed), logits(load(hf)))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_damaged_folders_do_not_load(tmp_path: Path, family: str) -> None:
+    """One line that names the weight, from `from_pretrained` itself."""
+    _, folder = folders(tmp_path, family)
+    sound = load_file(folder / "model.safetensors")
+    positions = next(name for name in sound if ".experts." in name and name.endswith(POSITIONS) and "down" in name)
+    values = positions.removesuffix(POSITIONS)
+    norm = "model.norm.weight"
+
+    def refuses(changed: dict[str, Tensor], message: str, without: str = "") -> None:
+        tensors = {key: tensor for key, tensor in (sound | changed).items() if key != without}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message) as raised:
+            load(folder)
+        assert "\n" not in str(raised.value)
+
+    refuses({positions: torch.zeros_like(sound[positions])}, "down_proj, expert 0: positions .* damaged.* export or")
+    refuses({}, f"{positions} is there without {values}", without=values)
+    refuses({}, f"{values} is there without {positions}", without=positions)
+    refuses({values: sound[values].to(torch.int8)}, f"{values}: weight stored as I8, in a packed model only F64, F32")
+    refuses({positions: sound[positions].float()}, f"{positions.removesuffix(POSITIONS)}: positions stored as F32")
+    refuses({norm: sound[norm].to(torch.int64)}, f"{norm}: weight stored as I64")
+    few = {name: sound[name][..., :2].contiguous() for name in (values, positions)}
+    refuses(few, f"{values}:.*shape")
+    if family == "qwen3_moe":
+        last = max(name for name in sound if "down_proj" in name and ".experts." in name)
+        rest = {name for name in sound if name.startswith(last.rpartition("down_proj")[0])}
+        for name in rest:
+            del sound[name]
+        refuses({}, r"mlp.experts.\w+: has shape .3, .*, not .4, ")

@@ -1,0 +1,156 @@
+"""The kernel for sparse tensor cores: its numbers without a GPU, by an emulation of the instruction; its tilings; which
+products are its own."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparseforge_ds.extras.packed24 import mma_kernel
+from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Tiling, choose, mma24, ranked
+from tests.distributed import PATIENCE
+from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
+
+SOURCE = Path(mma_kernel.__file__).with_name("linear24.cu")
+CASES = [
+    (Tiling(1, 8, 1, 1, 2, 2, 3), 5, 130, 1024, 3),
+    (Tiling(1, 8, 1, 2, 3, 3, 2), 8, 67, 1088, 2),
+    (Tiling(2, 8, 1, 2, 1, 1, 3), 13, 130, 448, 2),
+    (Tiling(1, 2, 1, 1, 2, 4, 1), 1, 40, 64, 1),
+    (Tiling(4, 8, 2, 1, 2, 1, 2), 27, 48, 1088, 1),
+    (Tiling(3, 8, 2, 4, 1, 2, 3), 17, 130, 1088, 2),
+    (Tiling(1, 2, 1, 1, 3, 2, 1), 2, 50, 1024, 2),
+    (Tiling(1, 4, 2, 1, 2, 2, 1), 4, 50, 1088, 1),
+]
+"""Tiling, rows, outputs, inputs, blocks along the outputs."""
+GPUS = {"H100": (132, 227 * 1024), "A100": (108, 163 * 1024), "RTX 4090": (128, 99 * 1024)}
+"""Multiprocessors, and bytes of shared memory that a block may have."""
+SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for inputs in (64, 2048, 4160, 14336, 28672)]
+
+
+@pytest.fixture(scope="module")
+def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The real source, once for each case, compiled for the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed: apt install g++")
+    folder = tmp_path_factory.mktemp("emulation")
+    text = ['#include "linear24_emulated.h"']
+    given = "char* v, char* p, unsigned short* x, unsigned short* bias, unsigned short* y, float* part"
+    for i, (tiling, _, _, inputs, _) in enumerate(CASES):
+        macros = tiling.macros(inputs)
+        text += [f"#define {name} {value}" for name, value in macros.items()]
+        text += [f"namespace c{i} {{", SOURCE.read_text().replace('extern "C"', "")]
+        text.append(
+            f"""
+            extern "C" void run{i}({given}, int rows, int out, int in, unsigned blocks, int memory) {{
+              auto multiply = [=] {{ linear24(v, p, x, bias, y, part, rows, out, in); }};
+              emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
+              auto add = [=] {{ sum24(part, bias, y, rows * out, out, {tiling.parts}); }};
+              if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0);
+            }} }}"""
+        )
+        text += [f"#undef {name}" for name in macros]
+    (folder / "all.cpp").write_text("\n".join(text))
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        f"-I{Path(__file__).parent}",
+        "all.cpp",
+        "-oall.so",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return ctypes.CDLL(str(folder / "all.so"))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_numbers_by_emulation(emulation: ctypes.CDLL, case: int) -> None:
+    tiling, rows, outputs, inputs, blocks = CASES[case]
+    values, positions = packed(outputs, inputs, torch.bfloat16)
+    x = torch.randn(rows, inputs).bfloat16()
+    for bias in (torch.randn(outputs).bfloat16(), None):
+        y = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
+        part = torch.full((tiling.parts, rows, outputs), torch.nan) if tiling.parts > 1 else None
+        tensors = (values, positions, x, bias, y, part)
+        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+        getattr(emulation, f"run{case}")(*pointers, rows, outputs, inputs, blocks, tiling.shared_memory(inputs))
+        assert within_bound(y, x, values, positions, bias)
+
+
+@pytest.mark.parametrize("gpu", list(GPUS))
+def test_tilings_fit_and_divide_everything(gpu: str) -> None:
+    multiprocessors, memory = GPUS[gpu]
+    for outputs, inputs in SHAPES:
+        for rows in (1, 4, 8, 9, 16, 32):
+            tilings = ranked(rows, outputs, inputs, multiprocessors, memory)
+            assert tilings and tilings[0] == choose(rows, outputs, inputs, multiprocessors, memory)
+            for tiling in tilings:
+                along, parts = tiling.blocks(outputs, multiprocessors)
+                assert tiling.shared_memory(inputs) <= memory and tiling.threads <= 512 and tiling.U in (1, 2, 3, 4)
+                assert rows <= tiling.XR * tiling.NT and 256 * parts * tiling.steps(inputs) >= inputs
+                assert 1 <= along * parts <= max(multiprocessors, parts)
+
+
+def test_tilings_are_those_that_were_measured() -> None:
+    """On an H200, of some that were tried."""
+    for outputs, inputs, expected in (
+        (14336, 4096, Tiling(1, 8, 1, 1, 16, 2, 1)),
+        (4096, 4096, Tiling(1, 8, 1, 2, 8, 2, 1)),
+        (17408, 5120, Tiling(1, 8, 1, 1, 10, 3, 1)),
+    ):
+        assert choose(8, outputs, inputs, *GPUS["H100"]) == expected
+
+
+def on_meta(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, None]:
+    values = torch.empty(outputs, inputs // 2, dtype=dtype, device="meta")
+    positions = torch.empty(outputs, -(-inputs // 8), dtype=torch.uint8, device="meta")
+    return torch.empty(rows, inputs, dtype=dtype, device="meta"), values, positions, None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a device has the instruction is asked once for each product, and only for what could be its own."""
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mma_kernel, "_PLANS", {})
+    monkeypatch.setattr(mma_kernel, "_plan", lambda *key: asked.append(key[:3]))
+    for rows, inputs in ((1, 4096), (1, 4096), (MOST_ROWS, 192), (MOST_ROWS + 1, 192), (0, 192), (1, 4100), (2, 32)):
+        assert mma24(*on_meta(rows, 48, inputs, dtype)) is None
+    assert asked == [(1, 48, 4096), (MOST_ROWS, 48, 192)]
+
+
+def test_other_dtypes_and_builds_of_torch_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert mma_kernel._plan(1, 48, 64, torch.float32, 0) is None
+    monkeypatch.setattr(torch.version, "cuda", None)  # as AMD's and CPU builds have it
+    assert mma_kernel._plan(1, 48, 64, torch.bfloat16, 0) is None
+
+
+def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: object) -> None:
+        raise OSError("libnvrtc.so.13: cannot open shared object file")
+
+    class Hopper:
+        major, multi_processor_count = 9, 132
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper())
+    monkeypatch.setattr(mma_kernel, "most_shared_memory", gone)
+    mma_kernel._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for rows in (1, 9):
+            assert mma_kernel._plan(rows, 48, 64, torch.bfloat16, 0) is None
+    mma_kernel._warn.cache_clear()
+    assert len(caplog.records) == 1 and "libnvrtc.so.13" in caplog.text

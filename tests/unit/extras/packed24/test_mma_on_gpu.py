@@ -1,0 +1,139 @@
+"""The kernel for sparse tensor cores on a GPU that has them."""
+
+from __future__ import annotations
+
+import copy
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparseforge_ds.extras.packed24 import mma_kernel
+from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Plan, Tiling, mma24, ranked
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.mask.packing import pack24
+from tests.tiny_models import tiny_llama, token_batch
+from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def capable() -> None:
+    if torch.version.hip or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs an NVIDIA GPU of compute capability 8.0")
+
+
+def on_gpu(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, values, positions and a bias."""
+    values, positions = packed(outputs, inputs, dtype)
+    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    return x.cuda(), values.cuda(), positions.cuda(), bias.cuda()
+
+
+def right(y: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> bool:
+    x, values, positions, bias = given
+    return within_bound(y.cpu(), x.cpu(), values.cpu(), positions.cpu(), None if bias is None else bias.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(130, 448), (67, 1088), (1, 64), (4096, 4096), (512, 14336), (33, 28672)], ids=str)
+def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Behind `MOST_ROWS` Triton's kernel goes on."""
+    for rows in (1, 2, 5, 8, 9, 16, 17, 25, 64):
+        x, values, positions, bias = on_gpu(rows, *shape, dtype)
+        assert (mma24(x, values, positions, bias) is not None) == (rows <= MOST_ROWS)
+        for added in (bias, None):
+            found = linear24(x, values, positions, added)
+            assert right(found, (x, values, positions, added)), (rows, added is None)
+            assert found.equal(linear24(x, values, positions, added))
+
+
+def test_every_kind_of_tiling() -> None:
+    """Of those that the rule knows, and not of those alone that it takes here."""
+    properties = torch.cuda.get_device_properties(0)
+    memory = mma_kernel.most_shared_memory(0)
+    sizes = ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (24, 1000, 4160), (32, 264, 2048))
+    for rows, outputs, inputs in sizes:
+        x, values, positions, bias = given = on_gpu(rows, outputs, inputs, torch.bfloat16)
+        kinds: dict[tuple[bool, int], Tiling] = {}
+        for tiling in ranked(rows, outputs, inputs, properties.multi_processor_count, memory):
+            kinds.setdefault((tiling.parts > 1, tiling.WO), tiling)
+        for tiling in kinds.values():
+            y = x.new_full((rows, outputs), torch.nan)
+            Plan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
+            assert right(y, given), tiling
+
+
+def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
+    tiling, plans = Tiling(1, 8, 1, 1, 4, 4, 1), []
+    for inputs in (4096, 1024):
+        plans.append((Plan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
+    for plan, given in (*plans, *plans):
+        y = given[0].new_empty(2, 64)
+        plan(*given, y)
+        assert right(y, given)
+
+
+@pytest.mark.parametrize("inputs", [4096, 14336])
+def test_first_call_and_all_others_may_be_in_a_graph(inputs: int) -> None:
+    mma_kernel._PLANS.clear()
+    mma_kernel._module.cache_clear()
+    x, values, positions, bias = on_gpu(3, 256, inputs, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = linear24(x, values, positions, bias)
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert right(y, (x, values, positions, bias))
+
+
+def test_on_the_current_stream_and_from_a_new_thread() -> None:
+    given = on_gpu(2, 300, 4096, torch.float16)
+    found = []
+    torch.cuda.synchronize()
+
+    def work() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            given[0].mul_(2)
+            found.append(linear24(*given))
+            torch.cuda.current_stream().synchronize()
+
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+    assert right(found[0], given)
+
+
+def test_views_may_begin_anywhere() -> None:
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+    x, values, positions, bias = on_gpu(4, 48, 192, torch.bfloat16)
+    expected = linear24(x, values, positions, bias)
+    assert linear24(moved(x), moved(values), moved(positions), moved(bias)).equal(expected)
+    assert linear24(x.t().contiguous().t(), values, positions, bias).equal(expected)
+    assert linear24(x.view(2, 1, 2, 192), values, positions, bias).equal(expected.view(2, 1, 2, 48))
+
+
+@torch.no_grad()
+def test_logits_of_a_packed_llama() -> None:
+    model = tiny_llama(hidden_size=256, intermediate_size=448).eval()
+    for layer in model.model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.view(layer.out_features, -1, 4)[..., 1:3] = 0
+    exact, dense = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16().cuda()
+    for name, layer in list(model.bfloat16().model.named_modules()):
+        if isinstance(layer, nn.Linear):
+            model.model.set_submodule(name, Packed24Linear(*pack24(layer.weight, -1), layer.bias))
+    tokens = token_batch(batch=1, length=8)["input_ids"]
+    expected = exact(tokens).logits
+    errors = [
+        float((each(tokens.cuda()).logits.cpu().double() - expected).norm() / expected.norm())
+        for each in (model.cuda(), dense)
+    ]
+    assert errors[0] <= 1.5 * errors[1] <= 0.1, errors

@@ -1,0 +1,173 @@
+"""A packed24 folder in transformers: packed in memory, and everything that people do with a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingArguments
+
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
+from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24.quantizer import Packed24Config, Packed24Quantizer
+from sparseforge_ds.extras.packed24.unpacking import Packed24Conv1D
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.train.pretrained import find_model
+from tests.sparse_folders import bits, write_dense, write_sparse
+
+IDS = torch.arange(3, 19)[None]
+FAMILIES = {"llama-odd": Packed24Linear, "gpt2": Packed24Conv1D, "falcon": Packed24Linear}
+FOLDERS = dict[str, tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> FOLDERS:
+    """(hf, packed24) of each model."""
+    made = {}
+    for name in FAMILIES:
+        folder = tmp_path_factory.mktemp(name)
+        dense = write_dense(folder / "dense", name)
+        made[name] = tuple(write_sparse(folder / form, dense, name, format=form) for form in ("hf", "packed24"))
+    return made
+
+
+def load(folder: Path, **how: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) -> None:
+    dense, packed = (load(folder) for folder in folders[name])
+    layers = [module for module in packed.modules() if isinstance(module, FAMILIES[name])]
+    stored = TensorFolder(folders[name][1]).specs
+    assert len(layers) == sum(name.endswith("_positions") for name in stored) > 0
+    state = packed.state_dict()
+    assert all(state[name].shape == spec.shape and state[name].dtype == spec.dtype for name, spec in stored.items())
+    torch.testing.assert_close(logits(packed), logits(dense))
+    chosen = [model.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0) for model in (dense, packed)]
+    assert torch.equal(*chosen)
+    with pytest.raises(ValueError, match="is packed 2:4, which cannot be trained; call model.dequantize"):
+        prunable_weights(packed, SparseForgeConfig())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+    packed = load(folders[name][1])
+    packed.save_pretrained(tmp_path / "again")
+    one, two = TensorFolder(folders[name][1]), TensorFolder(tmp_path / "again")
+    assert one.specs == two.specs
+    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+    assert torch.equal(logits(load(tmp_path / "again")), logits(packed))
+    packed.dequantize()
+    expected = load(folders[name][0])
+    assert list(map(type, packed.modules())) == list(map(type, expected.modules()))
+    packed.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert all(torch.equal(bits(packed.state_dict()[key]), bits(v)) for key, v in expected.state_dict().items())
+    assert torch.equal(logits(load(tmp_path / "dense")), logits(expected))
+
+
+@pytest.mark.parametrize("how", ["stored", "cast before", "asked for"])
+def test_made_dense_in_one_dtype(folders: FOLDERS, how: str) -> None:
+    """Also where it is not the one of the config."""
+    packed = load(folders["llama-odd"][1], dtype=torch.float16)
+    if how == "cast before":
+        packed.to(torch.float32)
+    packed.dequantize(torch.float32 if how == "asked for" else None)
+    assert {value.dtype for value in packed.parameters()} == {torch.float16 if how == "stored" else torch.float32}
+    assert logits(packed).isfinite().all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+    """One line that names the weight, from `from_pretrained` itself; before, the first forward pass found some."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[name][1], folder)
+    sound = load_file(folder / "model.safetensors")
+    every = sorted(key for key in sound if key.endswith("_positions"))
+    values = every[0].removesuffix("_positions")
+
+    def refuses(changed: dict[str, Tensor], message: str, without: str = "") -> None:
+        tensors = {key: tensor for key, tensor in (sound | changed).items() if key != without}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message) as raised:
+            load(folder)
+        assert "\n" not in str(raised.value)
+
+    axis = 1 if name == "gpt2" else 0
+    few = {key: sound[key].narrow(axis, 0, 8).contiguous() for key in (values, every[0])}
+    refuses(few, f"{values}: shape packed from .*, and config.json makes it")
+    refuses({values: few[values]}, f"{values}: values of shape .* and positions of shape .* are no packed 2:4 weight")
+    spoiled = {key: torch.zeros_like(sound[key]) for key in every}
+    refuses(spoiled, rf": positions of a packed weight are damaged.* \(and {len(every) - 1} more\); export or download")
+    refuses({}, f"{values} is there without {every[0]}", without=every[0])
+    refuses({}, f"{every[0]} is there without {values}", without=values)
+    for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")):
+        refuses({values: sound[values].to(dtype)}, f"{values}: weight stored as {stored}, in a packed model only F64,")
+    refuses({every[0]: sound[every[0]].float()}, f"{values}: positions stored as F32, in a packed model only U8")
+
+    config = json.loads((folder / "config.json").read_text())  # weights are unpacked then
+    config["quantization_config"]["semi_structured"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    refuses({every[0]: spoiled[every[0]]}, f"{values}: positions of a packed weight are damaged.*; export or download")
+
+
+def test_compiled_whole(folders: FOLDERS) -> None:
+    packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
+    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(logits(compiled), logits(packed))
+
+
+def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> None:
+    """One graph, no breaks and the same tokens; semi-structured tensors are not compiled."""
+    packed = load(folders["llama-odd"][1])
+    expected = packed.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    made = packed.generate(
+        IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=how
+    )
+    assert torch.equal(made, expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert not Packed24Quantizer(Packed24Config(semi_structured=True)).is_compileable
+
+
+def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, tmp_path: Path) -> None:
+    packed = load(folders["llama-odd"][1])
+    arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2)
+    rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
+    with pytest.raises(ValueError, match="Please attach trainable adapters"):
+        Trainer(packed, arguments, train_dataset=rows)
+    with pytest.raises(ValueError, match="a packed 2:4 weight cannot be trained; make the model dense"):
+        load(folders["llama-odd"][1]).requires_grad_(True)(IDS)
+    before = logits(packed)
+    held = {name: value.clone() for name, value in packed.state_dict().items()}
+    adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    Trainer(adapted, arguments, train_dataset=rows).train()
+    assert (logits(adapted.eval()) - before).abs().max() > 1e-3
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), before)
+    state = adapted.unload().state_dict()
+    assert all(torch.equal(state[name], value) for name, value in held.items())
+
+
+def test_the_trainer_of_this_package_refuses(folders: FOLDERS) -> None:
+    with pytest.raises(ValueError, match="packed 2:4, which cannot be trained; unpack it first: sparseforge export"):
+        find_model(str(folders["gpt2"][1]), "--model")

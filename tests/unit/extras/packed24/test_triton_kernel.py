@@ -1,0 +1,138 @@
+"""The Triton kernel without a GPU: its numbers under the interpreter, and that it builds for real ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseforge_ds.extras.packed24 import experts24, linear24
+from tests.distributed import PATIENCE, ROOT
+
+GPUS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]
+"""Ampere, Hopper, consumer Blackwell, MI300, RX 7900: backend, architecture, threads of a warp."""
+SHARED_MEMORY = 64 * 1024
+"""Bytes that a program may take on the smallest of them."""
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def test_numbers_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.extras.packed24.interpreted"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: str(gpu[1]))
+def test_it_builds_ahead_of_time(
+    gpu: tuple[str, int | str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sparseforge_ds.extras.packed24 import triton_kernel, triton_programs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
+    target, prmt = GPUTarget(*gpu), gpu[0] == "cuda"
+
+    def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Any) -> Any:
+        names = types | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        built = compile(ASTSource(kernel, names, constants, aligned), target=target, options=options)
+        binary = built.asm["cubin" if gpu[0] == "cuda" else "hsaco"]
+        assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
+        return built
+
+    for rows, dtype, experts, even in (
+        (1, torch.bfloat16, False, 4),
+        (4, torch.float16, False, 4),
+        (1, torch.bfloat16, True, 4),
+        (1, torch.bfloat16, False, 0),
+        (1, torch.float32, False, 4),
+        (16, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, False, 4),
+        (65, torch.bfloat16, True, 1),
+        (16, torch.float32, False, 4),
+    ):
+        tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
+        constants = triton_kernel.constants(tile, True, even, prmt) | {"HAS_EXPERTS": experts}
+        name = f"*{NAMES[dtype]}"
+        types = {"x": name, "values": name, "positions": "*u8", "bias": name, "y": name}
+        types["y"] = "*fp32" if tile.splits > 1 else name
+        types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
+        types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("each",))), "i32")
+        built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
+        if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
+            text = built.asm["ptx"]
+            assert text.count("ld.global.nc.L1::no_allocate.v4.b32") == text.count("no_allocate.u16") > 0
+            shared = text.find(".shared.")
+            assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
+    for type in NAMES.values():
+        types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
+        build(triton_programs.unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
+    types = {"parts": "*fp32", "bias": "*bf16", "y": "*bf16", "splits": "i32", "count": "i32", "outputs": "i32"}
+    build(triton_programs.add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
+
+
+def test_many_rows_go_to_the_tensor_cores() -> None:
+    """What chooses is the shape alone, and no tile is smaller than the matrix instructions."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    from sparseforge_ds.extras.packed24.triton_kernel import FEW_ROWS, choose_tile
+
+    for dtype in NAMES:
+        tiles = {rows: choose_tile(rows, dtype, 4096, 1024) for rows in (*range(1, 18), 64, 65, 512, 4096)}
+        assert all(tile.rows >= rows and tile.few for rows, tile in tiles.items() if rows <= FEW_ROWS)
+        assert all(
+            min(tile.rows, tile.outputs, 4 * tile.groups) >= 16 for rows, tile in tiles.items() if rows > FEW_ROWS
+        )
+
+
+def test_without_triton_the_reference_is_taken_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(linear24, "find_spec", lambda name: None)
+    linear24.triton_kernels.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert linear24.triton_kernels() is None and linear24.triton_kernels() is None
+    linear24.triton_kernels.cache_clear()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["linear24"]
+    assert "triton is not installed" in caplog.text and "slower than a dense layer" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(NAMES))
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 64, 128, 300])
+def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+    from sparseforge_ds.mask.packing import unpack24
+    from tests.unit.extras.packed24.test_linear24 import packed
+
+    values, positions = (tensor.cuda() for tensor in packed(130, 172, dtype))
+    x, bias = torch.randn(rows, 172, device="cuda").to(dtype), torch.randn(130, device="cuda").to(dtype)
+    found = linear24.linear24(x, values, positions, bias).double()
+    exact = torch.nn.functional.linear(x.double(), unpack24(values, positions).double(), bias.double())
+    torch.testing.assert_close(found, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [5, 300])
+def test_experts_on_a_gpu(rows: int) -> None:
+    from tests.unit.extras.packed24.test_linear24 import packed
+
+    held = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]
+    x, ends = torch.randn(rows, 172, device="cuda"), torch.tensor([2, 2, rows - 1], device="cuda")
+    expected = experts24.experts24(x.cpu(), *(part.cpu() for part in held), ends.cpu())
+    torch.testing.assert_close(experts24.experts24(x, *held, ends).cpu(), expected, rtol=1e-5, atol=1e-4)
