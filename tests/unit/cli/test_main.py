@@ -17,7 +17,7 @@ from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.config import block_sections
-from sparseforge_ds.evaluate import graph_speed, perplexity, published, speed
+from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.packed24 import graph_speed, speed
 from sparseforge_ds.permutation import channels

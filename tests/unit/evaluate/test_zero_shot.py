@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import pretrained
+from sparseforge_ds.evaluate import finished_model
 from sparseforge_ds.evaluate.published import SUITES
 from tests.task_files import write_task
 from tests.tiny_folders import write_model
@@ -32,8 +32,8 @@ def test_piqa_against_likelihoods_by_hand(
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
-    loaded, load = [], pretrained.load_model
-    monkeypatch.setattr(pretrained, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
+    loaded, load = [], finished_model.load_model
+    monkeypatch.setattr(finished_model, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
     both = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
     assert main(["evaluate", str(folder), *both]) == 0
     written = json.loads((tmp_path / "both.json").read_text())
@@ -117,7 +117,7 @@ def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: py
 def test_what_is_wrong_is_said_before_the_evaluation(
     stories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(pretrained, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
     assert main(["evaluate", str(stories), "--tasks", "piqa", *flags]) == 2
     assert message in capsys.readouterr().err
 
