@@ -16,7 +16,7 @@ import sparseforge_ds as sf
 from benchmarks.fake_cuda.counting import Cost, Counter
 from benchmarks.fake_cuda.engine import CUDA, Rank, attach, model_of, process_group
 from sparseforge_ds.model.head import Head, Target, loss_in_head
-from sparseforge_ds.planning.model_config import read_model_config
+from sparseforge_ds.model.model_config import read_model_config
 
 BLOCK: dict[str, Any] = {"max_steps": 10, "method": {"update_every": 2, "hardening": [0.0, 0.5]}}
 """Masks move after steps 2 and 4 and are frozen after 5; x falls from the first step on."""

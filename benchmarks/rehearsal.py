@@ -35,10 +35,10 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.arguments import RunArguments
     from sparseforge_ds.config.deepspeed_config import zero_stage
+    from sparseforge_ds.extras.planner.dry_run import find_config_only, plan_run
+    from sparseforge_ds.extras.planner.machine import GIB, Machine
+    from sparseforge_ds.extras.planner.plan import Plan
     from sparseforge_ds.mask.anneal import Schedule
-    from sparseforge_ds.planning.machine import GIB, Machine
-    from sparseforge_ds.planning.plan import Plan
-    from sparseforge_ds.train.dry_run import find_config_only, plan_run
     from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)

@@ -23,7 +23,7 @@ import sparseforge_ds
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.model.deepseek_moe import register
-from sparseforge_ds.planning.model_config import read_model_config
+from sparseforge_ds.model.model_config import read_model_config
 
 TOKENIZER = Path(sparseforge_ds.__file__).parent / "assets" / "stdlib_llama"
 """A tokenizer of `VOCABULARY` pieces that is part of the package."""

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._pytree import tree_leaves
 
 from sparseforge_ds.mask.fusing import KERNELS, READS
-from sparseforge_ds.planning.live import Live
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 
 aten = torch.ops.aten
 
@@ -101,13 +101,13 @@ def place() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if _PACKAGE in file and not file.endswith("/planning/live.py"):
+        if _PACKAGE in file and not file.endswith("/model/peak_memory.py"):
             return f"{file.rpartition(_PACKAGE)[2]}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 
 
-class Counter(Live):
+class Counter(PeakMemoryCounter):
     """While active, counts. Values that the host asks for are answered by 1, true, or a size that could be."""
 
     def __init__(self) -> None:

@@ -96,8 +96,8 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
 
     if args.text is None:
         with large_imports():
+            from sparseforge_ds.model.architecture import bare_model
             from sparseforge_ds.model.registration import load_config
-            from sparseforge_ds.planning.architecture import bare_model
 
         empty = bare_model(load_config(dense.folder, args.model))
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}

@@ -12,7 +12,7 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.arguments import RunArguments
-    from sparseforge_ds.planning.plan import Plan
+    from sparseforge_ds.extras.planner.plan import Plan
     from sparseforge_ds.train.spec import RunSpec
 
 _EPILOG = """\
@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
         import transformers
 
         from sparseforge_ds.config.arguments import RunArguments
-        from sparseforge_ds.planning.machine import GIB, GPUS, Gpu, Machine
+        from sparseforge_ds.extras.planner.dry_run import find_config_only, plan_run
+        from sparseforge_ds.extras.planner.machine import GIB, GPUS, Gpu, Machine
         from sparseforge_ds.train.banner import spec_rows, table
-        from sparseforge_ds.train.dry_run import find_config_only, plan_run
         from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import signal
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
+
+if TYPE_CHECKING:
+    from sparseforge_ds.config.arguments import RunArguments
 
 
 def register(commands: Any) -> None:
@@ -34,4 +38,10 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.train.trainer import main
 
-    return main(args.flags)
+    return main(args.flags, _dry_run)
+
+
+def _dry_run(arguments: RunArguments) -> Iterator[str]:
+    from sparseforge_ds.extras.planner.dry_run import dry_run
+
+    return dry_run(arguments)

@@ -11,7 +11,7 @@ from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.model.any_family import pasteable
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.planning.states import lasting
+from sparseforge_ds.train.lasting_memory import lasting
 from sparseforge_ds.train.spec import RunSpec
 
 Row = tuple[str, str]

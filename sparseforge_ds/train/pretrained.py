@@ -27,15 +27,15 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.export.compressed_tensors import is_only_pruned
 from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.stored import is_packed
+from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.planning.architecture import bare_model
-from sparseforge_ds.planning.model_config import require_causal
-from sparseforge_ds.planning.sequence_parallel import check_divided
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.rotation.record import rotation_of
 

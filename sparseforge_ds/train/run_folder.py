@@ -45,10 +45,10 @@ from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_weight
 from sparseforge_ds.export.source import config_sha256, published_name
 from sparseforge_ds.permutation.record import FOLDER, Permutation
-from sparseforge_ds.planning.states import checkpoint_bytes
 from sparseforge_ds.rotation.record import FILE as ROTATION
 from sparseforge_ds.rotation.record import keep_rotation, rotation_of
 from sparseforge_ds.train.banner import readable_bytes
+from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.permuting import keep_permutation
 from sparseforge_ds.train.spec import RunSpec
 

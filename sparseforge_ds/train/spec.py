@@ -27,16 +27,16 @@ from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.methods.block_start import check_blocks
 from sparseforge_ds.model.any_family import any_family
+from sparseforge_ds.model.architecture import Architecture, describe
+from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.permutation.channels import dimensions
 from sparseforge_ds.permutation.find import check_pattern
-from sparseforge_ds.planning.architecture import Architecture, describe
-from sparseforge_ds.planning.estimator_support import weights_to_prune
-from sparseforge_ds.planning.settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.find_text import find_texts
+from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings
 from sparseforge_ds.train.output_location import check_output_location
 from sparseforge_ds.train.pretrained import (
     Pretrained,

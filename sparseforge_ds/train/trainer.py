@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.compiler import require_compiler
 from sparseforge_ds.train.console import set_up_console
-from sparseforge_ds.train.dry_run import dry_run
 from sparseforge_ds.train.engine import build
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.launcher import (
@@ -138,8 +137,14 @@ def run(arguments: RunArguments, preemption: Preemption) -> None:
     ranks.leave()
 
 
-def main(command_line: Sequence[str] | None = None) -> int:
+def main(
+    command_line: Sequence[str] | None = None, dry_run: Callable[[RunArguments], Iterable[str]] | None = None
+) -> int:
     """The launcher's whole body: run, and turn what went wrong into one line and an exit code on every rank.
+
+    Args:
+        command_line: the flags; None for those of the process.
+        dry_run: describes a run in sections, for `--dry_run`. It needs the planner, an extra.
 
     Returns:
         0 when the run is complete, 1 after an error, 2 for a flag that does not exist; 143 when SIGTERM, 130 when
@@ -148,13 +153,15 @@ def main(command_line: Sequence[str] | None = None) -> int:
     set_up_console()
     try:
         arguments = parse_arguments(command_line)
+        if arguments.dry_run and dry_run is None:
+            raise ValueError("--dry_run: the planner is not here; give it to `sparseforge train`")
         if not arguments.dry_run:
             read_config(arguments, world_size_from_launcher())
             set_default_environment()
     except (ValueError, OSError) as error:  # every rank has found it by itself, and each machine says it once
         return _fail(error, os.environ.get("LOCAL_RANK", "0") == "0")
     try:
-        if not arguments.dry_run:
+        if dry_run is None or not arguments.dry_run:
             with Preemption() as preemption:
                 run(arguments, preemption)
         elif rank_from_launcher() == 0:  # the others would say the same

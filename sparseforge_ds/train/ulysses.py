@@ -1,7 +1,7 @@
 """Sequences that several ranks share: each has a part of the tokens, and in attention all tokens of some heads.
 
 The exchange of tokens for heads and back is DeepSpeed's Ulysses (arXiv 2309.14509) in the form of ALST (arXiv
-2506.13996). All other layers see single tokens, which their rank alone has. `planning.sequence_parallel` says which
+2506.13996). All other layers see single tokens, which their rank alone has. `model.sequence_parallel` says which
 models allow that.
 
 Shape suffixes: B sequences, S positions, H heads, D width of a head, V entries of the vocabulary.

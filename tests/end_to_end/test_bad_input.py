@@ -28,13 +28,14 @@ from tests.tiny_models import tiny_llama
 
 def _main(command_line: list[str], largest_file: int | None = None) -> tuple[int, str]:
     """Exit code and stderr of the trainer's main function."""
+    from sparseforge_ds.extras.planner.dry_run import dry_run
     from sparseforge_ds.train.trainer import main
 
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        code = main(command_line)
+        code = main(command_line, dry_run)
     if code and largest_file is not None:
         os._exit(code)  # like the launched process: without saying goodbye to ranks that still wait
     return code, heard.getvalue()

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, str] = {
     "config": "mask",
     "checkpoint": "",
     "zero": "transformers_internals mask config checkpoint",
-    "model": "extension_locks transformers_internals mask config checkpoint",
+    "model": "extension_locks transformers_internals mask config checkpoint zero",
     "start": "mask config zero model",
     "data": "ranks config checkpoint model",
     "curvature": "mask config zero",
@@ -34,15 +34,15 @@ MAY_IMPORT: dict[str, str] = {
     "forge": "mask config checkpoint zero model methods saved_state",
     "rotation": "mask config checkpoint zero model permutation",
     "export": "transformers_internals mask config checkpoint model permutation rotation",
-    "planning": "transformers_internals mask config zero model",
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data permutation export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
-    "permutation forge rotation export planning",
+    "permutation forge rotation export",
     "integrations": "extension_locks config checkpoint zero model data permutation forge rotation train",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
+    "extras.planner": "transformers_internals mask config zero model data train",
     "extras.studies": "config checkpoint data export evaluate train",
-    "cli": "ranks mask config checkpoint model permutation rotation export planning evaluate prune train",
+    "cli": "ranks mask config checkpoint model permutation rotation export evaluate prune train",
 }
 # All libraries of the rooms that shall need few.
 LIBRARIES_OF: dict[str, str] = {
@@ -116,6 +116,9 @@ def _imports_outside_functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(below) for function in functions for below in ast.walk(function)}
+    for condition in ast.walk(tree):
+        if isinstance(condition, ast.If) and ast.unparse(condition.test) == "TYPE_CHECKING":
+            inside |= {id(below) for below in ast.walk(condition)}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and id(node) not in inside]
     return {(node.module or "").removeprefix("sparseforge_ds.") for node in imports}
 

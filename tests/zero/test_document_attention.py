@@ -18,7 +18,7 @@ from sparseforge_ds.train.document_attention import check_document_attention, ch
 from sparseforge_ds.train.ulysses import SequenceParallel
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, VOCABULARY
-from tests.unit.planning.test_sequence_parallel import DIVIDED
+from tests.unit.model.test_sequence_parallel import DIVIDED
 
 MIXED = {"falcon", "gpt_oss", "opt", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """Families that ignore where positions begin anew: in masks that they make themselves, or in linear attention."""

@@ -17,7 +17,7 @@ from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.ulysses import SequenceParallel
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
-from tests.unit.planning.test_sequence_parallel import DIVIDED
+from tests.unit.model.test_sequence_parallel import DIVIDED
 from tests.zero.case import Case, states
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparseforge_ds.curvature.output_hutchinson import _square
-from sparseforge_ds.planning.live import measured
+from sparseforge_ds.model.peak_memory import measured
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

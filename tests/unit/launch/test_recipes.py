@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.config.command_line import parse_arguments
-from sparseforge_ds.planning.activations import Activations
+from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.dry_run import dry_run
 from sparseforge_ds.train.trainer import main
 from tests.distributed import PATIENCE, ROOT
 
@@ -77,7 +78,7 @@ def dry(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert command[:2] == ["python", "launch/train.py"]
-    code = main(command[2:])
+    code = main(command[2:], dry_run)
     return [code, *capsys.readouterr()]
 
 
@@ -182,7 +183,7 @@ def test_what_is_missing_is_said(bash, line):
 
 def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
     """64 sequences on 64 GPUs leave one for each."""
-    monkeypatch.setattr("sparseforge_ds.planning.plan.trace", lambda *_, **__: Activations(0, 0, 0, 0))
+    monkeypatch.setattr("sparseforge_ds.extras.planner.plan.trace", lambda *_, **__: Activations(0, 0, 0, 0))
     _, commands, _ = bash("launch/gpt2.sh medium --dry_run", GPUS="64")
     code, _, errors = dry(commands[0], capsys, monkeypatch)
     assert code == 1

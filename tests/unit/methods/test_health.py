@@ -13,7 +13,7 @@ from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.methods.histograms import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.planning.live import Live
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
 
@@ -98,7 +98,7 @@ def test_a_large_shard_is_summed_in_runs() -> None:
     generator = torch.Generator().manual_seed(0)
     mask, curvature, sample = (torch.rand(count, generator=generator) - shift for shift in (0.0, 0.2, 0.1))
     first, second = mask > 0.5, mask > 0.3
-    with Live((mask, curvature, sample, first, second)) as live:
+    with PeakMemoryCounter((mask, curvature, sample, first, second)) as live:
         for target in (first, second):
             health.add_refresh(curvature, sample)
             health.add_update(shard, mask, target)

@@ -10,8 +10,8 @@ from transformers import HunYuanMoEV1Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
+from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
-from sparseforge_ds.planning.architecture import bare_model
 from tests.tiny_models import BUILDERS, tiny_llama
 from tests.unit.model.test_uncovered import WITHOUT_ROWS, tiny, unknown
 

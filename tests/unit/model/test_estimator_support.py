@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.rules import linear_layers
-from sparseforge_ds.planning.architecture import bare_model
-from sparseforge_ds.planning.estimator_support import weights_to_prune
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from tests.tiny_models import BUILDERS, MIXTURES, token_batch
 

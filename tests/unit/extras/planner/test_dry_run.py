@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from sparseforge_ds.extras.planner.dry_run import dry_run
 from sparseforge_ds.train.pretrained import check_attention, find_model, load_model
 from sparseforge_ds.train.trainer import main
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
@@ -28,7 +29,7 @@ def dry(tmp_path, capsys, monkeypatch):
         words = [str(word) for name, value in (defaults | flags).items() for word in (f"--{name}", value)]
         capsys.readouterr()
         before = sorted(tmp_path.rglob("*"))
-        code = main(["--deepspeed", str(path), "--dry_run", *words])
+        code = main(["--deepspeed", str(path), "--dry_run", *words], dry_run)
         assert sorted(tmp_path.rglob("*")) == before
         return code, *capsys.readouterr()
 

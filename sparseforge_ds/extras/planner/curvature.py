@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sparseforge_ds.mask.chunks import CHUNK
 from sparseforge_ds.mask.curvature import add_fisher_sums, experts_at_once, rademacher, rademacher_rows, token_fisher
-from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.live import measured
-from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import Kinds, local
+from sparseforge_ds.model.architecture import Architecture
+from sparseforge_ds.model.peak_memory import measured
+from sparseforge_ds.train.lasting_memory import Kinds, local
+from sparseforge_ds.train.memory_settings import Settings
 
 
 def heard(model: Architecture, settings: Settings) -> Kinds:

@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sparseforge_ds.planning.activations import Activations, trace
-from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.machine import GIB, Machine
-from sparseforge_ds.planning.memory import Memory, memory
-from sparseforge_ds.planning.operations import operations
-from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.start import start_operations, start_tokens
-from sparseforge_ds.planning.states import Kinds, checkpoint_bytes
+from sparseforge_ds.extras.planner.activations import Activations, trace
+from sparseforge_ds.extras.planner.machine import GIB, Machine
+from sparseforge_ds.extras.planner.memory import Memory, memory
+from sparseforge_ds.extras.planner.operations import operations
+from sparseforge_ds.extras.planner.start import start_operations, start_tokens
+from sparseforge_ds.model.architecture import Architecture
+from sparseforge_ds.train.lasting_memory import Kinds, checkpoint_bytes
+from sparseforge_ds.train.memory_settings import Settings
 
 
 @dataclass(frozen=True)

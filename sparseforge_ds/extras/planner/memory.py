@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.curvature import heard, probe
+from sparseforge_ds.extras.planner.start import start_memory, streams_on_host
 from sparseforge_ds.mask.chunks import CHUNK
+from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.model.head import micro_batches_at_once
-from sparseforge_ds.planning.activations import Activations
-from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.curvature import heard, probe
-from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.start import start_memory, streams_on_host
-from sparseforge_ds.planning.states import (
+from sparseforge_ds.train.lasting_memory import (
     Kinds,
     kept_gradients,
     local,
@@ -27,6 +26,7 @@ from sparseforge_ds.planning.states import (
     teacher_weights,
     whole_gradients,
 )
+from sparseforge_ds.train.memory_settings import Settings
 
 _MASK_SCRATCH = 32
 """Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""

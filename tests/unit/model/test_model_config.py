@@ -12,8 +12,8 @@ import pytest
 from transformers import CLIPConfig, Gemma3Config, PretrainedConfig, T5Config, ViTConfig
 
 from sparseforge_ds.model import hub_access
+from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.model.tokenizer import load_tokenizer
-from sparseforge_ds.planning.model_config import read_model_config
 from sparseforge_ds.train.pretrained import find_model
 
 

@@ -14,10 +14,10 @@ import pytest
 from transformers import BloomConfig, FalconConfig, PhimoeConfig, Qwen3MoeConfig, ViTConfig
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.planning.machine import GPUS
+from sparseforge_ds.extras.planner.machine import GPUS
 from tests.tiny_folders import deepspeed_json, write_json
 from tests.tiny_models import tiny_dense, tiny_mixture
-from tests.unit.planning.published_configs import qwen3_14b
+from tests.unit.extras.planner.published_configs import qwen3_14b
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERTS = {

@@ -12,11 +12,11 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.architecture import Architecture, bare_model, describe, empty_model
 from sparseforge_ds.model.families import coverage, prunable_weights
-from sparseforge_ds.planning.architecture import Architecture, bare_model, describe, empty_model
-from sparseforge_ds.planning.model_config import read_model_config
+from sparseforge_ds.model.model_config import read_model_config
 from tests import tiny_models
-from tests.unit.planning.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
+from tests.unit.extras.planner.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
 
 FORGE = SparseForgeConfig()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparseforge_ds.planning.architecture import bare_model, without_numbers
+from sparseforge_ds.model.architecture import bare_model, without_numbers
 
 Attention = Callable[..., tuple[Tensor, None]]
 _TRIED = 8

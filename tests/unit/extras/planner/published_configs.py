@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sparseforge_ds.planning.model_config import read_model_config
+from sparseforge_ds.model.model_config import read_model_config
 
 PUBLISHED = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,

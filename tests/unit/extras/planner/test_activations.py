@@ -12,14 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.planner.activations import Activations, trace
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compared_layers
-from sparseforge_ds.planning.activations import Activations, trace
-from sparseforge_ds.planning.live import Live
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from tests import tiny_models
-from tests.unit.planning.published_configs import qwen3_14b
+from tests.unit.extras.planner.published_configs import qwen3_14b
 
 FORGE = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64}})
 BATCH, LENGTH = 4, 48
@@ -209,7 +209,7 @@ def test_full_size_needs_no_memory_and_checkpointing_saves_most() -> None:
 
 
 def test_live_bytes_end_with_their_storage() -> None:
-    with Live() as live:
+    with PeakMemoryCounter() as live:
         first = torch.empty(1000, device="meta")
         second = first + 1
         assert live.bytes == live.peak == 8000

@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.architecture import without_numbers
 from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
-from sparseforge_ds.planning.architecture import without_numbers
-from sparseforge_ds.planning.live import Live
 
 
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
     """`prunable_weights`, all of which the importance can be measured for.
 
     Raises as `prunable_weights`, and where some weight cannot be measured, with what to paste into the block. The model
-    is of `planning.architecture.bare_model`; where it cannot be run without numbers, no layer is refused.
+    is of `model.architecture.bare_model`; where it cannot be run without numbers, no layer is refused.
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)
@@ -85,7 +85,7 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
         for name in calls
     ]
     try:
-        with without_numbers(model.config), torch.no_grad(), Live():
+        with without_numbers(model.config), torch.no_grad(), PeakMemoryCounter():
             model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)
     except ValueError:
         return {}

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):
+class PeakMemoryCounter(TorchDispatchMode):
     """Follows the bytes of all storages that operations create while it is active; what is there `before` does not
     count."""
 
@@ -63,6 +63,6 @@ def _grouped_matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def measured(function: Callable[[], object]) -> int:
     """Bytes at the peak of a computation on the meta device."""
-    with Live() as live:
+    with PeakMemoryCounter() as live:
         function()
     return live.peak

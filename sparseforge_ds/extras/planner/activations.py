@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
+from sparseforge_ds.model.architecture import bare_model, empty_model, without_numbers
 from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_labels, task_only
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
-from sparseforge_ds.planning.architecture import bare_model, empty_model, without_numbers
-from sparseforge_ds.planning.live import Live
-from sparseforge_ds.planning.sequence_parallel import exchanged
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
+from sparseforge_ds.model.sequence_parallel import exchanged
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens, sees_all_tokens
 
@@ -93,7 +93,7 @@ def _fused_experts(model: PreTrainedModel, forge: SparseForgeConfig) -> dict[str
 
 
 def _hear_nothing(*_: Any) -> None:
-    """In the place of what adds up squares, whose memory `planning.curvature.heard` knows."""
+    """In the place of what adds up squares, whose memory `planner.curvature.heard` knows."""
 
 
 class _Teacher:
@@ -108,7 +108,7 @@ class _Teacher:
     ) -> None:
         model = bare_model(config, dtype).eval()
         hidden = distillation.hidden if distillation else None
-        live = Live([*model.parameters(), *model.buffers(), token_BS])
+        live = PeakMemoryCounter([*model.parameters(), *model.buffers(), token_BS])
         self.target: Target | None = None
         self.tensors: list[Tensor] = []
         layers = compared_layers(model, hidden) if hidden else []
@@ -129,7 +129,7 @@ class _Teacher:
 
 
 def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, teacher: _Teacher | None) -> Activations:
-    live = Live([*model.parameters(), *model.buffers(), token_BS, *(teacher.tensors if teacher else ())])
+    live = PeakMemoryCounter([*model.parameters(), *model.buffers(), token_BS, *(teacher.tensors if teacher else ())])
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
     saved = peak_of_loss = 0

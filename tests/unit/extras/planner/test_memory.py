@@ -12,14 +12,15 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.dry_run import check_estimable
+from sparseforge_ds.extras.planner.memory import Memory, memory
 from sparseforge_ds.mask.curvature import EXPERT_BYTES
+from sparseforge_ds.model.architecture import Architecture, describe, empty_model
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.planning.activations import Activations
-from sparseforge_ds.planning.architecture import Architecture, describe, empty_model
-from sparseforge_ds.planning.memory import Memory, memory
-from sparseforge_ds.planning.settings import Settings, check_estimable, settings
-from sparseforge_ds.planning.states import checkpoint_bytes, lasting, model_states
-from tests.unit.planning.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
+from sparseforge_ds.train.lasting_memory import checkpoint_bytes, lasting, model_states
+from sparseforge_ds.train.memory_settings import Settings, settings
+from tests.unit.extras.planner.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
 PLAIN = {"importance": "magnitude", "distillation": None}

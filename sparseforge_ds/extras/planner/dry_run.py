@@ -11,18 +11,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunArguments
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.tokenization import frame_tokens
-from sparseforge_ds.planning.machine import GIB, Machine
-from sparseforge_ds.planning.model_config import read_model_config
-from sparseforge_ds.planning.plan import Plan, make_plan
-from sparseforge_ds.planning.sequence_parallel import default_attention
-from sparseforge_ds.planning.settings import check_estimable
-from sparseforge_ds.planning.states import checkpoint_bytes
+from sparseforge_ds.extras.planner.machine import GIB, Machine
+from sparseforge_ds.extras.planner.plan import Plan, make_plan
+from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.model.sequence_parallel import default_attention
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
+from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.launcher import world_size_from_launcher
 from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
 from sparseforge_ds.train.pretrained import Pretrained, find_model
@@ -137,6 +137,23 @@ def _beside_a_fused_kernel(spec: RunSpec) -> Iterator[str]:
         yield f"memory: eager attention's scores of all pairs of tokens, {scores} a layer, several times"
     elif attention == "sdpa" and spec.arguments.document_attention:
         yield f"memory: the mask of --document_attention, {readable_bytes(pairs)} with sdpa; flash attention needs none"
+
+
+def check_estimable(resolved: dict[str, Any]) -> None:
+    """Refuse what there is no estimate for. That is a state that is offloaded to NVMe, and masters that are not in
+    fp32, save in bf16 under plain ZeRO-3."""
+    zero, bf16 = resolved.get("zero_optimization", {}), resolved.get("bf16") or {}
+    plain = zero.get("stage") == 3 and not zero.get("offload_optimizer")
+    if bf16.get("bf16_master_weights_and_grads") and not (bf16.get("bf16_optimizer_states") and plain):
+        raise ValueError(
+            "bf16_master_weights_and_grads: the planner knows it with bf16_optimizer_states under ZeRO-3 without "
+            "offload_optimizer only; plan without"
+        )
+    if (resolved.get("fp16") or {}).get("fp16_master_weights_and_grads"):
+        raise ValueError("fp16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
+    for key in ("offload_optimizer", "offload_param"):
+        if (zero.get(key) or {}).get("device") == "nvme":
+            raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
 
 
 def plan_run(spec: RunSpec, machine: Machine) -> Plan:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sparseforge_ds.planning.memory import memory
-from sparseforge_ds.planning.start import start_operations, start_tokens
+from sparseforge_ds.extras.planner.memory import memory
+from sparseforge_ds.extras.planner.start import start_operations, start_tokens
 from tests.tiny_folders import deepspeed_json, write_json
-from tests.unit.planning.published_configs import qwen3_14b
-from tests.unit.planning.test_memory import NOTHING, planned
-from tests.unit.planning.test_plan_command import plan
+from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.test_memory import NOTHING, planned
+from tests.unit.extras.planner.test_plan_command import plan
 
 A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
 """Weights of a decoder block of Qwen3-14B under a mask."""

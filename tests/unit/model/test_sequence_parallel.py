@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.planning.activations import Activations, trace
-from sparseforge_ds.planning.sequence_parallel import check_divided
+from sparseforge_ds.extras.planner.activations import Activations, trace
+from sparseforge_ds.model.sequence_parallel import check_divided
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama, tiny_mixture
 
 DIVIDED = ("gpt2", "llama", "mistral", "mixtral", "olmoe", "opt", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from sparseforge_ds.planning.architecture import Architecture
+from sparseforge_ds.model.architecture import Architecture
 
 _WITHOUT = {"linear_attention", "conv", "moe", "mlp", "sparse", "dense"}
 """Entries of a config's `layer_types` that are no attention over the sequence."""

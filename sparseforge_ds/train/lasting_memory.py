@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.settings import Settings
+from sparseforge_ds.model.architecture import Architecture
+from sparseforge_ds.train.memory_settings import Settings
 
 Kinds = dict[str, int]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from sparseforge_ds.planning.architecture import Architecture
-from sparseforge_ds.planning.settings import Settings
-from sparseforge_ds.planning.states import Kinds, local
+from sparseforge_ds.model.architecture import Architecture
+from sparseforge_ds.train.lasting_memory import Kinds, local
+from sparseforge_ds.train.memory_settings import Settings
 
 _OF_A_WEIGHT = 21
 """Bytes: W, its gradient and two moments in fp32, whether it is trained, and its mask."""

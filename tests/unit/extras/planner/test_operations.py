@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from sparseforge_ds.planning.architecture import bare_model, describe
-from sparseforge_ds.planning.operations import operations
-from tests.unit.planning.published_configs import gpt2_xl, qwen3_14b
+from sparseforge_ds.extras.planner.operations import operations
+from sparseforge_ds.model.architecture import bare_model, describe
+from tests.unit.extras.planner.published_configs import gpt2_xl, qwen3_14b
 
 LENGTH = 64
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 40}
