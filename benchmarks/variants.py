@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import sparseforge_ds as sf
 from benchmarks.phases import Phases
 from sparseforge_ds.model.distill import distillation_loss
-from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.zero.probe import Closure
 
 WEIGHT_DECAY = 0.01

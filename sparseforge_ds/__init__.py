@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import prepare
     from sparseforge_ds.model.registration import register_model_classes
-    from sparseforge_ds.train.teacher import Teacher
+    from sparseforge_ds.model.teacher import Teacher
 
 # Imported at first use: the offline tools and whoever only loads a model need no DeepSpeed.
 _WHERE = {

@@ -13,10 +13,10 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.published_names import published_tensors
 from tests.tiny_models import BUILDERS, tiny_llama
 
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -30,12 +30,12 @@ def require_model(name: str, hub: bool = True) -> None:
 
 def register_packed24(name: str) -> None:
     """Make transformers know the packed24 format if a model is stored in it."""
-    from sparseforge_ds.mask.packing import PACKED24
     from sparseforge_ds.model.hub_access import why_unreachable
-    from sparseforge_ds.model.registration import load_config, quant_method
+    from sparseforge_ds.model.registration import load_config
+    from sparseforge_ds.model.stored_config import is_packed
 
     cached = not Path(name).exists() and why_unreachable() is not None
-    if quant_method(load_config(name, name, cached)) == PACKED24:
+    if is_packed(vars(load_config(name, name, cached))):
         import sparseforge_ds.extras.packed24  # noqa: F401  registers itself
 
 

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.permuted_folder import DenseFolder
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
-        from sparseforge_ds.rotation.record import FILE
+        from sparseforge_ds.model.rotation_record import FILE
         from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)

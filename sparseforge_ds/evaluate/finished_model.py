@@ -23,8 +23,9 @@ from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config, quant_method, register_model_classes
+from sparseforge_ds.model.registration import load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
+from sparseforge_ds.model.stored_config import is_packed
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
@@ -99,7 +100,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
 def _require_known_format(name: str, config: Any) -> None:
     """Reject a packed model if nothing has made transformers know the format."""
-    if quant_method(config) == PACKED24 and PACKED24 not in AUTO_QUANTIZER_MAPPING:
+    if is_packed(vars(config)) and PACKED24 not in AUTO_QUANTIZER_MAPPING:
         raise ValueError(f"{name}: is stored as packed24; `import {PACKED24_MODULE}` before it is loaded")
 
 

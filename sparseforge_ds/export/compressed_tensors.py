@@ -15,26 +15,8 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
 
-QUANT_METHOD = "compressed-tensors"
-
 _WEIGHTS = ("weight_packed", "weight")
 _BESIDE = ("scale", "zero_point", "shape", "global_scale", "g_idx")
-
-
-def is_quantized(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a folder in one of the library's formats."""
-    return _is_of_library(config) and not is_only_pruned(config)
-
-
-def is_only_pruned(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a folder that llm-compressor pruned, and whose weights are ordinary tensors."""
-    held = config.get("quantization_config", {})
-    return _is_of_library(config) and held.get("format") == "dense" and not held.get("config_groups")
-
-
-def _is_of_library(config: dict[str, Any]) -> bool:
-    held = config.get("quantization_config")
-    return isinstance(held, dict) and held.get("quant_method") == QUANT_METHOD
 
 
 class QuantizedWeights:

@@ -30,12 +30,13 @@ from sparseforge_ds.export.source import (
     read_model_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import ADAPTER, StoredWeights, is_packed, listed_weights, reads_as
+from sparseforge_ds.export.stored import ADAPTER, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.stored_config import is_packed
 
 _KEYS = ("format", "dtype", *HEAD)
 

@@ -21,25 +21,26 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.published_names import published_tensors
 from sparseforge_ds.export.source import (
     HEAD,
     MASK_ON,
     Source,
     buffer_names,
     choose_dtype,
-    published_name,
     read_model_config,
     require_finite,
 )
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.rotation_record import FILE as ROTATION
+from sparseforge_ds.model.rotation_record import keep_rotation, rotation_of
 from sparseforge_ds.model.sound_weights import require_float_weights
-from sparseforge_ds.permutation.record import Permutation, Reordering
-from sparseforge_ds.rotation.record import FILE as ROTATION
-from sparseforge_ds.rotation.record import keep_rotation, rotation_of
+from sparseforge_ds.permutation.reordering import Reordering
 
 FORMAT = 1
 

@@ -23,9 +23,11 @@ from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
-from sparseforge_ds.export.source import HUB_ID, MASK_ON, published_name
-from sparseforge_ds.export.stored import is_packed, listed_weights
+from sparseforge_ds.export.source import MASK_ON
+from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
+from sparseforge_ds.model.hub_access import HUB_ID, published_name
+from sparseforge_ds.model.stored_config import is_packed
 
 NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"

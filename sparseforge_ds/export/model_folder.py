@@ -19,10 +19,11 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.model_files import CHAT_TEMPLATES, check_links, is_legal_file
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
-from sparseforge_ds.export.source import Source, config_sha256
+from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
+from sparseforge_ds.model.stored_config import config_sha256
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
-from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.model.registration import empty_model, load_config
 
 

@@ -22,22 +22,16 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.counting import chunks, members_left
-from sparseforge_ds.export.published_names import published_tensors
-from sparseforge_ds.export.source import (
-    Source,
-    check_config,
-    choose_dtype,
-    published_name,
-    read_model_config,
-    require_finite,
-)
+from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
+from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.permutation.record import Permutation
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:

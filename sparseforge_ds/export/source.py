@@ -7,9 +7,7 @@ bytes of a folder or a mask against the hashes beside them.
 from __future__ import annotations
 
 import abc
-import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -27,8 +25,9 @@ from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.permutation_record import FOLDER, Permutation
 from sparseforge_ds.model.registration import empty_model, load_config
-from sparseforge_ds.permutation.record import FOLDER, Permutation
+from sparseforge_ds.model.stored_config import config_sha256
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
 """What `sparsity.json` and `mask.json` both say of where a model comes from."""
@@ -36,8 +35,6 @@ HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "con
 MASK_ON = "mask_on"
 """Key of the `source` in `HEAD`, where the weights are a dense model's own under a mask: that model's name."""
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
-"""owner/name, perhaps with a part of it."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """What a model can be exported in, by the name that config.json uses."""
@@ -143,12 +140,6 @@ class Source(abc.ABC):
         """Compare the checksums of the files that `read` does not check by itself."""
 
 
-def published_name(name: str) -> str:
-    """What others may read of a model or a text: a hub id as it is, of a path on this machine its last part."""
-    hub = HUB_ID.fullmatch(name) and not name.startswith(".") and not Path(name).exists()
-    return name if hub else Path(name).name or name
-
-
 def configured_dtype(model_config: dict[str, Any]) -> str | None:
     """The dtype that config.json has; of a model that also sees it may stand with its text model's settings alone."""
     parts = (model_config, model_config.get("text_config") or {})
@@ -191,14 +182,6 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         taken = load_config(folder, str(folder), cached=True)
         return config if taken.model_type == config.get("model_type") else dict(json.loads(taken.to_json_string()))
     return config
-
-
-def config_sha256(config: dict[str, Any]) -> str:
-    """sha256 of what a config.json says, apart from how the weights are stored and which remote code there once was.
-    Equal for a run and all its exports."""
-    left_out = ("dtype", "torch_dtype", "quantization_config", "auto_map")
-    content = {key: value for key, value in config.items() if key not in left_out}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def check_config(folder: Path, config: dict[str, Any], expected: object) -> None:

@@ -10,19 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
-from sparseforge_ds.export.compressed_tensors import QuantizedWeights, is_quantized
+from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
-from sparseforge_ds.mask.packing import PACKED24, POSITIONS, packed24_axis, require_packed_dtypes, unpack24
+from sparseforge_ds.mask.packing import POSITIONS, packed24_axis, require_packed_dtypes, unpack24
 from sparseforge_ds.model.families import BRANCH
+from sparseforge_ds.model.stored_config import is_packed, is_quantized
 
 ADAPTER = "adapter_model"
 """Where PEFT has the tensors of an adapter."""
-
-
-def is_packed(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of a packed24 folder."""
-    held = config.get("quantization_config")
-    return isinstance(held, dict) and held.get("quant_method") == PACKED24
 
 
 class StoredWeights:

@@ -22,14 +22,13 @@ from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER_CONFIG
 from sparseforge_ds.export.adapter import TENSORS, require_adapter
-from sparseforge_ds.export.compressed_tensors import is_only_pruned
 from sparseforge_ds.export.counting import WeightReport, chunk_size
-from sparseforge_ds.export.source import config_sha256
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
 
 _LAYER = re.compile(r"\.\d+\.")
 

@@ -16,9 +16,9 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.model.distill import same_vocabulary
 from sparseforge_ds.model.hidden import same_states
+from sparseforge_ds.model.pretrained import share_basis
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, is_classification, require_task_head, same_classes, task_head
-from sparseforge_ds.train.pretrained import share_basis
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")

@@ -43,13 +43,13 @@ from sparseforge_ds.integrations.trainer_settings import (
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.rotation_record import keep_rotation
 from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
-from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.rotation.record import keep_rotation
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
-from sparseforge_ds.train.teacher import Teacher
 
 _LOG = logging.getLogger(__name__)
 clear_before_training()  # at import, because TrainingArguments already start DeepSpeed, which compiles

@@ -1,15 +1,19 @@
-"""Whether the hub of models answers: asked once and briefly, where huggingface_hub would try for a minute."""
+"""The hub of models: whether it answers, asked briefly where huggingface_hub tries for a minute; names on it."""
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import cache
+from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 
 SECONDS = 5.0
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
+"""owner/name, perhaps with a part of it."""
 
 
 def why_unreachable() -> str | None:
@@ -36,3 +40,9 @@ def _asked() -> str | None:
     if not answered.wait(SECONDS):
         failures.append(f"no answer in {SECONDS:g} seconds")
     return f"{constants.ENDPOINT} cannot be reached ({failures[0]})" if failures else None
+
+
+def published_name(name: str) -> str:
+    """What others may read of a model or a text: a hub id as it is, of a path on this machine its last part."""
+    hub = HUB_ID.fullmatch(name) and not name.startswith(".") and not Path(name).exists()
+    return name if hub else Path(name).name or name

@@ -44,12 +44,6 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     return _of_text_alone(config)
 
 
-def quant_method(config: Any) -> object:
-    """Return how a config says that its weights are stored, or None where it says nothing."""
-    stored = getattr(config, "quantization_config", None) or {}
-    return stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-
-
 def model_class(config: Any) -> Any:
     """Return the class of transformers that loads the model of a config: that which `architectures` names where it is a
     head that generates no text or is of an encoder and a decoder, else the Auto class of causal models, or where there

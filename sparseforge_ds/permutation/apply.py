@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.model.families import full_shape
 from sparseforge_ds.model.groups import PERMUTED
-from sparseforge_ds.permutation.record import Permutation, Reordering
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.permutation.reordering import Reordering
 
 
 @torch.no_grad()

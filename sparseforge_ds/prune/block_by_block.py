@@ -28,10 +28,10 @@ from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
-from sparseforge_ds.export.source import published_name
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import coverage, prunable_weights
+from sparseforge_ds.model.hub_access import published_name
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
 from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result

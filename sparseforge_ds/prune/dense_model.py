@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.adapter import CONFIG
-from sparseforge_ds.export.published_names import published_tensors
-from sparseforge_ds.export.source import DTYPES, config_sha256, read_model_config
+from sparseforge_ds.export.source import DTYPES, read_model_config
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import empty_model, load_config
 from sparseforge_ds.model.sound_weights import require_float_weights
+from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]

@@ -16,7 +16,7 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.source import Source, require_finite
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.prune.dense_model import DenseModel
 
 

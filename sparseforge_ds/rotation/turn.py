@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparseforge_ds.checkpoint.tensors import tensor_bytes
 from sparseforge_ds.permutation.channels import Axis
 from sparseforge_ds.rotation.stream import RESIDUAL, Stream
 
@@ -57,3 +59,12 @@ def scaled(value: Tensor, axis: Axis, gain_C: Tensor) -> Tensor:
 def residual_axis(axes: list[tuple[str, Axis]]) -> Axis:
     """The axis that has the residual stream."""
     return next(axis for name, axis in axes if name == RESIDUAL)
+
+
+def sha256_of(rotations: Rotations) -> str:
+    """Of all rotations."""
+    digest = hashlib.sha256()
+    for name, rotation_BCC in sorted(rotations.items()):
+        digest.update(f"{name} {tuple(rotation_BCC.shape)}\n".encode())
+        digest.update(tensor_bytes(rotation_BCC.cpu()))
+    return digest.hexdigest()

@@ -13,14 +13,14 @@ from transformers import PreTrainedModel, set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
+from sparseforge_ds.model.pretrained import load_model
+from sparseforge_ds.model.teacher import Teacher, teacher_ds_config
 from sparseforge_ds.permutation.apply import permute_model
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.document_attention import check_documents_apart, separate_documents_in_flash
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.train.permuting import settle_permutation
-from sparseforge_ds.train.pretrained import load_model
 from sparseforge_ds.train.spec import RunSpec
-from sparseforge_ds.train.teacher import Teacher, teacher_ds_config
 from sparseforge_ds.train.ulysses import SequenceParallel
 from sparseforge_ds.transformers_internals import checkpoint_activations
 

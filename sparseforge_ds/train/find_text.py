@@ -8,7 +8,7 @@ from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
 from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
 from sparseforge_ds.data.tokenization import check_trained
-from sparseforge_ds.train.pretrained import Pretrained
+from sparseforge_ds.model.pretrained import Pretrained
 
 
 def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> tuple[Mixture, Source | None]:

@@ -16,7 +16,7 @@ from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, ne
 from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import compare_hidden
 from sparseforge_ds.model.registration import OWN_FAMILIES
-from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.model.teacher import Teacher
 
 LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """What the log says of a loss, as `loss/...`."""

@@ -12,10 +12,10 @@ from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.config import PermuteConfig
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.export.permuted_folder import DenseFolder
+from sparseforge_ds.model.permutation_record import FOLDER, Permutation
+from sparseforge_ds.model.pretrained import empty_model, load_model
 from sparseforge_ds.permutation.activations import find_by_activations
-from sparseforge_ds.permutation.record import FOLDER, Permutation
 from sparseforge_ds.ranks import Ranks
-from sparseforge_ds.train.pretrained import empty_model, load_model
 from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)

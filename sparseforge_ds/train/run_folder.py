@@ -43,10 +43,11 @@ from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_weight
-from sparseforge_ds.export.source import config_sha256, published_name
-from sparseforge_ds.permutation.record import FOLDER, Permutation
-from sparseforge_ds.rotation.record import FILE as ROTATION
-from sparseforge_ds.rotation.record import keep_rotation, rotation_of
+from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.permutation_record import FOLDER, Permutation
+from sparseforge_ds.model.rotation_record import FILE as ROTATION
+from sparseforge_ds.model.rotation_record import keep_rotation, rotation_of
+from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.permuting import keep_permutation

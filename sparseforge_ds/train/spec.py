@@ -32,13 +32,7 @@ from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import same_states
 from sparseforge_ds.model.low_rank import prepare
-from sparseforge_ds.permutation.channels import dimensions
-from sparseforge_ds.permutation.find import check_pattern
-from sparseforge_ds.train.document_attention import check_document_attention
-from sparseforge_ds.train.find_text import find_texts
-from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings
-from sparseforge_ds.train.output_location import check_output_location
-from sparseforge_ds.train.pretrained import (
+from sparseforge_ds.model.pretrained import (
     Pretrained,
     check_attention,
     check_length,
@@ -48,6 +42,12 @@ from sparseforge_ds.train.pretrained import (
     find_model,
     share_basis,
 )
+from sparseforge_ds.permutation.channels import dimensions
+from sparseforge_ds.permutation.find import check_pattern
+from sparseforge_ds.train.document_attention import check_document_attention
+from sparseforge_ds.train.find_text import find_texts
+from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings
+from sparseforge_ds.train.output_location import check_output_location
 from sparseforge_ds.train.schedule import LearningRate
 from sparseforge_ds.train.tracking import check_trackers
 

@@ -20,7 +20,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
 from sparseforge_ds.export import formats
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.train.pretrained import find_model
+from sparseforge_ds.model.pretrained import find_model
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.sparse_folders import bits

@@ -15,7 +15,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.train.trainer import main as launch
 from tests.distributed import run_distributed
 from tests.end_to_end.test_train import differences, flags_of, states, train

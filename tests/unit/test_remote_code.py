@@ -17,9 +17,9 @@ import torch
 from sparseforge_ds.cli.main import main as sparseforge
 from sparseforge_ds.config.block_sections import DistillationConfig
 from sparseforge_ds.evaluate.finished_model import load_model
+from sparseforge_ds.model.pretrained import find_model
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.model.tokenizer import load_tokenizer
-from sparseforge_ds.train.pretrained import find_model
-from sparseforge_ds.train.teacher import Teacher
 from tests.planted_code import YES, Touch, plant_generate, plant_model, plant_pickle, plant_tokenizer
 from tests.task_files import write_task
 from tests.tiny_folders import write_model, write_text

@@ -21,7 +21,7 @@ from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
-from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, MIXTURES

@@ -18,9 +18,9 @@ from sparseforge_ds.extras.planner.memory import gathered_weights, memory
 from sparseforge_ds.model.architecture import Architecture, describe, empty_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, kept_gradients, model_states
 from sparseforge_ds.train.memory_settings import Settings, settings
-from sparseforge_ds.train.teacher import Teacher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests import tiny_models
 from tests.distributed import run_distributed

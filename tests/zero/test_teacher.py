@@ -20,7 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.head import loss_in_head
-from sparseforge_ds.train.teacher import Teacher
+from sparseforge_ds.model.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 

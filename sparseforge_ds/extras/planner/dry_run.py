@@ -20,12 +20,12 @@ from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.plan import Plan, make_plan
 from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.model.pretrained import Pretrained, find_model
 from sparseforge_ds.model.sequence_parallel import default_attention
 from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.launcher import world_size_from_launcher
 from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
-from sparseforge_ds.train.pretrained import Pretrained, find_model
 from sparseforge_ds.train.run_folder import check_beginning, check_room, room_for_checkpoints, why_nothing_to_resume
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 

@@ -21,7 +21,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export import model_card
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.model_folder import copy_other_files
-from sparseforge_ds.train.pretrained import find_model
+from sparseforge_ds.model.pretrained import find_model
 from sparseforge_ds.train.run_folder import check_folder, lock_folder, write_folder
 from sparseforge_ds.train.spec import make_spec
 from tests.sparse_folders import ModelSource

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from sparseforge_ds.checkpoint.tensors import TensorSpec
-from sparseforge_ds.export.source import check_config, config_sha256
+from sparseforge_ds.export.source import check_config
 from sparseforge_ds.export.stored import reads_as
+from sparseforge_ds.model.stored_config import config_sha256
 
 CONFIG = {"model_type": "llama", "rope_theta": 10000.0, "dtype": "float32"}
 

@@ -20,8 +20,8 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.verification import check_folder
+from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.permutation.record import Permutation
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EMBED = "model.embed_tokens.weight"

@@ -14,7 +14,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import counting
 from sparseforge_ds.export.verification import FolderReport, check_folder
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.model.permutation_record import Permutation
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 

@@ -13,8 +13,8 @@ from transformers import CLIPConfig, Gemma3Config, PretrainedConfig, T5Config, V
 
 from sparseforge_ds.model import hub_access
 from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.model.pretrained import find_model
 from sparseforge_ds.model.tokenizer import load_tokenizer
-from sparseforge_ds.train.pretrained import find_model
 
 
 @pytest.mark.parametrize("make", [ViTConfig, CLIPConfig, T5Config])

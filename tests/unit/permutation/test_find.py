@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.permutation.activations import input_squares
 from sparseforge_ds.permutation.channel_table import CHANNELS
 from sparseforge_ds.permutation.find import find_permutation
-from sparseforge_ds.permutation.record import Permutation, Reordering
+from sparseforge_ds.permutation.reordering import Reordering
 from tests.tiny_models import BUILDERS, token_batch
 from tests.unit.permutation.test_channels import logits, randomized, shapes_of
 

@@ -8,8 +8,8 @@ import pytest
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.model.pretrained import find_model
 from sparseforge_ds.train.find_text import find_texts
-from sparseforge_ds.train.pretrained import find_model
 
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])

@@ -14,8 +14,8 @@ from sparseforge_ds.config import DistillationConfig, HiddenConfig, SparseForgeC
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import distillation_loss, task_loss
 from sparseforge_ds.model.head import loss_in_head
+from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.train.objective import Objective
-from sparseforge_ds.train.teacher import Teacher
 from tests.tiny_models import tiny_llama, tiny_mixture, token_batch
 
 CONFIG = SparseForgeConfig.from_dict({"distillation": {"hold": "replicated", "temperature": 2.0, "chunk_tokens": 5}})

@@ -17,8 +17,8 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.run_source import _run_of
-from sparseforge_ds.export.source import config_sha256
-from sparseforge_ds.permutation.record import FOLDER, Permutation
+from sparseforge_ds.model.permutation_record import FOLDER, Permutation
+from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.permuting import settle_permutation

@@ -22,7 +22,7 @@ from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.quantizer import Packed24Config, Packed24Quantizer
 from sparseforge_ds.extras.packed24.unpacking import Packed24Conv1D
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.train.pretrained import find_model
+from sparseforge_ds.model.pretrained import find_model
 from tests.sparse_folders import bits, write_dense, write_sparse
 
 IDS = torch.arange(3, 19)[None]

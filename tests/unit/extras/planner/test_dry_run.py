@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from sparseforge_ds.extras.planner.dry_run import dry_run
-from sparseforge_ds.train.pretrained import check_attention, find_model, load_model
+from sparseforge_ds.model.pretrained import check_attention, find_model, load_model
 from sparseforge_ds.train.trainer import main
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama, tiny_mixture

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.family_table import FAMILIES
+from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_models import BUILDERS, MIXTURES
 

@@ -19,8 +19,8 @@ from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.hidden import capture_states, compared_layers
+from sparseforge_ds.model.pretrained import load_model
 from sparseforge_ds.model.registration import register_model_classes
-from sparseforge_ds.train.pretrained import load_model
 
 
 class Teacher:

@@ -1,4 +1,4 @@
-"""A permutation as it is kept beside what it was applied to, and applied to one tensor at a time.
+"""A permutation as it is kept beside what it was applied to.
 
 FOLDER/permutation/ has `permutation.json` (what was asked for and gained, a sha256) and `permutation.safetensors`. It
 is a folder of its own so that no loader takes it for weights.
@@ -7,7 +7,6 @@ is a folder of its own so that no loader takes it for weights.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.disk import atomic_folder, write_json
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
-from sparseforge_ds.permutation.channels import Axis, dimensions
 
 FOLDER = "permutation"
 FORMAT = 1
@@ -78,30 +76,3 @@ class Permutation:
         if format != FORMAT or found.sha256 != sha256:
             raise ValueError(f"{folder}: is damaged or of another version (format, or sha256); permute again")
         return found
-
-
-class Reordering:
-    """A permutation on the tensors of one model, under whatever names of them; arguments as of `dimensions`."""
-
-    def __init__(
-        self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        self._axes: dict[str, list[tuple[Axis, Tensor]]] = defaultdict(list)
-        found = dimensions(model_type, config, shapes, permutation.which)
-        sizes = {name: (held.blocks, held.channels) for name, held in found.items()}
-        if sizes != {name: tuple(index_BC.shape) for name, index_BC in permutation.index_BC.items()}:
-            raise ValueError("the permutation is one of another model: it has other channels")
-        for name, held in found.items():
-            for axis in held.axes:
-                self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
-
-    @property
-    def moved(self) -> list[str]:
-        """Names of the tensors that have channels."""
-        return list(self._axes)
-
-    def __call__(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of the model with its channels in their new order."""
-        for axis, index_BC in self._axes.get(name, ()):
-            value = axis.reorder(value, index_BC)
-        return value

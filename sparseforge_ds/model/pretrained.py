@@ -20,24 +20,22 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as hf_deepspeed
 
-import sparseforge_ds
 from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.export.compressed_tensors import is_only_pruned
-from sparseforge_ds.export.published_names import published_tensors
-from sparseforge_ds.export.stored import is_packed
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.model_config import require_causal
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.rotation_record import rotation_of
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
+from sparseforge_ds.model.stored_config import is_only_pruned, is_packed
 from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.ranks import AgreedError
-from sparseforge_ds.rotation.record import rotation_of
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LEGAL_FILES]
 
@@ -281,7 +279,7 @@ def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 def _folder(name: str, flag: str) -> Path:
     if name == EMBEDDED_MODEL:
-        return Path(sparseforge_ds.__file__).parent / "assets" / EMBEDDED_MODEL
+        return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
     if Path(name).exists():
         if not Path(name).is_dir():
             raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.train.pretrained import Pretrained, check_shapes, empty_model, find_model
+from sparseforge_ds.model.pretrained import Pretrained, check_shapes, empty_model, find_model
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import BUILDERS
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from pathlib import Path
 
 from sparseforge_ds.checkpoint.folder import read_json
-from sparseforge_ds.checkpoint.tensors import tensor_bytes
-from sparseforge_ds.rotation.turn import Rotations
 
 FILE = "rotation.json"
 FORMAT = 1
@@ -31,12 +28,3 @@ def keep_rotation(model: Path, folder: Path) -> None:
     """Have in a folder what that of its model says."""
     if (model / FILE).is_file():
         shutil.copyfile(model / FILE, folder / FILE)
-
-
-def sha256_of(rotations: Rotations) -> str:
-    """Of all rotations."""
-    digest = hashlib.sha256()
-    for name, rotation_BCC in sorted(rotations.items()):
-        digest.update(f"{name} {tuple(rotation_BCC.shape)}\n".encode())
-        digest.update(tensor_bytes(rotation_BCC.cpu()))
-    return digest.hexdigest()

@@ -1,0 +1,39 @@
+"""A permutation applied to the tensors of one model, one at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sparseforge_ds.model.permutation_record import Permutation
+from sparseforge_ds.permutation.channels import Axis, dimensions
+
+
+class Reordering:
+    """A permutation on the tensors of one model, under whatever names of them; arguments as of `dimensions`."""
+
+    def __init__(
+        self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._axes: dict[str, list[tuple[Axis, Tensor]]] = defaultdict(list)
+        found = dimensions(model_type, config, shapes, permutation.which)
+        sizes = {name: (held.blocks, held.channels) for name, held in found.items()}
+        if sizes != {name: tuple(index_BC.shape) for name, index_BC in permutation.index_BC.items()}:
+            raise ValueError("the permutation is one of another model: it has other channels")
+        for name, held in found.items():
+            for axis in held.axes:
+                self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
+
+    @property
+    def moved(self) -> list[str]:
+        """Names of the tensors that have channels."""
+        return list(self._axes)
+
+    def __call__(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of the model with its channels in their new order."""
+        for axis, index_BC in self._axes.get(name, ()):
+            value = axis.reorder(value, index_BC)
+        return value
