@@ -26,7 +26,8 @@ from sparseforge_ds.mask.effective_mask import soft_step
 from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.update import move_groups, tally
-from sparseforge_ds.model.distill import TokenLosses, block_tokens
+from sparseforge_ds.model.distill import tokens_per_block
+from sparseforge_ds.model.token_losses import TokenLosses
 
 DIALS = Dials(temperature=0.4, beta=0.3, mid_penalty=0.2, penalty_rate=0.2, mask_rate=0.1, x=0.7)
 CALLS = 15
@@ -85,7 +86,7 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
 def _loss(device: str, tokens: int, vocabulary: int) -> Iterator[Case]:
     """Yield the element-wise part of the distillation loss over a block of tokens: both models' logits, two passes."""
     config = DistillationConfig()
-    rows = min(tokens, block_tokens(config, vocabulary))
+    rows = min(tokens, tokens_per_block(config, vocabulary))
     student_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
     teacher_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
     labels_T = torch.randint(vocabulary, (rows,), device=device)

@@ -10,7 +10,7 @@ from config_pages import template
 import sparseforge_ds
 
 PACKAGE = Path(sparseforge_ds.__file__).parent
-_ERRORS = ("ValueError", "AgreedError", "ForgeError", "DivergedError", "WholeLogits", "RuntimeError", "OSError")
+_ERRORS = ("ValueError", "AgreedError", "ForgeError", "DivergedError", "NonlinearHeadError", "RuntimeError", "OSError")
 
 _REQUIRE = ("require", "_require")
 

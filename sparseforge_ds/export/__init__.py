@@ -1,0 +1,1 @@
+"""Offline tools from a checkpoint to a model, and the proof of each export."""

@@ -16,7 +16,7 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
-from sparseforge_ds.model.registration import empty_model, load_config
+from sparseforge_ds.model.registration import build_model, load_config
 
 
 def filled_model(source: Source) -> Any:
@@ -27,7 +27,7 @@ def filled_model(source: Source) -> Any:
     config = load_config(source.model_folder, str(source.model_folder), cached=True)
     try:
         with no_init_weights():
-            model = empty_model(config, dtype=source.dtype)
+            model = build_model(config, dtype=source.dtype)
     except ValueError as error:
         raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()

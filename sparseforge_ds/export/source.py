@@ -26,7 +26,7 @@ from sparseforge_ds.mask.pattern import Pattern, top_n
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.permutation_record import FOLDER, Permutation
-from sparseforge_ds.model.registration import empty_model, load_config
+from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.stored_config import config_sha256
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
@@ -165,7 +165,7 @@ def buffer_names(folder: Path) -> set[str]:
     config = load_config(folder, f"--dtype: {folder}", cached=True)
     try:
         with torch.device("meta"):
-            model = empty_model(config)
+            model = build_model(config)
     except ValueError as error:
         raise ValueError(f"--dtype: {folder}/config.json: {reason(error)}") from None
     return {name for name, _ in model.named_buffers()}

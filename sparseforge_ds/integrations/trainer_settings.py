@@ -14,11 +14,11 @@ from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, new
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.model.distill import same_vocabulary
-from sparseforge_ds.model.hidden import same_states
+from sparseforge_ds.model.distill import check_same_vocabulary
+from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.pretrained import share_basis
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.model.task_head import TaskHead, is_classification, require_task_head, same_classes, task_head
+from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
@@ -185,16 +185,16 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
             "things; give a teacher with the same head"
         )
     of_teacher = teacher.config if isinstance(teacher, PreTrainedModel) else load_config(teacher, f"teacher {teacher}")
-    same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
+    check_same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
     if head is not TaskHead.NEXT_TOKEN and config.distillation is not None and config.distillation.hidden is not None:
         raise ValueError(
             f"distillation.hidden with {type(model).__name__}: hidden states are compared in causal language models; "
             'set "hidden" to null'
         )
     if is_classification(model):
-        same_classes(model.config, of_teacher)
+        check_same_classes(model.config, of_teacher)
     if config.distillation is not None and config.distillation.hidden is not None:
-        same_states(model.config, of_teacher)
+        check_same_states(model.config, of_teacher)
         mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))
         if not share_basis(mine, other):
             raise ValueError(

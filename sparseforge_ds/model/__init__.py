@@ -1,0 +1,1 @@
+"""Structure of a model: prunable weights by family, branches, losses, tokenizers."""

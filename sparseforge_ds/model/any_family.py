@@ -1,4 +1,4 @@
-"""A model whose family the table does not have, pruned by what its layers say of themselves: asked for by one flag."""
+"""Globs for a model whose family has no rows in the table, proposed from the classes of its layers (`--any_family`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from sparseforge_ds.model.rules import model_type_of
 
 
 def any_family(model: nn.Module, config: SparseForgeConfig) -> SparseForgeConfig:
-    """`config` with globs that decide about every matrix of a model of a family that the table does not have.
+    """Add globs to `config` such that every matrix of the model is either pruned or allowed to stay dense.
 
-    Linear layers of numbered blocks and fused experts are pruned, along the axes that they contract; routers, what the
-    pattern does not fit, and what does not say how it is stored stay dense; embeddings and the head do in any case.
-    Where `config.include` chooses already, it stays, and everything else is kept dense. A family with rows is left to
-    them.
+    Linear layers of numbered blocks and fused experts are pruned along the axes that they contract. Embeddings, the
+    head, routers, matrices that the pattern does not fit, and those whose layer does not say how it is stored stay
+    dense. If `config.include` is set, only what it names is pruned. A family with rows in the table is left to them.
 
     Args:
-        model: on any device, also without weights.
+        model: on any device, with or without weights.
         config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
+
+    Returns:
+        `config` with longer `include` and `allow_dense`; `config` itself if the family has rows.
     """
     if model_type_of(model) in FAMILIES:
         return config
@@ -32,6 +34,6 @@ def any_family(model: nn.Module, config: SparseForgeConfig) -> SparseForgeConfig
 
 
 def pasteable(config: SparseForgeConfig) -> str:
-    """The keys of the `sparseforge` block that say the same without the flag, one line each."""
+    """Return `include` and `allow_dense` as lines of JSON to paste into the `sparseforge` block."""
     keys = {"include": config.include, "allow_dense": config.allow_dense}
     return ",\n".join(f'"{key}": {json.dumps(globs)}' for key, globs in keys.items() if globs)

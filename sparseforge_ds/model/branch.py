@@ -1,11 +1,11 @@
-"""The layer of a low-rank branch (SLoRB, design eq. 13), in training and in models loaded from a packed folder.
+"""Layers with a low-rank branch (SLoRB, design eq. 13), in training and in models loaded from a packed folder.
 
     y = x (w^T + P^T B^T)
 
-P is a fixed sum over runs of `k` neighbouring inputs, the last of which is shorter where `k` does not divide them: no
-parameters and no matmul, a reshape and a sum. B, of shape (out, ceil(in / k)), is learned. Or P is learned as B is, of
-shape (rank, in), which makes the branch LoRA's with P for its A. The layers are those of the model with another class:
-parameter names, ZeRO-3 partitions and masks do not notice.
+B, of shape (out, rank), is learned. A fixed P sums runs of `k` neighbouring inputs, so the rank is ceil(in / k); it
+costs no parameters and no matmul, but a reshape and a sum. A learned P, of shape (rank, in), makes the branch LoRA's
+with P for its A. The layers are those of the model with another class, so parameter names, ZeRO-3 partitions and masks
+stay the same.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sparseforge_ds.model.family_table import LOW_RANK, PROJECTION
 
 
 class Branch(nn.Module):
-    """What a layer with a switchable branch has beside its weight, which keeps its orientation."""
+    """A linear layer with a branch that can be switched off. Its weight keeps its orientation."""
 
     low_rank_b: nn.Parameter
-    """(out, rank), of which the rank is ceil(in / k) where P is fixed."""
+    """B, (out, rank). The rank is ceil(in / k) if P is fixed."""
     low_rank_p: nn.Parameter | None
-    """(rank, in) where P is learned; None where it is fixed."""
+    """P, (rank, in), if it is learned; None if it is fixed."""
     k: int
-    """Weights of the layer for each number of the branch."""
+    """Number of weights of the layer for each learned number of the branch."""
     enabled: bool
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out): x w^T + (P x) B^T. `sum` accumulates 16-bit inputs in fp32 and rounds once."""
+        """Compute x w^T + (P x) B^T, (..., in) -> (..., out)."""
         output: Tensor = super().forward(input)
         if not self.enabled:
             return output
@@ -40,7 +40,7 @@ class Branch(nn.Module):
         return output + F.linear(F.linear(input, self.low_rank_p), self.low_rank_b)
 
     def extra_repr(self) -> str:
-        """Sizes for print(model)."""
+        """Describe the branch for print(model)."""
         learned = self.low_rank_p is not None
         return f"{super().extra_repr()}, k={self.k}, learned={learned}, enabled={self.enabled}"
 
@@ -54,37 +54,55 @@ class LowRankConv1D(Branch, Conv1D):  # type: ignore[misc]  # transformers is un
 
 
 def sums_of_runs(input: Tensor, k: int) -> Tensor:
-    """P x: (..., in) -> (..., ceil(in / k)), sums of k neighbours."""
+    """Compute P x for a fixed P: sums of k neighbours, (..., in) -> (..., ceil(in / k)).
+
+    `sum` accumulates 16-bit inputs in fp32 and rounds once.
+    """
     if rest := -input.shape[-1] % k:
         input = F.pad(input, (0, rest))
     return input.reshape(*input.shape[:-1], input.shape[-1] // k, k).sum(-1)
 
 
 def branch_rank(outputs: int, inputs: int, k: int, learned: bool) -> int:
-    """Columns of B: a run of k inputs for each; or, with a learned P, as many as give B and P one number together for k
-    weights, to the nearest whole rank, at least 1."""
+    """Return the rank of a layer's branch, which is the number of columns of B.
+
+    A fixed P gives one rank to each run of `k` inputs. With a learned P, B and P together have one number for `k`
+    weights, rounded to the nearest rank of at least 1.
+    """
     return max(1, round(outputs * inputs / (k * (outputs + inputs)))) if learned else math.ceil(inputs / k)
 
 
 def add_branch(layer: nn.Linear | Conv1D, k: int, learned: bool = False, like: Branch | None = None) -> Branch:
-    """Give a layer a branch that is off, in place. A layer that is neither `nn.Linear` nor `Conv1D` keeps its own
-    forward too. B and a learned P are those of the layer that this one is `like`; else they are 0."""
+    """Turn a layer, in place, into one with a branch that is switched off.
+
+    Args:
+        layer: a subclass of `nn.Linear` or `Conv1D` keeps its own forward, to which the branch is added.
+        k: weights of the layer for each learned number of the branch.
+        learned: True for a learned P.
+        like: layer whose B and P this one shares; None for new ones, which are zero.
+
+    Returns:
+        The same layer.
+    """
     outputs, inputs = (layer.nf, layer.nx) if isinstance(layer, Conv1D) else (layer.out_features, layer.in_features)
     rank = branch_rank(outputs, inputs, k, learned)
-    kind, zeros = type(layer), layer.weight.new_zeros
-    own = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(kind)
-    layer.__class__ = own or type(f"LowRank{kind.__name__}", (Branch, kind), {})
+    weight = layer.weight
+    # A subclass gets a branched class of its own, made of both.
+    kind = type(layer)
+    branched_kind = {nn.Linear: LowRankLinear, Conv1D: LowRankConv1D}.get(kind)
+    layer.__class__ = branched_kind or type(f"LowRank{kind.__name__}", (Branch, kind), {})
     assert isinstance(layer, Branch)
-    if like is None:
-        b, p = nn.Parameter(zeros(outputs, rank)), nn.Parameter(zeros(rank, inputs)) if learned else None
+    if like is not None:
+        layer.register_parameter(LOW_RANK, like.low_rank_b)
+        layer.register_parameter(PROJECTION, like.low_rank_p)
     else:
-        b, p = like.low_rank_b, like.low_rank_p
-    layer.register_parameter(LOW_RANK, b)
-    layer.register_parameter(PROJECTION, p)
-    layer.k, layer.enabled = k, False
+        layer.register_parameter(LOW_RANK, nn.Parameter(weight.new_zeros(outputs, rank)))
+        layer.register_parameter(PROJECTION, nn.Parameter(weight.new_zeros(rank, inputs)) if learned else None)
+    layer.k = k
+    layer.enabled = False
     return layer
 
 
 def branches(model: nn.Module) -> dict[str, Branch]:
-    """The branched layers by the name of their weight, in module order; empty when the model has none."""
+    """Return the branched layers by the name of their weight, in module order; empty if the model has none."""
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Branch)}

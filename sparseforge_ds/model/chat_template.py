@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a model, run with limits that the size of a conversation sets."""
+"""Chat templates: programs that come with a model, run with limits on time, memory and text."""
 
 from __future__ import annotations
 
@@ -16,45 +16,54 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.transformers_internals import render_jinja_template
 
 Span = tuple[int, int]
-"""First character, and the one behind the last."""
+"""Index of the first character, and of the one behind the last."""
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 """Errors that expressions of a template raise, as Python code would: 1 / 0, or a macro that calls itself."""
-_SECONDS, _CHARACTERS_PER_SECOND = 5.0, 2**19
-_MEMORY, _BYTES_PER_CHARACTER = 2**28, 2**8
-_TEXT, _GROWTH = 2**16, 16
-"""Characters that a template may add to any conversation, and times that it may repeat one."""
+_SECONDS = 5.0
+"""Processor time that a template may take for an empty conversation."""
+_CHARACTERS_PER_SECOND = 2**19
+"""Characters of the conversation that allow one second more."""
+_MEMORY = 2**28
+"""Bytes that a template may take for an empty conversation."""
+_BYTES_PER_CHARACTER = 2**8
+"""Bytes that each character of the conversation allows beside that."""
+_TEXT = 2**16
+"""Characters that a template may add to any conversation."""
+_GROWTH = 16
+"""Times that a template may repeat the conversation."""
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **how: Any) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> str:
     """Return the text that a tokenizer's chat template makes of messages.
 
     Args:
         tokenizer: has a chat template.
         messages: the conversation.
-        **how: of `apply_chat_template`.
+        **options: passed to `apply_chat_template`.
 
     Raises:
         ValueError: the template fails, or takes more time, memory or text than the messages allow.
     """
-    with _limits(messages) as most:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **how))
-        if len(text) > most:
-            raise ValueError(f"it makes more than {most:,} characters of them")
+    with _limits(messages) as most_characters:
+        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        if len(text) > most_characters:
+            raise ValueError(f"it makes more than {most_characters:,} characters of them")
     return text
 
 
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
 ) -> tuple[list[str], list[Span]]:
-    """Return the text of messages, in a list, and where the turns lie in it that the template marks as generated.
+    """Return the text of messages, in a list, and the spans of it that the template marks as generated.
 
-    Raises ValueError as `render_chat`.
+    Raises:
+        ValueError: as `render_chat`.
     """
-    # Without keys that are null, as `apply_chat_template` has it.
-    told = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    with _limits(told):
+    # Keys that are null are left out, as `apply_chat_template` does it.
+    present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    with _limits(present):
         texts, spans = render_jinja_template(
-            [told],
+            [present],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
@@ -64,10 +73,12 @@ def render_turns(
 
 @contextlib.contextmanager
 def _limits(messages: Sequence[dict[str, Any]]) -> Iterator[int]:
-    """Run a template in the block, with limits on its processor time and memory.
+    """Limit the processor time and the memory of a template that runs in the block.
 
-    Time is limited in a process's main thread only, in which all templates of ours are run. Yields the characters that
-    the text may have.
+    Time is limited in a process's main thread only, in which all templates of ours are run.
+
+    Yields:
+        The most characters that the text may have.
     """
     size = len(str(messages))
     seconds = _SECONDS + size / _CHARACTERS_PER_SECOND
@@ -76,20 +87,22 @@ def _limits(messages: Sequence[dict[str, Any]]) -> Iterator[int]:
         raise ValueError(f"it runs for more than {seconds:.2g} s")
 
     timed = threading.current_thread() is threading.main_thread()
+    # The limit of the address space counts what the process has mapped already.
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = mapped + _MEMORY + size * _BYTES_PER_CHARACTER
+    limit = mapped + _MEMORY + size * _BYTES_PER_CHARACTER
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+        resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
         if timed:
-            before = signal.signal(signal.SIGVTALRM, stop)
+            previous_handler = signal.signal(signal.SIGVTALRM, stop)
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         yield _TEXT + _GROWTH * size
     except (TemplateError, *_FAILURES) as error:
-        why = "it needs too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
-        raise ValueError(f"the tokenizer's chat template refuses the conversation ({why})") from None
+        cause = "it needs too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+        raise ValueError(f"the tokenizer's chat template refuses the conversation ({cause})") from None
     finally:
+        # Other code of the process runs under the limits that it had.
         if timed:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+            signal.signal(signal.SIGVTALRM, previous_handler)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

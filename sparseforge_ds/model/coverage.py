@@ -1,4 +1,4 @@
-"""How much of a model is under a mask, what is not, and the words in which all commands report it."""
+"""Coverage of a model: the share that is under a mask, the rest by name, and the wording that all commands share."""
 
 from __future__ import annotations
 
@@ -6,39 +6,43 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 _SHOWN = 12
+"""Most patterns of names in one message."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of a model is under a mask, in elements.
+    """Elements of a model under a mask, beside those of its linear weights and of all parameters.
 
-    Its linear weights are all matrices that stand between the embeddings and the output head: of attention, MLPs,
-    experts and routers, fused or not, whether the family table knows them or not.
+    Linear weights are all matrices between the embeddings and the output head: those of attention, MLPs, experts and
+    routers, fused or not, in the family table or not.
     """
 
     masked: int
+    """Elements under a mask."""
     linear: int
+    """Elements of all linear weights."""
     total: int
     """Elements of all parameters; tied ones count once."""
     weights: int
+    """Number of weights under a mask."""
     dense: dict[str, int] = field(hash=False)
     """Elements of the linear weights that stay dense, by pattern of their names, the most first."""
 
     @property
     def of_linear(self) -> float:
-        """Percent of the linear weights that is under a mask."""
+        """Share of the linear weights under a mask, in percent."""
         return 100.0 * self.masked / self.linear
 
     @property
     def of_all(self) -> float:
-        """Percent of all elements that is under a mask."""
+        """Share of all elements under a mask, in percent."""
         return 100.0 * self.masked / self.total
 
     def __str__(self) -> str:
         return describe_share(self.masked, self.linear, self.total)
 
     def lines(self, but: Collection[str] = ()) -> list[str]:
-        """What stays dense of the linear weights, a line for every pattern of names that is not in `but`."""
+        """Describe the linear weights that stay dense: a line for each pattern of names that is not in `but`."""
         lines = [
             f"{pattern} ({count:,} elements, {percent(count, self.linear)} of the linear weights)"
             for pattern, count in self.dense.items()
@@ -48,16 +52,16 @@ class Coverage:
 
 
 def describe_share(masked: int, linear: int, total: int) -> str:
-    """Elements under a mask, of all linear weights and of all parameters, in words."""
+    """Describe the share of elements under a mask; the arguments are the fields of `Coverage`."""
     where = "of the linear weights between embedding and head"
     return f"{percent(masked, linear)} {where} and {percent(masked, total)} of all parameters under a mask"
 
 
-def percent(part: int, whole: int) -> str:
-    """A share to one decimal, rounded down: 100.0% is all."""
-    return f"{1000 * part // whole / 10:.1f}%"
+def percent(part: int, total: int) -> str:
+    """Format a share to one decimal, rounded down, so that 100.0% means all."""
+    return f"{1000 * part // total / 10:.1f}%"
 
 
 def shorten_lines(lines: list[str]) -> list[str]:
-    """The first lines about patterns of names, and how many more there are."""
+    """Keep the first lines about patterns of names, and add the number of the others."""
     return lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more patterns"] if len(lines) > _SHOWN else [])

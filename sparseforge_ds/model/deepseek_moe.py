@@ -45,7 +45,7 @@ from sparseforge_ds.transformers_internals import (
 
 
 class DeepseekConfig(LlamaConfig):
-    """The published `config.json`, with the defaults of the class that was published with it."""
+    """Config of the published `config.json`, with the defaults of the class that was published with it."""
 
     model_type = "deepseek"
     attribute_map = {"num_experts": "n_routed_experts"}
@@ -59,31 +59,34 @@ class DeepseekConfig(LlamaConfig):
     """None: every layer is dense."""
     num_experts_per_tok: int | None = None
     moe_layer_freq: int = 1
-    """Of the layers from `first_k_dense_replace` on, those whose number is a multiple of this are mixtures."""
+    """Layers whose number is a multiple of this are mixtures, from `first_k_dense_replace` on."""
     first_k_dense_replace: int = 0
+    """Number of dense layers before the first mixture."""
     norm_topk_prob: bool = False
-    """Whether the weights of a token's experts are scaled to sum to 1."""
+    """True if the weights of a token's experts are scaled to sum to 1."""
     scoring_func: str = "softmax"
     aux_loss_alpha: float = 0.001
     """Factor of the expert-level balance loss (equation 12); 0 switches it off."""
     seq_aux: bool = True
-    """Whether that loss is taken in every sequence, or over the whole batch."""
+    """True if the balance loss is taken in every sequence, False for one over the whole batch."""
     fp32_gate: bool = True
-    """Whether routing is computed in fp32. The published code routes in the model's dtype."""
+    """True if routing is computed in fp32. The published code routes in the model's dtype."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # names Python files of the checkpoint, which are neither used nor saved
         if self.scoring_func != "softmax":
             raise ValueError(f'scoring_func = "{self.scoring_func}": DeepSeek-MoE v1 only knows "softmax"')
-        experts, chosen = self.n_routed_experts, self.num_experts_per_tok
-        if experts is not None and not 1 <= (chosen or 0) <= experts:
+        experts = self.n_routed_experts
+        per_token = self.num_experts_per_tok
+        if experts is not None and not 1 <= (per_token or 0) <= experts:
             raise ValueError(
-                f"num_experts_per_tok = {chosen} with n_routed_experts = {experts}: use an integer from 1 to {experts}"
+                f"num_experts_per_tok = {per_token} with n_routed_experts = {experts}: use an integer from 1 to "
+                f"{experts}"
             )
         super().__post_init__(**kwargs)
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether the MLP of layer number `layer` is a mixture of experts."""
+        """Return True if the MLP of layer number `layer` is a mixture of experts."""
         return (
             self.n_routed_experts is not None
             and layer >= self.first_k_dense_replace
@@ -92,7 +95,7 @@ class DeepseekConfig(LlamaConfig):
 
 
 class DeepseekRouter(nn.Module):
-    """Scores of all experts, and the best K with their weights."""
+    """Router that scores all experts and chooses the best K for each token."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -100,7 +103,7 @@ class DeepseekRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts or 0, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(..., hidden) -> logits (T, E), weights (T, K) and expert numbers (T, K)."""
+        """Return logits (T, E), weights (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
         dtype = torch.float32 if self.config.fp32_gate else hidden.dtype
         logits_TE = F.linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), self.weight.to(dtype))
         weight_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
@@ -110,7 +113,7 @@ class DeepseekRouter(nn.Module):
 
 
 class DeepseekMoE(nn.Module):
-    """Routed and shared experts, in the place of an MLP."""
+    """Mixture of routed and shared experts, in the place of an MLP."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
@@ -123,14 +126,14 @@ class DeepseekMoE(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, S, hidden) -> the same shape."""
+        """Add up the outputs of routed and shared experts, (B, S, hidden) -> the same shape."""
         _, weight_TK, expert_TK = self.gate(hidden)
         routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, weight_TK).view_as(hidden)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 
 class DeepseekDecoderLayer(LlamaDecoderLayer):
-    """Llama's layer, with a mixture for its MLP where the configuration says so."""
+    """Llama's layer, with a mixture for its MLP if the config says so."""
 
     def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
         super(LlamaDecoderLayer, self).__init__()  # Llama's own would allocate a dense MLP first
@@ -142,7 +145,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):
 
 
 class DeepseekPreTrainedModel(LlamaPreTrainedModel):
-    """What the stack and the language model share."""
+    """Base class of the stack and the language model."""
 
     config: DeepseekConfig
     config_class = DeepseekConfig
@@ -169,7 +172,7 @@ class DeepseekPreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepseekModel(DeepseekPreTrainedModel):
-    """The stack without a head."""
+    """Stack of decoder layers, without a head."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__(config)
@@ -184,7 +187,7 @@ class DeepseekModel(DeepseekPreTrainedModel):
 
 
 class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
-    """The language model. Its name is what the published `architectures` and serving stacks expect."""
+    """Language model. The published `architectures` and serving stacks expect this class name."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -207,11 +210,12 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> MoeCausalLMOutputWithPast:
-        """Compute logits, as causal language models of transformers do. A cache, whatever its name, is among `kwargs`.
+        """Compute logits, as causal language models of transformers do; a cache is among `kwargs`.
 
         In training, `aux_loss` of the output is the balance loss times `aux_loss_alpha`, and part of `loss`. A loop
         that makes its own loss from the logits adds `aux_loss` to it.
         """
+        # The balance loss needs the scores of every router.
         balanced = self.training and self.config.aux_loss_alpha > 0 and self.config.n_routed_experts is not None
         if balanced:
             kwargs["output_router_logits"] = True
@@ -223,9 +227,10 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
+        # Generation asks for the logits of the last tokens alone.
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, positions])
         aux_loss = self._aux_loss(outputs.router_logits, hidden.shape[0]) if balanced else None
         loss = None
         if labels is not None:
@@ -242,24 +247,32 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
         )
 
     def _aux_loss(self, router_logits: tuple[Tensor, ...], sequences: int) -> Tensor:
-        K, B = self.config.num_experts_per_tok or 0, sequences if self.config.seq_aux else 1
+        K = self.config.num_experts_per_tok or 0
+        B = sequences if self.config.seq_aux else 1
         losses = [balance_loss(logits_TE.view(B, -1, logits_TE.shape[-1]), K) for logits_TE in router_logits]
         return self.config.aux_loss_alpha * torch.stack(losses).sum()
 
 
 def balance_loss(logits_BSE: Tensor, K: int) -> Tensor:
-    """() fp32 expert-level balance loss of one layer (equations 12 to 14), before its factor: mean over sequences of
-    the sum over experts of f P, with P the mean score of an expert and f its share of the chosen, times E. The router's
-    logits are (B, S, E)."""
+    """Return the expert-level balance loss of one layer, () in fp32, before its factor (equations 12 to 14).
+
+    It is the mean over sequences of the sum over experts of f P. P is the mean score of an expert, and f is its share
+    of the choices times E.
+
+    Args:
+        logits_BSE: of the router.
+        K: experts of a token.
+    """
     score_BSE = logits_BSE.float().softmax(dim=-1)
     B, S, E = score_BSE.shape
-    chosen = score_BSE.topk(K, dim=-1).indices.view(B, S * K)
-    count_BE = torch.zeros_like(score_BSE[:, 0]).scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+    choice_BC = score_BSE.topk(K, dim=-1).indices.view(B, S * K)
+    one_BC = torch.ones_like(choice_BC, dtype=torch.float32)
+    count_BE = torch.zeros_like(score_BSE[:, 0]).scatter_add_(1, choice_BC, one_BC)
     return (count_BE * (E / (K * S)) * score_BSE.mean(dim=1)).sum(dim=1).mean()
 
 
 def register() -> None:
-    """Make transformers know the family: its classes, and the fusing of its experts. A second call does nothing."""
+    """Register the family's classes and the fusing of its experts with transformers; a second call does nothing."""
     if DeepseekConfig.model_type in CONFIG_MAPPING and CONFIG_MAPPING[DeepseekConfig.model_type] is DeepseekConfig:
         return
     AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig)

@@ -1,8 +1,8 @@
-"""What is prunable in a model, by the table of families.
+"""Selection of the weights of a model that go under a mask, by the table of families.
 
-A matrix that no row names is never skipped in silence: `model.uncovered` refuses a model with more than a little of
-that. In a family that the table does not have, linear layers and fused experts are pruned where `include` names them,
-along the axis that their class contracts. Names and full shapes are enough here, so offline tools use the same table.
+A matrix that no row names is never skipped in silence: `model.uncovered` refuses a model with more than a few of
+them. In a family without rows, `include` chooses among linear layers and fused experts, which are pruned along the axis
+that their class contracts. Names and full shapes are enough, so offline tools use the same functions.
 """
 
 from __future__ import annotations
@@ -38,48 +38,52 @@ from sparseforge_ds.model.uncovered import Uncovered
 
 @dataclass(frozen=True)
 class PrunableWeight(SparseWeight):
-    """One weight under a mask, and where it is in its model."""
+    """One weight under a mask, and its place in the model."""
 
     module: str
     """Name of the module that holds the parameter, as in `model.get_submodule`."""
     experts: int = 0
-    """Routed experts in this weight: 0 when every token sees it, 1 for an expert in a list, else the first axis."""
+    """Routed experts in this weight: 0 if every token sees it, 1 for an expert in a list, else the first axis."""
     stacked: int = 1
-    """As in `Row`."""
+    """Matrices that lie end to end along the output axis of one expert, as in `Row`."""
 
     @property
     def numel(self) -> int:
-        """Elements of the full weight."""
+        """Number of elements of the full weight."""
         return math.prod(self.shape)
 
     @property
     def matrices(self) -> int:
-        """Matrices whose scores are compared with each other only: consecutive runs of numel / matrices elements."""
+        """Number of matrices in this weight, each a run of numel / matrices elements.
+
+        Scores are compared inside a matrix only.
+        """
         return max(self.experts, 1) * self.stacked
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """Shape of one of the matrices."""
+        """Shape of one matrix."""
         return (self.shape[-2] // self.stacked, self.shape[-1])
 
     @property
     def first_expert(self) -> tuple[str, int]:
-        """Module that holds the routed experts of the layer, and the number of the first that is in this weight."""
+        """Name of the module that holds the layer's routed experts, and the number of this weight's first expert."""
         assert self.experts, f"{self.name} belongs to no expert"
         if len(self.shape) == 3:
             return self.module, 0
+        # An expert in a list has its number as the last one in its name.
         parts = self.module.split(".")
         last = max(index for index, part in enumerate(parts) if part.isdecimal())
         return ".".join(parts[:last]), int(parts[last])
 
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of the whole parameter, wherever it lives: ZeRO-3 keeps it in `ds_shape` while the tensor is empty."""
+    """Return the shape of the whole parameter: ZeRO-3 keeps it in `ds_shape` while the tensor is empty."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
-    """The weights of `model` that go under a mask, in `named_parameters` order.
+    """Return the weights of `model` that go under a mask, in `named_parameters` order.
 
     Args:
         model: a transformers model (or anything with `config.model_type` and the family's parameter names); its
@@ -87,12 +91,12 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
 
     Raises:
-        ValueError: as `prunable_names`, a layer whose orientation is not the one in the table, or a packed one.
+        ValueError: as `prunable_names`, or a layer is packed, or is not stored in the orientation of the table.
     """
     for name, module in model.named_modules():
         if is_packed(module):
             raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
-    weights = _matrices_of(model, config).chosen(config)
+    weights = _matrices_of(model, config).select(config)
     for weight in weights:
         _check_orientation(weight, model.get_submodule(weight.module))
     return weights
@@ -104,14 +108,13 @@ def prunable_names(
     config: SparseForgeConfig,
     fused_name: Mapping[str, str] | None = None,
 ) -> list[PrunableWeight]:
-    """`prunable_weights` for tools that have names and shapes but no model.
+    """Return what `prunable_weights` does, for tools that have names and shapes but no model.
 
     Args:
         model_type: key of `FAMILIES`.
         shapes: full shape of every parameter by name; the order of the result is the order here.
         config: its `pattern`, `include`, `exclude` and `allow_dense` are used.
-        fused_name: the name that these globs mean where it is another one: that of the fused weight, for an expert in a
-            file.
+        fused_name: name that globs are matched with, where it differs: that of the fused weight for one expert's part.
 
     Raises:
         ValueError: unknown family; too much that the family does not name (`model.uncovered`); a glob that matches
@@ -121,22 +124,27 @@ def prunable_names(
         raise ValueError(
             f"model_type {model_type!r} has no row in the family table; known families: {', '.join(FAMILIES)}"
         )
-    return _Matrices(model_type, shapes, table_rule(FAMILIES[model_type]), fused_name=fused_name).chosen(config)
+    return _Matrices(model_type, shapes, table_rule(FAMILIES[model_type]), fused_name=fused_name).select(config)
 
 
 def uncovered_weights(model: nn.Module, config: SparseForgeConfig) -> Uncovered:
-    """What neither the table nor the user has decided about. `prunable_weights` raises where it is too much."""
+    """Return the weights about which neither the table nor the user has decided.
+
+    `prunable_weights` raises if they are more than `uncovered.TOLERANCE`.
+    """
     return _matrices_of(model, config).uncovered(config)
 
 
 def coverage(model: nn.Module, weights: Iterable[PrunableWeight]) -> Coverage:
-    """Count how much of `model` the masked `weights` are; full sizes under ZeRO-3."""
+    """Count the elements of `model` and of its masked `weights`; full sizes under ZeRO-3."""
     numel = {weight.name: weight.numel for weight in weights}
-    shapes, aside = _shapes(model), embeddings_and_head(model)
+    shapes = _shapes(model)
+    not_linear = embeddings_and_head(model)
     dense: dict[str, int] = {}
     for name, shape in shapes.items():
-        bias = name.endswith("bias")  # of all experts of a layer, and so in two dimensions
-        if len(shape) > 1 and name not in numel and name not in aside and not bias and not name.endswith(BRANCH):
+        is_bias = name.endswith("bias")  # those of all experts of a layer have two dimensions
+        is_linear = len(shape) > 1 and name not in not_linear and not is_bias and not name.endswith(BRANCH)
+        if is_linear and name not in numel:
             dense[name_pattern(name)] = dense.get(name_pattern(name), 0) + math.prod(shape)
     masked = sum(numel.values())
     return Coverage(
@@ -153,6 +161,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _matrices_of(model: nn.Module, config: SparseForgeConfig) -> _Matrices:
+    """Sort the matrices of a model by its family's rows, or by its layers if it has none."""
     model_type = model_type_of(model)
     if model_type in FAMILIES:
         return _Matrices(model_type, _shapes(model), table_rule(FAMILIES[model_type]))
@@ -161,7 +170,7 @@ def _matrices_of(model: nn.Module, config: SparseForgeConfig) -> _Matrices:
 
 
 class _Matrices:
-    """The matrices of a model, by what is known of them."""
+    """Matrices of a model, sorted into prunable ones, dense ones, and those that nothing is known of."""
 
     def __init__(
         self,
@@ -171,22 +180,26 @@ class _Matrices:
         linear: Mapping[str, int] | None = None,
         fused_name: Mapping[str, str] | None = None,
     ) -> None:
-        """Sort them out.
+        """Sort the matrices.
 
         Args:
-            linear: in a family without rows, the weights that `include` decides about, and the axis of each.
-            fused_name: the name that a user's globs mean where it is another one.
+            model_type: of the model.
+            shapes: full shape of every parameter by name.
+            rule: says for a name whether it is prunable or known to stay dense.
+            linear: in a family without rows, the weights that `include` chooses from, and the axis of each.
+            fused_name: name that globs are matched with, where it differs.
         """
         self.model_type = model_type
         self.shapes = shapes
         self.linear = linear
-        self.known = {name: (fused_name or {}).get(name, name) for name in shapes}
-        """The names that a user's globs are matched with."""
+        self.glob_name = {name: (fused_name or {}).get(name, name) for name in shapes}
+        """Name that a user's globs are matched with, by the parameter's own name."""
         self.prunable: dict[str, PrunableWeight] = {}
-        """Before include and exclude."""
+        """Weights that could go under a mask, before include and exclude."""
         self.unnamed: dict[str, tuple[int, ...]] = {}
-        """Those of which nothing is known."""
+        """Shapes of the matrices that nothing is known of."""
         for name, shape in shapes.items():
+            # Vectors stay dense without a rule.
             row = rule(name) if len(shape) > 1 else True
             if isinstance(row, Row):
                 experts = shape[0] if len(shape) == 3 else int(row.experts)
@@ -195,15 +208,16 @@ class _Matrices:
             elif not row:
                 self.unnamed[name] = tuple(shape)
 
-    def chosen(self, config: SparseForgeConfig) -> list[PrunableWeight]:
-        """The weights that go under a mask; see `prunable_names` for what it raises."""
+    def select(self, config: SparseForgeConfig) -> list[PrunableWeight]:
+        """Return the weights that go under a mask, with the errors of `prunable_names`."""
+        # Nobody's mistake may leave a weight dense in silence.
         self._check_globs(config)
         self.uncovered(config).check()
         chosen = [
             weight
             for name, weight in self.prunable.items()
-            if (not config.include or matches(self.known[name], config.include))
-            and not matches(self.known[name], config.exclude)
+            if (not config.include or matches(self.glob_name[name], config.include))
+            and not matches(self.glob_name[name], config.exclude)
         ]
         if not chosen:
             cure = "widen include or narrow exclude"
@@ -214,20 +228,23 @@ class _Matrices:
                 f"no weight of this {self.model_type} model is left to prune ({len(self.prunable)} prunable weights, "
                 f"include = {list(config.include)}, exclude = {list(config.exclude)}); {cure}"
             )
+        # The pattern must fit every chosen weight.
         pattern = config.parsed_pattern
-        misfits = {w.name: why for w in chosen if (why := pattern.misfit(w.matrix, w.input_axis)) is not None}
+        misfits = {w.name: cause for w in chosen if (cause := pattern.misfit(w.matrix, w.input_axis)) is not None}
         if misfits:
-            name, why = next(iter(misfits.items()))
+            name, cause = next(iter(misfits.items()))
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
             raise ValueError(
-                f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {why}; choose another pattern, or "
+                f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}; choose another pattern, or "
                 f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
             )
         return chosen
 
     def uncovered(self, config: SparseForgeConfig) -> Uncovered:
-        """What nobody has decided about."""
-        unnamed, prunable = ([self.known[name] for name in some] for some in (self.unnamed, self.prunable))
+        """Return the weights about which neither the rule nor the user's globs have decided."""
+        # A glob of allow_dense that names nothing undecided is said to be superfluous.
+        unnamed = [self.glob_name[name] for name in self.unnamed]
+        prunable = [self.glob_name[name] for name in self.prunable]
         unneeded = {}
         for glob in config.allow_dense:
             if not fnmatch.filter(unnamed, glob):
@@ -236,11 +253,13 @@ class _Matrices:
                 unneeded[glob] = f"{glob}: not needed, it matches no weight that is undecided{cure}"
 
         def is_decided(name: str) -> bool:
-            known, chosen_from = self.known[name], bool(config.include) and (self.linear is None or name in self.linear)
-            left_out = chosen_from and not matches(known, config.include)
-            return left_out or matches(known, (*config.exclude, *config.allow_dense))
+            include_decides = bool(config.include) and (self.linear is None or name in self.linear)
+            left_out = include_decides and not matches(self.glob_name[name], config.include)
+            return left_out or matches(self.glob_name[name], (*config.exclude, *config.allow_dense))
 
-        linear, misfit = self.linear or {}, config.parsed_pattern.misfit
+        # In a family without rows, include could prune those that the pattern fits.
+        linear = self.linear or {}
+        misfit = config.parsed_pattern.misfit
         fitting = [name for name, shape in self.unnamed.items() if name in linear and not misfit(shape, linear[name])]
         return Uncovered(
             model_type=self.model_type,
@@ -253,28 +272,32 @@ class _Matrices:
         )
 
     def _check_globs(self, config: SparseForgeConfig) -> None:
-        def why(name: str) -> str:
-            real = next(real for real, known in self.known.items() if known == name)
-            if len(self.shapes[real]) < 2:
+        """Reject globs of include and exclude that match nothing they could decide about."""
+
+        def explain(glob_name: str) -> str:
+            """Say why a parameter cannot be chosen."""
+            name = next(name for name, matched in self.glob_name.items() if matched == glob_name)
+            if len(self.shapes[name]) < 2:
                 return "which is a vector: only matrices are pruned"
-            if real not in self.unnamed:
+            if name not in self.unnamed:
                 return "which stays dense, as embeddings, heads and routers do"
             if self.linear is None:
                 return "which no row of the family table names"
             return "whose layer does not say which axis it contracts"
 
-        included = [self.known[name] for name in self.prunable] if self.linear is None else list(self.linear)
-        matrices = [self.known[name] for name, shape in self.shapes.items() if len(shape) > 1]
-        check_globs("include", config.include, included, self.known.values(), why)
-        check_globs("exclude", config.exclude, matrices, self.known.values(), why)
+        included = [self.glob_name[name] for name in self.prunable] if self.linear is None else list(self.linear)
+        matrices = [self.glob_name[name] for name, shape in self.shapes.items() if len(shape) > 1]
+        check_globs("include", config.include, included, self.glob_name.values(), explain)
+        check_globs("exclude", config.exclude, matrices, self.glob_name.values(), explain)
 
 
 def _check_orientation(weight: PrunableWeight, module: nn.Module) -> None:
-    """nn.Linear holds (out, in); experts say whether they are transposed, but for Llama 4's; Conv1D is neither."""
+    """Raise ValueError if a layer contracts another axis than the table says."""
+    # nn.Linear holds (out, in), Conv1D (in, out); experts say so in is_transposed, except for Llama 4's.
     if len(weight.shape) == 3 and not hasattr(module, "is_transposed"):
         return
-    as_it_is = len(weight.shape) == 3 and not module.is_transposed
-    actual = -1 if isinstance(module, nn.Linear) or as_it_is else -2
+    is_out_in = isinstance(module, nn.Linear) or (len(weight.shape) == 3 and not module.is_transposed)
+    actual = -1 if is_out_in else -2
     if actual != weight.input_axis:
         raise ValueError(
             f"{weight.name}: the family table has its input axis at {weight.input_axis}, but {type(module).__name__} "

@@ -20,9 +20,9 @@ class Row:
     input_axis: int = -1
     """The axis that the matmul contracts: -1 for (..., out, in), -2 for (..., in, out)."""
     experts: bool = False
-    """Whether only the tokens that are routed to it see the weight. In three dimensions, the first axis is experts."""
+    """True for a weight of routed experts. In three dimensions, the first axis is experts."""
     stacked: int = 1
-    """Matrices that lie end to end along the output axis of one expert: 2 where gate and up are one weight."""
+    """Matrices that lie end to end along the output axis of one expert: 2 if gate and up are one weight."""
 
     def __post_init__(self) -> None:
         assert self.stacked == 1 or self.input_axis == -1, "matrices stacked along the last axis are not consecutive"
@@ -30,12 +30,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Published:
-    """A weight that transformers keeps otherwise than the files that a family is published in."""
+    """A weight that has another name, or is divided, in the files that a family is published in."""
 
     name: str
-    """End of its name in memory, after a dot. Its first axis is experts where the parts have a `*`."""
+    """End of its name in memory, after a dot. Its first axis is experts if the parts have a `*`."""
     parts: tuple[str, ...]
-    """Ends of the names in files, in the order in which they lie end to end in an expert. `*` is its number."""
+    """Ends of its parts' names in files, in the order in which they lie end to end. `*` is the number of an expert."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Family:
     experts: tuple[str, ...] = ()
     """Globs over the names of the modules that hold all routed experts of a layer; see `leaf_modules`."""
     published: tuple[Published, ...] = ()
-    """What `save_pretrained` of transformers gives other names than the model has."""
+    """Weights that `save_pretrained` of transformers writes under other names than the model has."""
 
 
-def _gated(where: str, experts: bool = False) -> tuple[Row, ...]:
-    """An MLP of three nn.Linear."""
-    return tuple(Row(f"layers.*.{where}.{name}_proj.weight", experts=experts) for name in ("gate", "up", "down"))
+def _gated(module: str, experts: bool = False) -> tuple[Row, ...]:
+    """Return the rows of an MLP of three nn.Linear."""
+    return tuple(Row(f"layers.*.{module}.{name}_proj.weight", experts=experts) for name in ("gate", "up", "down"))
 
 
 _HEAD = ("embed_tokens.weight", "lm_head.weight")
@@ -167,7 +167,7 @@ _QWEN2_MOE = replace(
 _DEEPSEEK = replace(_OLMOE, prunable=(*_QWEN3_MOE.prunable, *_gated("mlp.shared_experts")))
 _DEEPSEEK_MLA = replace(_OLMOE, prunable=(*_LATENT_ATTENTION, *_gated("mlp"), *_EXPERTS, *_gated("mlp.shared_experts")))
 
-# Of linear attention, the projections to and from its state; its decay, its convolution and what weighs it stay dense.
+# Linear attention: the projections to and from its state are pruned; its decay and its convolution stay dense.
 _LINEAR_ATTENTION = (Row("layers.*.linear_attn.in_proj_[qz]*.weight"), Row("layers.*.linear_attn.out_proj.weight"))
 _STATE = ("layers.*.linear_attn.in_proj_[ab]*.weight", "layers.*.linear_attn.conv1d.weight")
 _QWEN3_NEXT = replace(
@@ -245,7 +245,7 @@ def register_family(
     experts: Iterable[str] = (),
     published: Iterable[Published] = (),
 ) -> None:
-    """Give a family rows, in this process, without editing this file.
+    """Add a family to the table, for this process, without editing this file.
 
         register_family("seed_oss", like="llama")
         register_family("mpt", prunable=["blocks.*.attn.*.weight", "blocks.*.ffn.*.weight"], dense=["wte.weight"])
@@ -255,11 +255,11 @@ def register_family(
 
     Args:
         model_type: of the model's config.
-        like: a family whose rows it has; those given beside it come in addition.
+        like: a family whose rows it has; the other arguments come in addition.
         prunable: rows, or globs for weights stored as (..., out, in).
         dense: globs for embeddings, heads, routers and all other matrices that stay dense.
         experts: globs for the modules that hold all routed experts of a layer.
-        published: weights that `save_pretrained` of transformers gives other names than the model has.
+        published: weights that `save_pretrained` of transformers writes under other names than the model has.
 
     Raises:
         ValueError: the family has other rows already, `like` has none, or nothing is prunable.
@@ -280,9 +280,11 @@ def register_family(
         raise ValueError(f"register_family: {model_type!r} has other rows in the family table already")
 
 
-LOW_RANK, PROJECTION = "low_rank_b", "low_rank_p"
-"""Names of the learned matrices that `model.low_rank` adds to a layer, B and where it is learned P; dense in every
-family."""
+LOW_RANK = "low_rank_b"
+"""Name of the learned matrix B that `model.low_rank` adds to a layer; dense in every family."""
+
+PROJECTION = "low_rank_p"
+"""Name of the matrix P that it adds if P is learned; dense in every family."""
 
 BRANCH = (LOW_RANK, PROJECTION)
 

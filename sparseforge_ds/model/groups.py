@@ -14,24 +14,27 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import BRANCH, full_shape, prunable_weights
 
 PERMUTED = "channels_are_permuted"
-"""Attribute of a model that says so; `permutation.apply` sets it."""
+"""Attribute of a model whose channels are permuted; `permutation.apply` sets it."""
 
 
 def param_groups(
     model: nn.Module, config: SparseForgeConfig, weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
-    """What to give to `deepspeed.initialize` as `model_parameters`.
+    """Divide the parameters into the groups that `deepspeed.initialize` takes as `model_parameters`.
 
-    Four groups, in this order, empty ones left out: `prunable` (marked with the key `sparseforge`, which travels
-    through every ZeRO stage) and `matrix` with `weight_decay`; `vector` (norms, biases) and `low_rank` (SLoRB's B and
-    a learned P, whose moments start when their branch does) without. Only parameters that require a gradient; tied ones
-    once.
+    There are four groups, in this order; empty ones are left out:
+
+    - `prunable`, marked with the key `sparseforge`, which travels through every ZeRO stage,
+    - `matrix`: all other matrices,
+    - `vector`: norms and biases, without weight decay,
+    - `low_rank`: SLoRB's B and a learned P, without weight decay; their moments start when their branch does.
+
+    Parameters that require no gradient are left out, and tied ones are listed once.
 
     Args:
         model: after `prepare`, before `deepspeed.initialize`; its parameters may be partitioned by ZeRO-3.
         config: decides which weights are prunable.
-        weight_decay: of the first two groups; by default what the optimizer is given, in the DeepSpeed JSON or by its
-            constructor.
+        weight_decay: of the first two groups; by default that of the optimizer.
 
     Raises:
         ValueError: a prunable weight is frozen, the model is not permuted as `config.permute` wants it, or
@@ -44,7 +47,11 @@ def param_groups(
             "load a folder that `sparseforge permute` wrote and leave permute out"
         )
     names = {weight.name for weight in prunable_weights(model, config)}
-    prunable, matrix, vector, low_rank = [], [], [], []
+    prunable: list[nn.Parameter] = []
+    matrix: list[nn.Parameter] = []
+    vector: list[nn.Parameter] = []
+    low_rank: list[nn.Parameter] = []
+    # Each parameter goes into the first group that it belongs to.
     for name, parameter in model.named_parameters():
         if name in names and not parameter.requires_grad:
             raise ValueError(

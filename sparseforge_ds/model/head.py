@@ -1,9 +1,9 @@
-"""The loss where the logits would be made: in the head of a causal language model, so that they never exist whole.
+"""Training loss computed inside the head of a causal language model, so that all logits never exist at once.
 
 While a model runs, its head's forward gets the final hidden states and returns the losses in place of logits. The head
-is still called as the module that it is, so whatever gathers, reduces or watches its weight (ZeRO-3, for one) sees one
-call and one gradient, tied or not. Logits are made a block at a time: rows (tokens) in the forward pass, and columns
-(entries of the vocabulary) in the backward pass, where a block gives its rows of the weight's gradient at once.
+is still called as a module, so whatever gathers, reduces or watches its weight (ZeRO-3, for one) sees one call and one
+gradient, tied or not. Logits are computed a block at a time: rows (tokens) in the forward pass, and columns (entries of
+the vocabulary) in the backward pass, in which a block gives its rows of the weight's gradient at once.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden, V entries of the vocabulary.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,27 +21,27 @@ from torch import Tensor, nn
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.model.distill import (
     DistillationLoss,
-    TokenLosses,
-    block_tokens,
-    blocks,
-    first_derivative_only,
+    block_slices,
+    check_same_vocabulary,
     next_labels,
-    parts_of,
-    same_vocabulary,
+    refuse_second_derivative,
     task_only,
+    tokens_per_block,
+    unpack_losses,
 )
 from sparseforge_ds.model.hidden import compare_hidden
+from sparseforge_ds.model.token_losses import TokenLosses
 
 PASS_TOKENS = 2**14
-"""Tokens of a rank that a teacher's pass may have: its activations are those of one block, without a graph."""
+"""Most tokens of a rank in one pass of a teacher, whose activations are those of one block, without a graph."""
 
 
-class WholeLogits(ValueError):
-    """Between this model's final hidden states and its logits lies more than a linear layer."""
+class NonlinearHeadError(ValueError):
+    """Error of a model whose logits are more than a linear layer of its final hidden states."""
 
 
 class Head(NamedTuple):
-    """From final hidden states to logits."""
+    """Linear map from final hidden states to logits."""
 
     weight: Tensor
     """(V, H)"""
@@ -48,75 +49,89 @@ class Head(NamedTuple):
     """(V,)"""
 
     def logits(self, hidden_TH: Tensor, columns: slice = slice(None)) -> Tensor:
-        """(T, V) or some columns of it."""
+        """Compute logits (T, V), or some columns of them, from hidden states (T, H)."""
         weight_HV = self.weight[columns].T
         return hidden_TH @ weight_HV if self.bias is None else torch.addmm(self.bias[columns], hidden_TH, weight_HV)
 
     def to(self, dtype: torch.dtype) -> Head:
-        """Cast, where that changes anything."""
+        """Return the head in another dtype."""
         return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 class Target(NamedTuple):
-    """What a teacher says of a micro-batch: logits, before they are made."""
+    """A teacher's answer to a micro-batch: the parts that its logits are computed from."""
 
     hidden_BSH: Tensor
-    """Final hidden states, of whatever width."""
+    """Final hidden states, of any width."""
     head: Head
     states: list[Tensor] | None = None
-    """(B, S, H) of each layer that is compared, with `distillation.hidden`."""
+    """Hidden states (B, S, H) behind each compared layer, with `distillation.hidden`."""
 
 
 def micro_batches_at_once(tokens: int) -> int:
-    """Of `tokens` tokens each, in one pass of a teacher."""
+    """Return the number of micro-batches of `tokens` tokens in one pass of a teacher."""
     return max(1, PASS_TOKENS // tokens)
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The layer that makes a causal language model's logits. Raises WholeLogits where it names none, or one that is no
-    plain nn.Linear."""
-    named: Any = model
-    head = named.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    """Return the layer that computes a causal language model's logits.
+
+    Raises:
+        NonlinearHeadError: the model names no such layer, or it is no plain nn.Linear.
+    """
+    language_model: Any = model
+    head = language_model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-        raise WholeLogits(f"the output embeddings of {type(model).__name__} are {type(head).__name__}, no nn.Linear")
+        raise NonlinearHeadError(
+            f"the output embeddings of {type(model).__name__} are {type(head).__name__}, no nn.Linear"
+        )
     return head
 
 
-def computed_in_head(model: nn.Module, run: Callable[[], Any], function: Callable[[Tensor], Tensor]) -> Any:
-    """What `run()`, which calls the model once, returns, with `function(hidden)` for its logits.
+def replace_logits(model: nn.Module, run: Callable[[], Any], function: Callable[[Tensor], Tensor]) -> Any:
+    """Run a model with `function(hidden)` in the place of its logits, and return its output.
 
-    `function` gets the head's input, (B, S, H), inside the head's call. Raises WholeLogits where the model does
-    something to logits after its head made them, or never calls it.
+    Args:
+        model: a causal language model.
+        run: calls the model once.
+        function: gets the head's input, (B, S, H), inside the head's call.
+
+    Raises:
+        NonlinearHeadError: the model changes its logits behind the head, or never calls the head.
     """
     head: Any = head_of(model)
-    returned: list[tuple[Tensor, int]] = []
+    results: list[tuple[Tensor, int]] = []
 
     def forward(hidden_BSH: Tensor) -> Tensor:
         result = function(hidden_BSH)
-        returned.append((result, result._version))
+        results.append((result, result._version))
         return result
 
-    before = vars(head).get("forward")
+    # A forward on the instance hides that of the class, and perhaps one that somebody else has put there.
+    previous_forward = vars(head).get("forward")
     head.forward = forward
     try:
         output = run()
     finally:
         del head.forward
-        if before is not None:
-            head.forward = before
-    if len(returned) != 1:
-        raise WholeLogits(f"{type(model).__name__} called its output embeddings {len(returned)} times for its logits")
-    ((result, version),) = returned
-    # By storage, because ZeRO-3 hands on a view of what a module returns.
+        if previous_forward is not None:
+            head.forward = previous_forward
+    # The output must have the function's result, unchanged.
+    if len(results) != 1:
+        raise NonlinearHeadError(
+            f"{type(model).__name__} called its output embeddings {len(results)} times for its logits"
+        )
+    ((result, version),) = results
+    # Storages are compared, because ZeRO-3 hands on a view of a module's output.
     same = output.logits.untyped_storage()._cdata == result.untyped_storage()._cdata
     if not same or output.logits.shape != result.shape or result._version != version:
-        raise WholeLogits(f"{type(model).__name__} scales or caps the logits that its output embeddings return")
+        raise NonlinearHeadError(f"{type(model).__name__} scales or caps the logits that its output embeddings return")
     return output
 
 
 def hidden_states(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """(B, S, H) final hidden states, the input of the head; arguments and errors of `computed_in_head`."""
-    hidden: Tensor = computed_in_head(model, run, lambda hidden_BSH: hidden_BSH).logits
+    """Run a model and return its final hidden states (B, S, H); arguments and errors of `replace_logits`."""
+    hidden: Tensor = replace_logits(model, run, lambda hidden_BSH: hidden_BSH).logits
     return hidden
 
 
@@ -129,26 +144,27 @@ def loss_in_head(
     shifted: bool = False,
     **inputs: Any,
 ) -> tuple[DistillationLoss, Any]:
-    """Run a model and form its loss, `distillation_loss` to rounding, without the logits of either model.
+    """Run a model and compute its loss without the logits of either model.
 
-    At most 2**25 logits of a model exist at a time, and no more than of `config.chunk_tokens` tokens.
+    The result equals `distillation_loss` to rounding. At most 2**25 logits of a model exist at a time, and no more than
+    those of `config.chunk_tokens` tokens.
 
     Args:
         engine: a DeepSpeed engine, or the model itself.
-        labels_BS: (B, S) unshifted token ids, the same ids at the same places as the inputs; -100 is ignored.
+        labels_BS: (B, S) token ids at the positions of the inputs, unshifted; -100 is ignored.
         config: weights, temperature and the tokens of a block; None for the task loss alone.
-        target: what the teacher says of these inputs (`Teacher.targets`); None for the task loss alone. Its states are
-            let go of in the backward pass.
-        trained: what sums over the labels that are not ignored are divided by, see `distillation_loss`.
-        shifted: whether the labels are what each position predicts, see `distillation_loss`.
+        target: the teacher's answer to these inputs (`Teacher.targets`); None for the task loss alone. Its states are
+            freed in the backward pass.
+        trained: divisor of the sums over labels, see `distillation_loss`.
+        shifted: True if labels stand at the positions that predict them, see `distillation_loss`.
         **inputs: of the forward pass, `input_ids` above all.
 
     Returns:
-        The losses, and the model's output, whose `logits` mean nothing. A balance loss of experts is not in the losses.
+        The losses, and the model's output, whose `logits` mean nothing. The losses have no balance loss of experts.
 
     Raises:
-        ValueError: two different vocabularies, or a weight that changes in the course of a run.
-        WholeLogits: a model that scales or caps its logits: use `distillation_loss` on whole ones.
+        ValueError: two different vocabularies, or a config whose weight of hidden states still depends on the step.
+        NonlinearHeadError: a model that scales or caps its logits: use `distillation_loss` on whole ones.
     """
     model = getattr(engine, "module", engine)
     head = head_of(model)
@@ -158,38 +174,63 @@ def loss_in_head(
             f"distillation.hidden.until = {config.hidden.until:g}: one loss does not know how far the run is; give it "
             "config.at(step / max_steps)"
         )
+    # A teacher's three tensors, or none of them, enter the loss as constants.
     teacher: tuple[Tensor | None, ...] = (None, None, None)
     if target is not None:
-        same_vocabulary(head.out_features, target.head.weight.shape[0])
+        check_same_vocabulary(head.out_features, target.head.weight.shape[0])
         teacher = (target.hidden_BSH.detach().flatten(0, 1), *target.head)
     next_T = next_labels(labels_BS, shifted)
 
     def losses(hidden_BSH: Tensor) -> Tensor:
         if hidden_BSH.shape[:2] != labels_BS.shape:
             raise ValueError(f"labels {tuple(labels_BS.shape)} do not belong to inputs {tuple(hidden_BSH.shape[:2])}")
-        dtype = _computing(hidden_BSH)
-        found: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden_BSH.flatten(0, 1), head.weight, head.bias, *teacher, next_T, config, dtype, trained
+        setup = _LossSetup(next_T, config, _compute_dtype(hidden_BSH), trained)
+        losses_3: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_BSH.flatten(0, 1), head.weight, head.bias, *teacher, setup
         )
-        return found
+        return losses_3
 
+    # Hidden states are compared in the same pass.
     with compare_hidden(model, target.states if target else None, next_T, config, trained) as hidden_loss:
-        output = computed_in_head(model, lambda: engine(use_cache=False, **inputs), losses)
-    return hidden_loss.add_to(parts_of(output.logits)), output
+        output = replace_logits(model, lambda: engine(use_cache=False, **inputs), losses)
+    return hidden_loss.add_to(unpack_losses(output.logits)), output
 
 
-def _computing(hidden: Tensor) -> torch.dtype:
-    """In which dtype a linear layer computes here, autocast included."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if _casts(kind) else hidden.dtype
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes, autocast included."""
+    device_type = hidden.device.type
+    return torch.get_autocast_dtype(device_type) if _is_autocast(device_type) else hidden.dtype
 
 
-def _casts(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+def _is_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+@dataclass(frozen=True)
+class _LossSetup:
+    """Arguments of a loss that have no gradient."""
+
+    next_T: Tensor
+    """Label that each token predicts."""
+    config: DistillationConfig
+    dtype: torch.dtype
+    """Dtype in which logits are computed."""
+    trained: float | None
+
+
+class _LogitSource(NamedTuple):
+    """Final hidden states and the head of one model, from which any block of its logits can be computed."""
+
+    hidden_TH: Tensor
+    head: Head
+
+    def block(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Compute the logits of some tokens and entries of the vocabulary."""
+        return self.head.logits(self.hidden_TH[rows], columns)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Equation 12 from final hidden states; never more than a block of the logits of each model."""
+    """Equation 12 from final hidden states, with at most a block of the logits of each model at a time."""
 
     @staticmethod
     def forward(
@@ -200,71 +241,63 @@ class _HeadLoss(torch.autograd.Function):
         teacher_TH: Tensor | None,
         teacher_weight_VH: Tensor | None,
         teacher_bias_V: Tensor | None,
-        next_T: Tensor,
-        config: DistillationConfig,
-        dtype: torch.dtype,
-        trained: float | None,
+        setup: _LossSetup,
     ) -> Tensor:
-        given = (hidden_TH, weight_VH, bias_V, teacher_TH, teacher_weight_VH, teacher_bias_V)
-        ctx.save_for_backward(*given)
-        ctx.dtype, ctx.size, ctx.kept = dtype, block_tokens(config, len(weight_VH)), None
-        ctx.tokens = TokenLosses(next_T, config, dtype, trained)
-        kind = hidden_TH.device.type
-        with torch.autocast(kind, enabled=False) if _casts(kind) else nullcontext():
-            student, teacher = _logits_of(given, dtype)
-            if len(next_T) <= ctx.size:  # the one block is not made again
-                ctx.kept = student(slice(None)), teacher(slice(None))
-                ctx.tokens.add(slice(None), *ctx.kept)
+        ctx.save_for_backward(hidden_TH, weight_VH, bias_V, teacher_TH, teacher_weight_VH, teacher_bias_V)
+        ctx.dtype = setup.dtype
+        ctx.block_rows = tokens_per_block(setup.config, len(weight_VH))
+        ctx.tokens = TokenLosses(setup.next_T, setup.config, setup.dtype, setup.trained)
+        ctx.only_block = None
+        device_type = hidden_TH.device.type
+        with torch.autocast(device_type, enabled=False) if _is_autocast(device_type) else nullcontext():
+            student = _LogitSource(hidden_TH.to(setup.dtype), Head(weight_VH, bias_V).to(setup.dtype))
+            teacher = _teacher_source(teacher_TH, teacher_weight_VH, teacher_bias_V)
+            # The logits of a small batch are one block, which the backward pass uses again.
+            if len(setup.next_T) <= ctx.block_rows:
+                ctx.only_block = student.block(), None if teacher is None else teacher.block()
+                ctx.tokens.add(slice(None), *ctx.only_block)
             else:
-                for rows in blocks(len(next_T), ctx.size):
-                    ctx.tokens.add(rows, student(rows), teacher(rows))
+                for rows in block_slices(len(setup.next_T), ctx.block_rows):
+                    ctx.tokens.add(rows, student.block(rows), None if teacher is None else teacher.block(rows))
             return ctx.tokens.means()
 
     @staticmethod
-    def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        first_derivative_only()
-        hidden_TH, weight_VH, bias_V, *_ = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        (T, H), V = hidden_TH.shape, len(weight_VH)
-        student, teacher = _logits_of(ctx.saved_tensors, ctx.dtype)
-        exact = ctx.tokens.exact
-        hidden, head = hidden_TH.to(ctx.dtype), Head(weight_VH, None).to(ctx.dtype)
-        # In fp32, because it is a sum over blocks; each row of the weight's gradient is of one block.
-        grad_TH = torch.zeros(T, H, dtype=exact, device=hidden.device) if of_hidden else None
-        grad_VH = torch.empty_like(weight_VH) if of_weight else None
-        grad_V = torch.empty_like(bias_V) if of_bias and bias_V is not None else None
-        for columns in blocks(V, V if ctx.kept else _columns(ctx.size * V // T)):
-            student_TV, teacher_TV = ctx.kept or (student(slice(None), columns), teacher(slice(None), columns))
-            gradient_TV = ctx.tokens.gradient(student_TV, teacher_TV, of_losses[0][0], columns=columns, dtype=ctx.dtype)
+    def backward(ctx: Any, grad_3: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_second_derivative()
+        hidden_TH, weight_VH, bias_V, *teacher_tensors = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        T, H = hidden_TH.shape
+        V = len(weight_VH)
+        student = _LogitSource(hidden_TH.to(ctx.dtype), Head(weight_VH, bias_V).to(ctx.dtype))
+        teacher = _teacher_source(*teacher_tensors)
+        # The gradient of hidden states is a sum over blocks, so in fp32; each row of the weight's is of one block.
+        grad_TH = torch.zeros(T, H, dtype=ctx.tokens.exact, device=hidden_TH.device) if needs_hidden else None
+        grad_VH = torch.empty_like(weight_VH) if needs_weight else None
+        grad_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
+        block_columns = V if ctx.only_block else _aligned(ctx.block_rows * V // T)
+        for columns in block_slices(V, block_columns):
+            student_TV, teacher_TV = ctx.only_block or (
+                student.block(columns=columns),
+                None if teacher is None else teacher.block(columns=columns),
+            )
+            gradient_TV = ctx.tokens.gradient(student_TV, teacher_TV, grad_3[0], columns=columns, dtype=ctx.dtype)
             del student_TV, teacher_TV
             if grad_TH is not None:
-                grad_TH += gradient_TV @ head.weight[columns]
+                grad_TH += gradient_TV @ student.head.weight[columns]
             if grad_VH is not None:
-                grad_VH[columns] = gradient_TV.T @ hidden
+                grad_VH[columns] = gradient_TV.T @ student.hidden_TH
             if grad_V is not None:
                 grad_V[columns] = gradient_TV.sum(0)
-        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype), grad_VH, grad_V, *[None] * 7)
+        return (None if grad_TH is None else grad_TH.to(hidden_TH.dtype), grad_VH, grad_V, None, None, None, None)
 
 
-def _columns(most: int) -> int:
-    """Aligned, for tensor cores."""
-    return most // 64 * 64 or max(1, most)
+def _teacher_source(hidden_TH: Tensor | None, weight_VH: Tensor | None, bias_V: Tensor | None) -> _LogitSource | None:
+    """Return the source of a teacher's logits, or None without a teacher."""
+    if hidden_TH is None or weight_VH is None:
+        return None
+    return _LogitSource(hidden_TH, Head(weight_VH, bias_V))
 
 
-def _logits_of(
-    given: tuple[Tensor | None, ...], dtype: torch.dtype
-) -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
-    """Functions of (rows, columns) that make a block of the student's and the teacher's logits."""
-    hidden_TH, weight_VH, bias_V, teacher_TH, teacher_weight_VH, teacher_bias_V = given
-    assert hidden_TH is not None and weight_VH is not None
-    hidden, head = hidden_TH.to(dtype), Head(weight_VH, bias_V).to(dtype)
-
-    def student(rows: slice, columns: slice = slice(None)) -> Tensor:
-        return head.logits(hidden[rows], columns)
-
-    def teacher(rows: slice, columns: slice = slice(None)) -> Tensor | None:
-        if teacher_TH is None or teacher_weight_VH is None:
-            return None
-        return Head(teacher_weight_VH, teacher_bias_V).logits(teacher_TH[rows], columns)
-
-    return student, teacher
+def _aligned(columns: int) -> int:
+    """Round down to a multiple of 64 for tensor cores, but not to 0."""
+    return columns // 64 * 64 or max(1, columns)

@@ -1,10 +1,10 @@
-"""Distillation of hidden states: what layers of the student hand on is drawn to what the teacher's hand on.
+"""Distillation of hidden states: the student's layers are drawn to hand on what the teacher's layers hand on.
 
     d_l = mean over tokens of  |h_student - h_teacher|^2 / |h_teacher|^2     behind layer l
-    L   = (eq. 12)  +  hidden.weight * mean over the chosen layers of d_l
+    L   = (eq. 12)  +  hidden.weight * mean over the compared layers of d_l
 
-Each token counts by its own length, so that the few very long ones do not drown the others. The distance is formed
-where the layer returns, by an identity in the graph that saves nothing but the two states.
+Each token counts relative to its own length, so that the few very long ones do not drown the others. An identity in the
+graph computes the distance behind the layer, and saves nothing but the two states.
 
 Shape suffixes: B sequences, S positions, T tokens (B * S), H hidden.
 """
@@ -21,63 +21,68 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
-from sparseforge_ds.model.distill import IGNORED, DistillationLoss, blocks, first_derivative_only
+from sparseforge_ds.model.distill import DistillationLoss, block_slices, refuse_second_derivative
+from sparseforge_ds.model.token_losses import IGNORED
 from sparseforge_ds.transformers_internals import GradientCheckpointingLayer
 
 
 def compared_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
-    """The transformer layers behind which states are compared, in the order in which they run. Raises ValueError where
-    the model has no layers that transformers can checkpoint, which is how they are known."""
-    found: dict[str, nn.Module] = {}
+    """Return the transformer layers behind which states are compared, in the order in which they run.
+
+    Raises:
+        ValueError: the model has no layers that transformers can checkpoint, which is how layers are recognised.
+    """
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, GradientCheckpointingLayer) and not inside:
-            found[name] = module
-    if not found:
+        is_inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside:
+            layers[name] = module
+    if not layers:
         raise ValueError(
             f"distillation.hidden: {type(model).__name__} has no layers of transformers' GradientCheckpointingLayer, "
             'behind which hidden states could be compared; set "hidden" to null'
         )
-    layers = list(found.values())
-    return layers[-1:] if config.every is None else layers[:: -config.every][::-1]
+    in_order = list(layers.values())
+    # Every k-th layer is counted from the last one.
+    return in_order[-1:] if config.every is None else in_order[:: -config.every][::-1]
 
 
-def same_states(student: Any, teacher: Any) -> None:
-    """Raise a ValueError where the states of models of these configs cannot be compared layer by layer."""
-    for key, what in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
-        mine, other = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
-        if mine != other:
+def check_same_states(student: Any, teacher: Any) -> None:
+    """Raise ValueError unless the hidden states of two models, given by config, can be compared layer by layer."""
+    for key, unit in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
+        student_size, teacher_size = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
+        if student_size != teacher_size:
             raise ValueError(
-                f"distillation.hidden compares hidden states layer by layer, but the student is {mine} {what} and the "
-                f'teacher {other}; use a teacher of the same {key}, such as the dense model itself, or set "hidden" to '
-                "null"
+                f"distillation.hidden compares hidden states layer by layer, but the student is {student_size} {unit} "
+                f"and the teacher {teacher_size}; use a teacher of the same {key}, such as the dense model itself, or "
+                'set "hidden" to null'
             )
 
 
 @contextmanager
 def capture_states(layers: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """While active, collects the (B, S, H) hidden state that each layer returns."""
-    found: list[Tensor] = []
+    """Collect the hidden state (B, S, H) that each layer returns while the block runs."""
+    states: list[Tensor] = []
     handles = [
-        layer.register_forward_hook(lambda _layer, _given, output: found.append(_state(output))) for layer in layers
+        layer.register_forward_hook(lambda _layer, _inputs, output: states.append(_state(output))) for layer in layers
     ]
     try:
-        yield found
+        yield states
     finally:
         for handle in handles:
             handle.remove()
 
 
 class HiddenLoss:
-    """What `compare_hidden` found."""
+    """Result of `compare_hidden`: the loss of hidden states, known after the forward pass."""
 
     def __init__(self, weight: float = 0.0) -> None:
         self.weight = weight
         self.mean: Tensor | None = None
-        """() fp32 with its graph, after the pass; None where nothing was compared."""
+        """Mean of d_l, () in fp32 with its graph; None if nothing was compared."""
 
     def add_to(self, losses: DistillationLoss) -> DistillationLoss:
-        """The losses of logits with that of hidden states."""
+        """Return the losses of logits with that of hidden states added."""
         if self.mean is None:
             return losses
         return losses._replace(total=losses.total + self.weight * self.mean, hidden=self.mean.detach())
@@ -91,16 +96,20 @@ def compare_hidden(
     config: DistillationConfig,
     trained: float | None = None,
 ) -> Iterator[HiddenLoss]:
-    """While active, a forward pass of the student is compared with its teacher's; nothing is without states.
+    """Compare the student's forward pass in the block with its teacher's hidden states.
 
-    A student's layers get a forward hook for good at the first time, which does nothing in other passes. Raises
-    ValueError for states of different shapes, for anything but one pass of every layer, and where checkpointing keeps
-    the graph from it.
+    The first call gives the student's layers a forward hook for good, which does nothing in other passes.
 
     Args:
-        states: (B, S, H) of `capture_states`, which are let go of in the backward pass.
-        next_T: (T,) what each token predicts; those that predict nothing do not count.
-        trained: what sums over the tokens that count are divided by, see `distillation_loss`.
+        student: the model that the block runs, once.
+        states: (B, S, H) of `capture_states`, which are freed in the backward pass; None to compare nothing.
+        next_T: (T,) label that each token predicts; ignored ones do not count.
+        config: its `hidden` is used.
+        trained: divisor of the sums over tokens, see `distillation_loss`.
+
+    Raises:
+        ValueError: states of other shapes, more or less than one pass of every layer, or a kind of checkpointing that
+            keeps the graph from the layers.
     """
     if config.hidden is None or states is None:
         if config.hidden is not None:
@@ -110,118 +119,141 @@ def compare_hidden(
             )
         yield HiddenLoss()
         return
+    # Hooks of an earlier call serve again, unless other layers are compared now.
     layers = compared_layers(student, config.hidden)
-    if student not in _students or _students[student].layers != layers:
-        _students[student] = _StudentHooks(layers, _students.get(student))
-    hooked, distance = _students[student], HiddenLoss(config.hidden.weight)
+    if student not in _hooks_of_students or _hooks_of_students[student].layers != layers:
+        _hooks_of_students[student] = _StudentHooks(layers, _hooks_of_students.get(student))
+    hooks = _hooks_of_students[student]
     if len(states) != len(layers):
         raise ValueError(f"{len(states)} hidden states of a teacher for {len(layers)} layers of the student")
-    hooked.batch, hooked.found = _Targets(states, next_T != IGNORED, config.chunk_tokens, trained), {}
+    loss = HiddenLoss(config.hidden.weight)
+    hooks.targets = _Targets(states, next_T != IGNORED, config.chunk_tokens, trained)
+    hooks.distances = {}
     try:
-        yield distance
-        if len(hooked.found) != len(layers):
-            raise ValueError(f"{len(hooked.found)} of {len(layers)} layers ran in a pass that is compared")
-        distance.mean = torch.stack(list(hooked.found.values())).mean()
-        lost = torch.is_grad_enabled() and not distance.mean.requires_grad
-        if lost and any(parameter.requires_grad for parameter in student.parameters()):
+        yield loss
+        # Each layer's hook has left its distance.
+        if len(hooks.distances) != len(layers):
+            raise ValueError(f"{len(hooks.distances)} of {len(layers)} layers ran in a pass that is compared")
+        loss.mean = torch.stack(list(hooks.distances.values())).mean()
+        without_graph = torch.is_grad_enabled() and not loss.mean.requires_grad
+        if without_graph and any(parameter.requires_grad for parameter in student.parameters()):
             raise ValueError(
                 "distillation.hidden: the layers that are compared run without a gradient, as under re-entrant "
                 'checkpointing of whole layers; use activation_checkpointing_kwargs={"use_reentrant": False} '
                 "(gradient_checkpointing_kwargs in older releases of transformers)"
             )
     finally:
-        hooked.found = None
-        if distance.mean is None or not distance.mean.requires_grad:
-            hooked.batch = None
+        hooks.distances = None
+        # The backward pass needs the targets.
+        if loss.mean is None or not loss.mean.requires_grad:
+            hooks.targets = None
 
 
 class _StudentHooks:
-    """The hooks of a student's layers, instead of those that it had."""
+    """Forward hooks on a student's layers, which compute the distances of the pass that is compared."""
 
-    def __init__(self, layers: list[nn.Module], before: _StudentHooks | None) -> None:
-        for handle in before.handles if before else ():
+    def __init__(self, layers: list[nn.Module], previous: _StudentHooks | None) -> None:
+        """Replace the hooks that the student had before."""
+        for handle in previous.handles if previous else ():
             handle.remove()
         self.layers = layers
-        self.batch: _Targets | None = None
-        self.found: dict[int, Tensor] | None = None
-        """Distances by layer, while a forward pass is compared."""
-        # Before the hooks of DeepSpeed: behind them a checkpointed layer would be recomputed before it is gathered.
+        self.targets: _Targets | None = None
+        """Targets of the last pass that was compared."""
+        self.distances: dict[int, Tensor] | None = None
+        """Distance by number of the layer, while a forward pass is compared."""
+        # DeepSpeed's hooks come behind ours: else a checkpointed layer would be recomputed before it is gathered.
         self.handles: list[RemovableHandle] = [
-            layer.register_forward_hook(lambda _layer, _given, output, n=number: self._seen(n, output), prepend=True)
+            layer.register_forward_hook(
+                lambda _layer, _inputs, output, n=number: self._compare(n, output), prepend=True
+            )
             for number, layer in enumerate(layers)
         ]
 
-    def _seen(self, number: int, output: Any) -> Any:
-        batch = self.batch
-        if batch is None or not batch.states:  # no pass that is compared, or its backward is done
+    def _compare(self, number: int, output: Any) -> Any:
+        """Return a layer's output with its distance in the graph, or None to leave it as it is."""
+        targets = self.targets
+        if targets is None or not targets.states:  # no pass is compared, or its backward pass is done
             return None
-        if self.found is None and not torch.is_grad_enabled():  # another pass, before a backward that is left out
+        if self.distances is None and not torch.is_grad_enabled():  # another pass, and the backward pass never comes
             return None
-        state_BSH, teacher_BSH = _state(output), batch.states[number]
+        state_BSH = _state(output)
+        teacher_BSH = targets.states[number]
         if state_BSH.shape != teacher_BSH.shape:
             raise ValueError(
                 f"distillation.hidden: the student's layer returns {tuple(state_BSH.shape)} and the teacher's "
                 f"{tuple(teacher_BSH.shape)}; use a teacher of the same hidden_size"
             )
-        state_BSH, distance = _DistanceFunction.apply(state_BSH, teacher_BSH, batch)  # type: ignore[no-untyped-call]
-        if self.found is not None:  # else the layer is computed again for its backward pass
-            self.found[number] = distance
-            batch.pending += distance.requires_grad
+        state_BSH, distance = _DistanceFunction.apply(state_BSH, teacher_BSH, targets)  # type: ignore[no-untyped-call]
+        if self.distances is not None:  # else checkpointing computes the layer again for its backward pass
+            self.distances[number] = distance
+            targets.pending += distance.requires_grad
         return (state_BSH, *output[1:]) if isinstance(output, tuple) else state_BSH
 
 
-_students: WeakKeyDictionary[nn.Module, _StudentHooks] = WeakKeyDictionary()
+_hooks_of_students: WeakKeyDictionary[nn.Module, _StudentHooks] = WeakKeyDictionary()
 
 
 class _Targets:
-    """What a pass is compared with, until its backward pass is done."""
+    """The teacher's states of one pass, kept until its backward pass is done."""
 
     def __init__(self, states: list[Tensor], trained_T: Tensor, block: int, trained: float | None) -> None:
+        """Count the tokens.
+
+        Args:
+            states: (B, S, H) of each layer.
+            trained_T: True for the tokens that count.
+            block: tokens that are compared at a time.
+            trained: divisor of the sums over tokens; None for the number of those that count.
+        """
         self.states = states
         self.trained_T = trained_T
         self.trained = trained_T.sum() if trained is None else trained
         self.block = block
         self.pending = 0
+        """Layers whose backward pass is still to come."""
 
 
 class _DistanceFunction(torch.autograd.Function):
-    """An identity, and d_l beside it."""
+    """Identity on a state that returns d_l beside it."""
 
     @staticmethod
-    def forward(ctx: Any, state_BSH: Tensor, teacher_BSH: Tensor, batch: _Targets) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, state_BSH: Tensor, teacher_BSH: Tensor, targets: _Targets) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(state_BSH, teacher_BSH)
-        ctx.batch = batch
+        ctx.targets = targets
         total = torch.zeros((), dtype=torch.promote_types(state_BSH.dtype, torch.float32), device=state_BSH.device)
-        for _rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, batch):
+        for _rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, targets):
             total += difference_TH.square_().mul_(weight_T1).sum()
         return state_BSH.detach(), total
 
     @staticmethod
-    def backward(ctx: Any, grad_BSH: Tensor, of_distance: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        first_derivative_only()
+    def backward(ctx: Any, grad_BSH: Tensor, grad_distance: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        refuse_second_derivative()
         state_BSH, teacher_BSH = ctx.saved_tensors
-        found_BSH = torch.empty_like(state_BSH, memory_format=torch.contiguous_format)
-        found_TH, grad_TH = found_BSH.flatten(0, 1), grad_BSH.flatten(0, 1)
-        for rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, ctx.batch):
-            found_TH[rows] = difference_TH.mul_(weight_T1).mul_(2 * of_distance).add_(grad_TH[rows])
-        ctx.batch.pending -= 1
-        if ctx.batch.pending == 0:
-            ctx.batch.states.clear()
-        return found_BSH, None, None
+        result_BSH = torch.empty_like(state_BSH, memory_format=torch.contiguous_format)
+        result_TH = result_BSH.flatten(0, 1)
+        grad_TH = grad_BSH.flatten(0, 1)
+        for rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, ctx.targets):
+            result_TH[rows] = difference_TH.mul_(weight_T1).mul_(2 * grad_distance).add_(grad_TH[rows])
+        # After the last layer's backward pass nothing needs the states.
+        ctx.targets.pending -= 1
+        if ctx.targets.pending == 0:
+            ctx.targets.states.clear()
+        return result_BSH, None, None
 
 
-def _differences(state_BSH: Tensor, teacher_BSH: Tensor, batch: _Targets) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """By blocks of tokens: which, (T, H) student less teacher, and (T, 1) what its square counts for."""
+def _differences(state_BSH: Tensor, teacher_BSH: Tensor, targets: _Targets) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield for each block of tokens its rows, student less teacher (T, H), and the weight of its square (T, 1)."""
     exact = torch.promote_types(state_BSH.dtype, torch.float32)
-    state_TH, teacher_TH = state_BSH.flatten(0, 1), teacher_BSH.flatten(0, 1)
-    for rows in blocks(len(state_TH), batch.block):
-        aim_TH = teacher_TH[rows].to(exact)
-        power_T1 = aim_TH.square().sum(-1, keepdim=True).clamp_min(torch.finfo(exact).eps)
-        weight_T1 = batch.trained_T[rows, None] / (power_T1 * batch.trained)
-        yield rows, torch.sub(state_TH[rows], aim_TH), weight_T1
+    state_TH = state_BSH.flatten(0, 1)
+    teacher_TH = teacher_BSH.flatten(0, 1)
+    for rows in block_slices(len(state_TH), targets.block):
+        target_TH = teacher_TH[rows].to(exact)
+        power_T1 = target_TH.square().sum(-1, keepdim=True).clamp_min(torch.finfo(exact).eps)
+        weight_T1 = targets.trained_T[rows, None] / (power_T1 * targets.trained)
+        yield rows, torch.sub(state_TH[rows], target_TH), weight_T1
 
 
 def _state(output: Any) -> Tensor:
-    """What a layer hands on to the next."""
+    """Return the hidden states in a layer's output, which may be a tuple."""
     state: Tensor = output[0] if isinstance(output, tuple) else output
     return state

@@ -17,7 +17,7 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
 
 
 def why_unreachable() -> str | None:
-    """None when the hub answers, whatever it says; else why what is not in the cache cannot be had from it."""
+    """Return the reason why the hub cannot be asked, or None if it answers anything at all."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE says that the hub is not to be asked"
     return _asked()
@@ -25,6 +25,7 @@ def why_unreachable() -> str | None:
 
 @cache
 def _asked() -> str | None:
+    """Ask the hub for its first page, and return the reason if it does not answer."""
     failures: list[str] = []
     answered = threading.Event()
 

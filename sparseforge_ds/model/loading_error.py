@@ -1,15 +1,15 @@
-"""Why transformers cannot load something, in one line that says what to do about it."""
+"""One-line reasons for failures of transformers to load something, with the cure."""
 
 from __future__ import annotations
 
 import pickle
 
 _OWN_CODE = "trust_remote_code"
-"""What every refusal of transformers to run a folder's own code mentions."""
+"""Word in every refusal of transformers to run a folder's own code."""
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what was raised; where that advises to run code, that none is run.
+    """Return the first line of an error, or our own words if it advises to run code.
 
     Every load of a config, tokenizer or model passes `trust_remote_code=False`: transformers would otherwise ask on the
     terminal, and run Python files of the model's folder or repository for a `y`.
@@ -25,9 +25,9 @@ def reason(error: BaseException) -> str:
             "a file of it is a pickle of more than tensors, which could run any code and is not opened here; give its "
             "weights in safetensors files"
         )
-    if isinstance(error, KeyError):  # which says the key alone
+    if isinstance(error, KeyError):  # its text is the key alone
         return f"KeyError: {error}"[:300]
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if lines[0].endswith(":"):  # a headline: huggingface_hub's, of a value in a config
+    if lines[0].endswith(":"):  # huggingface_hub puts a headline before the reason
         lines[0] = " ".join(" ".join(lines).split())
     return lines[0][:300]

@@ -1,10 +1,10 @@
-"""SLoRB, a learned low-rank companion of each pruned layer (design eq. 13; arXiv 2409.09099 introduced it).
+"""Preparation of a model for training: SLoRB's branches (design eq. 13; arXiv 2409.09099), CAST's factors, experts.
 
     y = x (w^T + P^T B^T)
 
-Its layer is in `model.branch`. B is zero and switched off until the forge starts it: before the first step from a shift
-of the weights, or as published from what a mask removes (`methods.compensate`), or, with a learned P, from a low-rank
-part of the weights (`methods.decompose`).
+The branch's layer is in `model.branch`. B is zero and switched off until the forge starts it: before the first step
+from a shift of the weights, or, as published, from the part that a mask removes (`methods.compensate`), or, with a
+learned P, from a low-rank part of the weights (`methods.decompose`).
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from sparseforge_ds.model.weight_scale import add_scales
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
-    """Make a model ready, in place; call it once, before `deepspeed.initialize`. The first process of a machine also
-    clears the locks that killed compilers left (`clear_extension_locks`).
+    """Prepare a model for training, in place; call it once, before `deepspeed.initialize`.
 
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
     (`sync_expert_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
-    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit.
+    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit. The first process of a machine
+    also clears the locks that killed compilers left (`clear_extension_locks`).
 
     Args:
         model: a transformers model; its parameters may be partitioned by ZeRO-3 already. The new ones are ordinary
             parameters with the dtype and device of their weight, which `deepspeed.initialize` partitions.
-        config: its `low_rank` and all that decides what is prunable.
+        config: its `low_rank`, `method`, and all that decides which weights are prunable are used.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: fused experts; a model that was prepared before; whatever
-            `prunable_weights` raises.
+        ValueError: a branch for a routed expert; a model that was prepared before; the errors of `prunable_weights`.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):  # those are planned with, not trained
+    if not any(parameter.is_meta for parameter in model.parameters()):  # a model on meta is planned, not trained
         clear_before_training()
+    # Experts first: their gradients and gathers do not depend on the method.
     set_z3_leaf_modules_by_name(model, leaf_modules(model))
     sync_expert_gradients(model, expert_lists(model))
     if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
     if config.low_rank is None:
         return model
-    k, learned = config.low_rank.k, config.low_rank.learned
+    # No layer is changed before all are known to be able to have a branch.
     layers = plain_layers(model, config, LOW_RANK, "low-rank branch", '"low_rank": null')
     for weight in layers:
         _refuse_experts(weight)
     for layer in layers.values():
-        add_branch(layer, k, learned)
+        add_branch(layer, config.low_rank.k, config.low_rank.learned)
     return model
 
 

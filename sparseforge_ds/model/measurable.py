@@ -1,4 +1,4 @@
-"""Whether the importance that is asked for can be measured in a model: known from its layers, before any weight is."""
+"""Check that a model's layers allow the chosen importance to be measured, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -12,32 +12,43 @@ from sparseforge_ds.model.families import PrunableWeight
 
 
 def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], config: SparseForgeConfig) -> None:
-    """Refuse weights without a layer where the importance is measured at layers. The model may have no weights."""
+    """Reject weights whose curvature cannot be measured at their layers.
+
+    Args:
+        model: with or without weights.
+        weights: those under a mask.
+        config: its `importance` and `curvature` are used.
+
+    Raises:
+        ValueError: a weight of no linear layer, or of an expert that the estimator cannot measure.
+    """
     linear = (nn.Linear, Conv1D)
+    # Squares of each token's elements are summed over ranks, which must all have called the layer.
     if not config.keeps_sums:
-        squared = config.importance in ("fisher", "gauss_newton") and config.curvature.per_token
+        squares_tokens = config.importance in ("fisher", "gauss_newton") and config.curvature.per_token
         listed = [w.name for w in weights if w.experts and isinstance(model.get_submodule(w.module), linear)]
-        if squared and listed:
+        if squares_tokens and listed:
             raise ValueError(
-                f"{listed[0]} ({len(listed)} in all) is of an expert in a list of modules, which a rank calls only if "
-                "it has tokens for it, so that elements per token cannot be summed over ranks there; use "
-                '"curvature": {"factored": null}, or "per_token": false'
+                f"{listed[0]} ({len(listed)} in all) belongs to an expert that some ranks never call, so its "
+                'curvature cannot be summed over ranks; use "curvature": {"factored": null}, or "per_token": false'
             )
         return
+    # Hutchinson displaces outputs of layers that every token passes, which routed experts have not.
     displaces = config.importance == "hutchinson"
-    bare = [
+    unmeasurable = [
         weight.name
         for weight in weights
         if (displaces if weight.experts else not isinstance(model.get_submodule(weight.module), linear))
     ]
-    if bare and displaces:
+    if not unmeasurable:
+        return
+    if displaces:
         raise ValueError(
-            f'importance "hutchinson" displaces outputs of layers that every token passes, and {bare[0]} '
-            f"({len(bare)} in all) has no such layer; "
+            f'importance "hutchinson" displaces outputs of layers that every token passes, and {unmeasurable[0]} '
+            f"({len(unmeasurable)} in all) has no such layer; "
             'use "curvature": {"per_token": false}, which displaces weights, or importance "fisher"'
         )
-    if bare:
-        raise ValueError(
-            f"{bare[0]} ({len(bare)} in all) belongs to no linear layer, so that the tokens that reach it cannot "
-            'be seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
-        )
+    raise ValueError(
+        f"{unmeasurable[0]} ({len(unmeasurable)} in all) belongs to no linear layer, so the tokens that reach it are "
+        'not seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
+    )

@@ -1,6 +1,6 @@
-"""The linear layers that can be given something beside their weight (SLoRB's branch, CAST's factors).
+"""Linear layers that can get a companion beside their weight: SLoRB's branch, or CAST's factors.
 
-Such a layer stays the object that it is, with its parameters, hooks and names, and changes its class.
+Such a layer stays the same object, with its parameters, hooks and names, and changes its class.
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ from sparseforge_ds.model.shared_weights import refuse_shared
 
 
 def plain_layers(
-    model: nn.Module, config: SparseForgeConfig, attribute: str, words: str, cure: str
+    model: nn.Module, config: SparseForgeConfig, attribute: str, companion: str, cure: str
 ) -> dict[PrunableWeight, nn.Linear | Conv1D]:
-    """The layer of every prunable weight. Raises ValueError where a layer has the attribute already, is not plain, or
-    shares its weight. `words` name what the layers are to get, and `cure` is what to set in the block to do without."""
+    """Return the layer of every prunable weight, after checking that each can get a companion.
+
+    Args:
+        model: of transformers.
+        config: decides which weights are prunable.
+        attribute: name under which a layer keeps its companion.
+        companion: for messages, such as "low-rank branch".
+        cure: setting of the block that does without, for messages.
+
+    Raises:
+        ValueError: a layer has the attribute already, is no plain `nn.Linear` or `Conv1D`, or shares its weight.
+    """
     layers = {weight: model.get_submodule(weight.module) for weight in prunable_weights(model, config)}
-    refuse_shared(model, layers, f"have its {words}", cure)
+    refuse_shared(model, layers, f"have its {companion}", cure)
     for weight, layer in layers.items():
         if hasattr(layer, attribute):
             raise ValueError(f"{weight.module} has its {attribute} already; call prepare once per model")
         # A subclass, or a forward of the layer's own, computes something else, which would be lost.
         if type(layer) not in (nn.Linear, Conv1D) or "forward" in vars(layer):
             raise ValueError(
-                f"{weight.name} belongs to a {type(layer).__name__}, which has no {words}"
+                f"{weight.name} belongs to a {type(layer).__name__}, which has no {companion}"
                 f"{' beside a forward of its own' if 'forward' in vars(layer) else ''}; set {cure}, or keep it dense "
                 f'with "exclude": ["{weight.name}"] in the sparseforge block'
             )
-    return layers  # type: ignore[return-value]  # by the types above
+    return layers  # type: ignore[return-value]  # the types were checked

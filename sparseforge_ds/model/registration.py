@@ -14,16 +14,25 @@ OWN_FAMILIES = ("deepseek",)
 
 
 def register_model_classes() -> None:
-    """Make transformers' Auto classes know `OWN_FAMILIES`; a second call does nothing. Not at `import
-    sparseforge_ds`: our classes are made of Llama's, whose files import the Auto classes themselves."""
+    """Register `OWN_FAMILIES` with transformers' Auto classes; a second call does nothing.
+
+    `import sparseforge_ds` does not do it: our classes are made of Llama's, whose files import the Auto classes.
+    """
     import_module("sparseforge_ds.model.deepseek_moe").register()
 
 
 def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
-    """transformers' config of a folder, a config.json, or a model on the hub (`cached`: without asking it), as
-    `AutoModelForCausalLM` takes it: of the text model alone where it leaves out what sees (Qwen3.5, Llama 4).
+    """Load a model's config as `AutoModelForCausalLM` takes it.
 
-    Raises ValueError, which begins with `who`, where it cannot be used.
+    For some vision-language models (Qwen3.5, Llama 4) that is the config of the text model alone.
+
+    Args:
+        name: a folder, a config.json, or a model on the hub.
+        who: beginning of error messages.
+        cached: True to look into the cache of the hub alone.
+
+    Raises:
+        ValueError: the config cannot be used.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
@@ -41,44 +50,56 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
-    return _of_text_alone(config)
+    return _text_config(config)
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of transformers that loads the model of a config: that which `architectures` names where it is a
-    head that generates no text or is of an encoder and a decoder, else the Auto class of causal models, or where there
-    is none for it, that of models that also see."""
+    """Return the class of transformers that loads the model of a config.
+
+    It is the class that `architectures` names, if that has a head without text generation, or an encoder and a decoder.
+    Else it is the Auto class of causal models, or that of vision-language models if there is no causal class.
+    """
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     name = (config.architectures or [""])[0]
-    named: Any = getattr(transformers, name, None)
-    is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    architecture: Any = getattr(transformers, name, None)
+    is_model = isinstance(architecture, type) and issubclass(architecture, transformers.PreTrainedModel)
     if is_model:
-        other = not named.can_generate() or getattr(config, "is_encoder_decoder", False)
-        if other and name not in MODEL_MAPPING_NAMES.values():  # bare models are part of causal ones
-            return named
+        is_causal = architecture.can_generate() and not getattr(config, "is_encoder_decoder", False)
+        if not is_causal and name not in MODEL_MAPPING_NAMES.values():  # bare models are part of causal ones
+            return architecture
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
-def empty_model(config: Any, **how: Any) -> Any:
-    """Return the model of a config, without the weights of any file; `how`: of `from_config`. Raises ValueError where
-    transformers has no class for it."""
+def build_model(config: Any, **options: Any) -> Any:
+    """Build the model of a config without the weights of any file.
+
+    Args:
+        config: of transformers.
+        **options: passed to `from_config`.
+
+    Raises:
+        ValueError: transformers has no class for it.
+    """
     loader = model_class(config)
     if hasattr(loader, "from_config"):
-        return loader.from_config(config, trust_remote_code=False, **how)
-    return loader._from_config(config, **how)
+        return loader.from_config(config, trust_remote_code=False, **options)
+    return loader._from_config(config, **options)
 
 
-def _of_text_alone(config: Any) -> Any:
-    """The text model's part of a config, where the causal class that transformers has for the whole is made of that."""
+def _text_config(config: Any) -> Any:
+    """Return the text model's part of a config, if the causal class for the whole config takes that part alone."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    text, found = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is config or getattr(found, "config_class", None) is not type(text):
+    text = config.get_text_config()
+    causal_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(causal_class, "config_class", None) is not type(text):
         return config
-    text.architectures, text.name_or_path = [found.__name__], config.name_or_path
+    # Entries that the files have beside the text model's part belong to it now.
+    text.architectures = [causal_class.__name__]
+    text.name_or_path = config.name_or_path
     for name in ("dtype", "quantization_config"):
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))

@@ -1,4 +1,4 @@
-"""What is known of a matrix by its name: by a family's row, or, without one, by the class of its layer."""
+"""Rules that tell by its name whether a matrix is prunable: from a family's rows, or from the class of its layer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.model.family_table import BRANCH, Family, Row
 
 Rule = Callable[[str], Row | bool]
-"""Name of a matrix -> its row; where it has none, whether it is known that it stays dense."""
+"""Function of a matrix's name that returns its row, or True if it stays dense, or False if nothing is known of it."""
 
 _EXPERT = re.compile(r"(^|\.)experts\.\d+\.")
 
 
 def table_rule(family: Family) -> Rule:
-    """The rule of a family that the table has."""
+    """Return the rule of a family with rows."""
 
     def rule(name: str) -> Row | bool:
         row = next((row for row in family.prunable if fits_row(name, row.names)), None)
@@ -31,28 +31,32 @@ def table_rule(family: Family) -> Rule:
 
 
 def layer_rule(model: Any, include: tuple[str, ...]) -> Rule:
-    """For a model of any other family: what `include` names of `contracting`; embeddings and the head stay dense."""
-    rows, aside = contracting(model), embeddings_and_head(model)
+    """Return the rule of a model without rows: what `include` chooses from `contracting` is prunable.
+
+    Embeddings and the head stay dense.
+    """
+    rows = contracting(model)
+    not_linear = embeddings_and_head(model)
 
     def rule(name: str) -> Row | bool:
         if name in rows and matches(name, include):
             return rows[name]
-        return name in aside or name.rpartition(".")[2] in BRANCH
+        return name in not_linear or name.rpartition(".")[2] in BRANCH
 
     return rule
 
 
 def embeddings_and_head(model: Any) -> set[str]:
-    """Names of their parameters."""
+    """Return the names of the parameters of all embeddings and of the output head."""
     modules: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if (head := _head(model)) is not None:
         modules.append(head)
-    aside = {id(parameter) for module in modules for parameter in module.parameters()}
-    return {name for name, parameter in model.named_parameters() if id(parameter) in aside}
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
 def linear_layers(model: Any) -> dict[str, int]:
-    """The axis that is contracted, by weight name, of all linear layers but the head."""
+    """Return the contracted axis of all linear layers but the head, by the name of the weight."""
     return {
         f"{name}.weight": -1 if isinstance(module, nn.Linear) else -2
         for name, module in model.named_modules()
@@ -61,21 +65,21 @@ def linear_layers(model: Any) -> dict[str, int]:
 
 
 def contracting(model: Any) -> dict[str, Row]:
-    """Weights whose layers say which axis is contracted, by name: of linear layers, and of fused experts.
+    """Return a row for each weight whose layer says which axis is contracted: linear layers and fused experts.
 
-    transformers' own ways to compute experts need to know how they are stored, so that most modules that hold some say
-    whether they are transposed, and whether gate and up lie end to end.
+    transformers computes experts in several ways, for which most of their modules say whether the weights are
+    transposed, and whether gate and up lie end to end.
     """
     rows = {
         name: Row(name, axis, experts=_EXPERT.search(name) is not None) for name, axis in linear_layers(model).items()
     }
-    for where, module in model.named_modules():
+    for module_name, module in model.named_modules():
         if getattr(module, "is_transposed", None) is None or not module.has_gate:
             continue
         if getattr(module, "has_post_expert_norm", False):  # older releases of transformers have no such experts
             continue
         axis = -2 if module.is_transposed else -1
-        for name, parameter in module.named_parameters(prefix=where, recurse=False):
+        for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
             if len(getattr(parameter, "ds_shape", parameter.shape)) == 3:
                 halves = axis == -1 and module.is_concatenated and name.endswith(".gate_up_proj")
                 rows[name] = Row(name, axis, experts=True, stacked=2 if halves else 1)
@@ -83,45 +87,53 @@ def contracting(model: Any) -> dict[str, Row]:
 
 
 def fits_row(name: str, names: str) -> bool:
-    """Whether a glob of the table names a parameter or a module."""
+    """Return True if a glob of the table, which may begin behind any dot, names a parameter or a module."""
     return fnmatchcase(f".{name}", f"*.{names}")
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether one of a user's globs, over whole names, matches."""
+    """Return True if one of a user's globs matches the whole name."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def check_globs(
-    key: str, globs: Iterable[str], names: Collection[str], others: Iterable[str], why: Callable[[str], str]
+    key: str, globs: Iterable[str], names: Collection[str], all_names: Iterable[str], explain: Callable[[str], str]
 ) -> None:
-    """Refuse a glob of `include` or `exclude` that matches none of the names that it can decide about.
+    """Reject a glob of `include` or `exclude` that matches no name that it can decide about.
 
-    The ValueError says which of the others the glob does match and `why` that does not count, or names a glob that does
-    match.
+    Args:
+        key: "include" or "exclude".
+        globs: of that key.
+        names: weights that the key decides about.
+        all_names: of all parameters.
+        explain: says why a parameter cannot be chosen.
+
+    Raises:
+        ValueError: a glob matches none of `names`. The message has a parameter that it does match and the explanation,
+            or a glob that would match.
     """
     for glob in globs:
         if fnmatch.filter(names, glob):
             continue
-        if hit := fnmatch.filter(others, glob):
-            more = f" (and {len(hit) - 1} more)" if len(hit) > 1 else ""
+        if matched := fnmatch.filter(all_names, glob):
+            more = f" (and {len(matched) - 1} more)" if len(matched) > 1 else ""
             raise ValueError(
-                f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {hit[0]}{more}, "
-                f"{why(hit[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
+                f"sparseforge.{key}: {glob!r} matches no weight that can be pruned, only {matched[0]}{more}, "
+                f"{explain(matched[0])}; {key} chooses from names such as {next(iter(names), 'none')}"
             )
-        near = max(
+        nearest = max(
             dict.fromkeys(map(name_pattern, names)),
             key=lambda pattern: difflib.SequenceMatcher(None, pattern, glob).find_longest_match().size,
             default=None,
         )
-        example = f", for example {near!r}" if near else ", and this model has none to choose from"
+        example = f", for example {nearest!r}" if nearest else ", and this model has none to choose from"
         raise ValueError(
             f"sparseforge.{key}: {glob!r} matches no weight; it is a glob over whole parameter names{example}"
         )
 
 
 def name_pattern(name: str) -> str:
-    """A weight's name with every number in it left open."""
+    """Replace every number between dots in a weight's name by `*`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -130,7 +142,7 @@ def _head(model: Any) -> nn.Module | None:
 
 
 def model_type_of(model: nn.Module) -> str:
-    """Key of the family table."""
+    """Return the model's key in the family table, which is `model_type` of its config."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type is None:
         raise ValueError(

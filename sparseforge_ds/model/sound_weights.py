@@ -1,4 +1,4 @@
-"""Weights that nobody can train or compute with: stored as no floating-point numbers, or not finite."""
+"""Rejection of weights that nobody can train or compute with: not stored as floating-point numbers, or not finite."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.mask.packing import VALUE_DTYPES
-from sparseforge_ds.model.registration import empty_model, load_config
+from sparseforge_ds.model.registration import build_model, load_config
 
 
 def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path, who: str) -> None:
     """Reject files of a dense model with a parameter in a dtype that loaders cast in silence: int64, bool, float8.
 
     Args:
-        dtypes: of every tensor in the files. Buffers, like the masks that old files keep as bool, may be anything.
+        dtypes: of every tensor in the files. Buffers, like the masks that old files keep as bool, may have any.
         folder: of the model, for its config.json.
         who: the model's name in the message.
 
     Raises:
-        ValueError: a parameter is stored so.
+        ValueError: a parameter has such a dtype.
     """
     foreign = sorted(name for name, dtype in dtypes.items() if dtype not in VALUE_DTYPES)
     if not foreign:
@@ -30,13 +30,14 @@ def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path,
     from sparseforge_ds.model.loading_targets import Targets
     from sparseforge_ds.transformers_internals import get_model_conversion_mapping
 
+    # Names in files may differ from those in memory, which say what is a parameter.
     config = load_config(folder, who)
     with torch.device("meta"):
-        model = empty_model(config)
+        model = build_model(config)
     targets = Targets(model, get_model_conversion_mapping(model))
-    places = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in foreign:
-        if targets.find(name)[0] in places:
+        if targets.find(name)[0] in parameters:
             raise ValueError(
                 f"{who}: {name} is stored as {dtypes[name]}, which transformers would cast without a word; give a "
                 "model whose weights are float32, bfloat16 or float16"
@@ -44,7 +45,7 @@ def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path,
 
 
 def first_not_finite(model: nn.Module) -> str | None:
-    """Return the name of the first parameter with NaN or infinity, or None; of a ZeRO-3 model in this rank's parts."""
+    """Return the name of the first parameter with NaN or infinity, or None; under ZeRO-3 in this rank's parts alone."""
     return next((name for name, parameter in model.named_parameters() if not _is_finite(_local(parameter))), None)
 
 
@@ -59,8 +60,9 @@ def require_finite_weights(model: Any, who: str) -> None:
         ValueError: a weight is not finite; all ranks name the same one.
     """
     names = [name for name, _ in model.named_parameters()]
-    bad = first_not_finite(model)
-    first = len(names) if bad is None else names.index(bad)
+    bad_name = first_not_finite(model)
+    first = len(names) if bad_name is None else names.index(bad_name)
+    # Parts of one weight lie on several ranks, which must raise together.
     if any(hasattr(parameter, "ds_tensor") for parameter in model.parameters()):
         shared = torch.tensor(first, device=torch.accelerator.current_accelerator(check_available=True) or "cpu")
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN)
@@ -75,15 +77,15 @@ def require_finite_weights(model: Any, who: str) -> None:
 def _is_finite(values: Tensor) -> bool:
     if values.numel() == 0 or values.is_meta or not values.is_floating_point():
         return True
-    ends = torch.stack(torch.aminmax(values))  # NaN, too, is passed on
-    return bool(ends.isfinite().all())
+    extremes = torch.stack(torch.aminmax(values))  # aminmax passes NaN on
+    return bool(extremes.isfinite().all())
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """Return what this rank holds of a parameter, without the padding behind the last part of ZeRO-3."""
-    divided: Any = parameter
-    if not hasattr(divided, "ds_tensor"):
+    """Return this rank's part of a parameter, without the padding behind the last part of ZeRO-3."""
+    partitioned: Any = parameter
+    if not hasattr(partitioned, "ds_tensor"):
         return parameter.detach()
-    part = divided.ds_tensor.detach().reshape(-1)
-    start = part.numel() * torch.distributed.get_rank(divided.ds_process_group)
-    return part[: max(0, divided.ds_numel - start)]
+    part = partitioned.ds_tensor.detach().reshape(-1)
+    start = part.numel() * torch.distributed.get_rank(partitioned.ds_process_group)
+    return part[: max(0, partitioned.ds_numel - start)]

@@ -1,4 +1,4 @@
-"""The head of a model, by what its labels stand for: the one place that decides whether a loss shifts them."""
+"""Kinds of heads, by what a label stands for: the one place that decides whether a loss shifts labels."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 
 class TaskHead(Enum):
-    """The kind of a model's head: what a logit predicts, and where its label stands."""
+    """Kind of a model's head: what its logits predict, and at which position the label stands."""
 
     NEXT_TOKEN = "causal"
-    """Logits at a token predict the next one, whose label stands there: the loss shifts labels."""
+    """Logits at a token predict the next one: the loss shifts labels. Causal language models."""
     TOKEN = "token"
     """Logits at a token predict its own label: masked language models and token classification."""
     SEQUENCE = "sequence"
-    """One label of the whole sequence, (B,), and logits (B, classes)."""
+    """One label for each sequence, (B,), and logits (B, classes)."""
     DECODER = "decoder"
-    """Logits at a place of the decoder predict the label there: sequence to sequence. The decoder reads the labels,
-    moved by one, which the model does itself."""
+    """Logits at a position of the decoder predict the label at that position: sequence to sequence. The model itself
+    shifts the labels that the decoder reads."""
 
 
 def task_head(model: Any) -> TaskHead | None:
-    """Return a model's head; None for one whose loss is no cross-entropy of classes, or is not known.
+    """Return the kind of a model's head, or None if its loss is no cross-entropy of classes, or is not known.
 
     Args:
         model: of transformers, whose classes name their loss by `loss_type`.
@@ -42,38 +42,38 @@ def task_head(model: Any) -> TaskHead | None:
         return TaskHead.SEQUENCE if classes else None
     if loss not in (None, "ForCausalLM", "ForConditionalGeneration") or getattr(config, "is_encoder_decoder", False):
         return None
-    if type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():  # XLM's and Flaubert's, without a loss_type
+    if type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():  # XLM and Flaubert have no loss_type
         return TaskHead.TOKEN
     return TaskHead.NEXT_TOKEN if model.can_generate() else None
 
 
-def require_task_head(model: Any, what: str) -> TaskHead:
-    """Return a model's head.
+def require_task_head(model: Any, feature: str) -> TaskHead:
+    """Return the kind of a model's head.
 
     Args:
         model: of transformers.
-        what: that needs labels of a known kind, for the message.
+        feature: name of what needs labels of a known kind, for the message.
 
     Raises:
-        ValueError: it has none that `task_head` knows.
+        ValueError: `task_head` does not know the head.
     """
     if (head := task_head(model)) is None:
         number = getattr(getattr(model, "config", None), "num_labels", None)
         labels = f" with {number} label" if number == 1 else ""
         raise ValueError(
-            f"{what} beside {type(model).__name__}{labels}: that works on the logits of causal, masked and sequence-to-"
-            "sequence language models, and of classifications with one label each, and this model's loss is another (a "
-            f"reward, a regression, several labels, spans of answers); leave {what} out"
+            f"{feature} beside {type(model).__name__}{labels}: it works on the logits of causal, masked and sequence-"
+            "to-sequence language models, and of classifications with one label each. This model's loss is another (a "
+            f"reward, a regression, several labels, spans of answers); leave {feature} out"
         )
     return head
 
 
 def is_classification(model: Any) -> bool:
-    """True if logits are of classes, and not of the vocabulary."""
+    """Return True if logits are of classes, and not of the vocabulary."""
     return str(getattr(model, "loss_type", None)).endswith("Classification")
 
 
-def same_classes(student: Any, teacher: Any) -> None:
+def check_same_classes(student: Any, teacher: Any) -> None:
     """Raise ValueError unless two configs of classifications have the same number of classes."""
     if student.num_labels != teacher.num_labels:
         raise ValueError(

@@ -113,7 +113,7 @@ class Teacher:
         """(B, S) token ids -> (B, S, H) final hidden states, which the head makes logits of; collective like a call.
 
         Raises:
-            WholeLogits: the model scales or caps its logits, so that hidden states and head are not all of it.
+            NonlinearHeadError: the model scales or caps its logits, so that hidden states and head are not all of it.
         """
         return hidden_states(self.model, lambda: self._run(input_ids, inputs))
 
@@ -142,7 +142,7 @@ class Teacher:
 
         Raises:
             ValueError: inputs of several micro-batches that are not of one shape.
-            WholeLogits: as `hidden_states`.
+            NonlinearHeadError: as `hidden_states`.
         """
         if len(micro_batches) > 1:
             shapes = {tuple(value.shape) for inputs in micro_batches for value in inputs.values()}

@@ -1,8 +1,9 @@
-"""The tokenizer of a model, and proof that it is one: transformers 5 makes up what a folder does not have.
+"""Loading of a model's tokenizer, and checks of it: transformers 5 makes up what a folder lacks.
 
-A folder without tokenizer files gives some families an empty tokenizer, for which every text is without tokens; one
-with nothing but sentencepiece's `tokenizer.model` is read without the space that LLaMA puts before a text, so that the
-first word of each becomes another token; and `tokenizer.json` alone does not say which tokens frame a document.
+- From a folder without tokenizer files, some families get an empty tokenizer, which gives no token for any text.
+- Sentencepiece's `tokenizer.model` alone is read without the space that LLaMA puts before a text, so that the first
+  word becomes another token.
+- `tokenizer.json` alone does not say which tokens frame a document.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
+"""Files of a tokenizer; a folder without any of them has none."""
 _MOST_GROWTH = 64
-_APART = (
+"""Times that a normalizer may make a text longer."""
+_MISMATCH = (
     "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
     "trained with"
 )
 _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
+"""Text for which a tokenizer is compared with its sentencepiece model."""
 
 
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model, in a folder or on the hub.
+    """Load the tokenizer of a model, from its folder or from the hub.
 
-    Raises ValueError where there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
+    Raises:
+        ValueError: there is none, it cannot be read, or it gives other tokens than its own sentencepiece model.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -50,25 +55,27 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 @contextlib.contextmanager
-def tokenizer_errors(what: str) -> Iterator[None]:
-    """Raise a ValueError, which begins with `what`, for whatever is wrong with a tokenizer that the block uses.
+def tokenizer_errors(beginning: str) -> Iterator[None]:
+    """Turn any error of a tokenizer in the block into a ValueError with this `beginning`.
 
-    The tokenizers library raises `Exception` itself, and a panic of its Rust code is not even that: a regular
-    expression that backtracks too often is known by the first text for which it does.
+    The tokenizers library raises `Exception` itself. A panic of its Rust code is not even that, and some come late: a
+    regular expression that backtracks too often is known by the first text for which it does.
     """
     known = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
         yield
     except BaseException as error:
-        foreign = type(error) is Exception or type(error).__name__ == "PanicException"
-        if not foreign and not isinstance(error, (*known, StrictDataclassError)):
+        of_tokenizers = type(error) is Exception or type(error).__name__ == "PanicException"
+        if not of_tokenizers and not isinstance(error, (*known, StrictDataclassError)):
             raise
-        raise ValueError(f"{what} ({reason(error)})") from None
+        raise ValueError(f"{beginning} ({reason(error)})") from None
 
 
 def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder, or by its name on the hub if there is no such folder."""
     if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
         raise ValueError(f"none of {', '.join(_FILES[:4])} is there; copy the tokenizer's files into the folder")
+    # A folder with sentencepiece's model alone needs the normalization that is written in it.
     bare = folder.is_dir() and not (folder / "tokenizer_config.json").is_file()
     if bare and (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         tokenizer = _as_trained(
@@ -78,6 +85,7 @@ def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
         cached = not folder.is_dir() and why_unreachable() is not None
         tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    # Without tokenizer_config.json, the model's config has the tokens that frame a document.
     if bare and (folder / "config.json").is_file():
         _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
     _check_growth(tokenizer)
@@ -86,18 +94,19 @@ def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_growth(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a normalizer that makes a text many times longer: the tokenizers library has no limit for that."""
+    """Reject a normalizer that makes a text many times longer: the tokenizers library has no limit for that."""
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is None:
         return
-    growth, rules = 1.0, [json.loads(normalizer.__getstate__())]
+    # Rules may be nested, and each multiplies the length.
+    growth = 1.0
+    rules = [json.loads(normalizer.__getstate__())]
     while rules:
         rule = rules.pop()
         rules += rule.get("normalizers", ())
         if rule["type"] == "Replace":
-            # A regular expression may match single characters.
-            pattern, content = rule["pattern"].get("String", "."), rule["content"]
-            growth *= max(1.0, len(content) / max(1, len(pattern)))
+            pattern = rule["pattern"].get("String", ".")  # a regular expression may match single characters
+            growth *= max(1.0, len(rule["content"]) / max(1, len(pattern)))
         elif rule["type"] == "Prepend":
             growth *= max(1, len(rule["prepend"]))
     if growth > _MOST_GROWTH:
@@ -108,40 +117,58 @@ def _check_growth(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Refuse a tokenizer that has tokens without an embedding: training does not know yet which of them come."""
-    size, ids = int(config.get_text_config().vocab_size), tokenizer.get_vocab()
-    beyond = sorted((number, token) for token, number in ids.items() if number >= size)
-    if beyond:
-        number, token = beyond[0]
+    """Reject a tokenizer with tokens that the model has no embedding for: training may meet any of them."""
+    size = int(config.get_text_config().vocab_size)
+    without_embedding = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= size)
+    if without_embedding:
+        number, token = without_embedding[0]
         raise ValueError(
-            f"its tokenizer has {len(beyond)} tokens without an embedding, the first is {token!r} with id {number} in "
-            f"a vocabulary of {size} (config.json); {_APART}"
+            f"its tokenizer has {len(without_embedding)} tokens without an embedding, the first is {token!r} with id "
+            f"{number} in a vocabulary of {size} (config.json); {_MISMATCH}"
         )
 
 
 def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
-    """Refuse tokens of a text that a model of `size` embeddings has none for. Tokens that a tokenizer has and the text
-    does not are no matter here, such as the padding that was added to tokenizers of LLaMA-2."""
+    """Reject tokens of a text that the model has no embedding for.
+
+    Tokens that the tokenizer has but the text does not are allowed, such as the padding that was added to tokenizers of
+    LLaMA-2.
+
+    Args:
+        ids: tokens of the text.
+        size: number of the model's embeddings.
+        name: of the text, for the message.
+    """
     if (largest := max(ids, default=0)) >= size:
-        raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_APART}")
+        raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_MISMATCH}")
 
 
-def run_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **how: Any) -> BatchEncoding:
-    """Return what a tokenizer makes of texts, as its call with `how` does. Raises ValueError where it fails."""
+def run_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:
+    """Call a tokenizer on texts.
+
+    Args:
+        tokenizer: of transformers.
+        text: one text, or several.
+        **options: of the call.
+
+    Raises:
+        ValueError: the tokenizer fails.
+    """
     with tokenizer_errors("the tokenizer cannot read the text"):
-        return tokenizer(text, **how)
+        return tokenizer(text, **options)
 
 
 def _as_trained(tokenizer: PreTrainedTokenizerBase, model: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer with the normalization that its sentencepiece model was trained with; LLaMA's own has none."""
+    """Return the tokenizer with the normalization that its sentencepiece model was trained with."""
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # needed for such folders only
     from tokenizers import Regex, normalizers
 
     proto = ModelProto()
-    proto.ParseFromString(model.read_bytes())  # which transformers has just read
+    proto.ParseFromString(model.read_bytes())  # transformers has read it without an error
     spec = proto.normalizer_spec
-    if not spec.precompiled_charsmap:
+    if not spec.precompiled_charsmap:  # as in LLaMA's own
         return tokenizer
+    # The steps of sentencepiece's normalization, in its order.
     steps: list[normalizers.Normalizer] = [normalizers.Precompiled(spec.precompiled_charsmap)]
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -156,7 +183,7 @@ def _as_trained(tokenizer: PreTrainedTokenizerBase, model: Path) -> PreTrainedTo
 
 
 def _frame_as_config_says(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:
-    """Give a tokenizer that names neither BOS nor EOS those of the model's config."""
+    """Set BOS and EOS from the model's config, if the tokenizer names neither."""
     if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
         return
     text = config.get_text_config()
@@ -169,6 +196,7 @@ def _frame_as_config_says(tokenizer: PreTrainedTokenizerBase, config: Pretrained
 
 
 def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Reject a tokenizer that gives no tokens, or other ones than its sentencepiece model."""
     ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("it gives no token for any text; copy the tokenizer's files into the folder")

@@ -1,7 +1,7 @@
-"""Linear weights that nobody has decided about: no row of the family table, and none of the user's globs names them.
+"""Linear weights that nobody has decided about: neither a row of the family table nor a glob of the user names them.
 
-A little of that stays dense and is said on the screen. More than `TOLERANCE` of the linear weights is an error, before
-a weight is loaded.
+A few of them stay dense, and the screen says so. More than `TOLERANCE` of all linear weights is an error, before any
+weight is loaded.
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Uncovered:
-    """The undecided weights of one model."""
+    """Undecided weights of one model."""
 
     model_type: str
     shapes: dict[str, tuple[int, ...]]
+    """Shape of each undecided weight, by name."""
     linear: int
-    """Elements of all linear weights that the table does not keep dense, these included."""
+    """Elements of all linear weights that the table does not keep dense, with the undecided ones."""
     layers: Collection[str] | None = None
-    """Of a family that the table does not have, what `include` can prune, as far as the pattern fits it."""
+    """Weights that `include` could prune and the pattern fits, in a family without rows; None in one with rows."""
     include: tuple[str, ...] = ()
+    """The user's globs."""
     allow_dense: tuple[str, ...] = ()
-    """What it, or `--allow_dense`, allows already, as far as that names something undecided."""
+    """The user's globs, without the unneeded ones."""
     unneeded: tuple[str, ...] = ()
     """Lines about globs of `allow_dense` that name nothing undecided."""
 
     @property
     def share(self) -> float:
-        """Of the elements of linear weights."""
+        """Share of the elements of linear weights that is undecided."""
         return sum(map(math.prod, self.shapes.values())) / max(1, self.linear)
 
     def lines(self) -> list[str]:
-        """A line for every pattern of names, with how many weights there are, their elements and share."""
+        """Describe the undecided weights: a line for every pattern of names, with count, elements and share."""
         groups: dict[str, list[tuple[int, ...]]] = {}
         for name, shape in self.shapes.items():
             groups.setdefault(name_pattern(name), []).append(shape)
@@ -52,16 +54,17 @@ class Uncovered:
         ]
 
     def check(self) -> None:
-        """Raise where it is too much. More than `TOLERANCE` is."""
+        """Raise ValueError if more than `TOLERANCE` of the linear weights is undecided."""
         if self.share <= TOLERANCE:
             return
         raise ValueError(
             f"{self.share:.1%} of the linear weights of this {self.model_type} model are not covered: "
-            + (self._no_rows() if self.layers is not None else self._no_row())
+            + (self._advice_without_rows() if self.layers is not None else self._advice_with_rows())
             + "".join(f"; allow_dense {line}" for line in self.unneeded)
         )
 
-    def _no_row(self) -> str:
+    def _advice_with_rows(self) -> str:
+        """Say which weights a family's rows leave out, and how to decide about them."""
         lines = self.lines()
         patterns = [line.partition(" (")[0] for line in lines]
         return (
@@ -71,42 +74,49 @@ class Uncovered:
         )
 
     def proposal(self) -> tuple[list[str], list[str]]:
-        """Globs that decide about all of it in a family that the table does not have: to prune, and to keep dense.
+        """Propose globs that decide about all undecided weights of a family without rows.
 
-        Of numbered layers, everything is pruned that can be, but routers; nothing where `include` has chosen already.
+        Everything in numbered layers that can be pruned is proposed, but for routers. Nothing is if `include` is set.
+
+        Returns:
+            Globs of the weights to prune, and globs of those to keep dense.
         """
         assert self.layers is not None
         able = [name for name in self.layers if name in self.shapes and name_pattern(name) != name]
-        chosen = [] if self.include else [name for name in able if not _routes(name)]
-        # A pattern of names stands for all its weights: where one of them cannot be pruned, none is.
+        chosen = [] if self.include else [name for name in able if not _is_delicate(name)]
+        # A pattern of names stands for all its weights: if one of them cannot be pruned, none is.
         rest = dict.fromkeys(name_pattern(name) for name in self.shapes if name not in chosen)
         pruned = dict.fromkeys(name_pattern(name) for name in chosen)
         return [pattern for pattern in pruned if pattern not in rest], list(rest)
 
-    def _no_rows(self) -> str:
+    def _advice_without_rows(self) -> str:
+        """Say what to paste into the block for a family without rows."""
         pruned, rest = self.proposal()
         block = [f'"include": {json.dumps(pruned)}'] if pruned else []
         block += [self._allowing(rest)] if rest else []
         elements = sum(math.prod(shape) for name, shape in self.shapes.items() if name_pattern(name) in pruned)
-        what = "keep the others dense"
+        effect = "keep the others dense"
         if pruned:
-            what = f"prune {elements / max(1, self.linear):.1%} of them, less what you move to allow_dense"
+            effect = f"prune {elements / max(1, self.linear):.1%} of them, less what you move to allow_dense"
         return (
             f"the family table has no rows for {self.model_type!r}. Give --any_family, or paste what it stands for "
-            f"into the sparseforge block to {what}: " + ", ".join(block)
+            f"into the sparseforge block to {effect}: " + ", ".join(block)
         )
 
     def _allowing(self, patterns: list[str]) -> str:
+        """Return the line `"allow_dense": [...]` with these patterns added."""
         return f'"allow_dense": {json.dumps(list(dict.fromkeys((*self.allow_dense, *patterns))))}'
 
 
 _DECAYS = {"in_proj_a", "in_proj_b", "in_proj_ba"}
-"""What linear attention calls the projections that say how fast its state fades and how much enters it."""
+"""Names of the projections of linear attention that decide how fast its state fades and how much enters it."""
 
 
-def _routes(name: str) -> bool:
-    """Whether a layer is a router or a part of one, a gate over whole outputs, or decides how a state fades: those are
-    small and delicate. An indexer, which chooses the tokens that attention sees, has no gradient besides."""
+def _is_delicate(name: str) -> bool:
+    """Return True for layers that are small and delicate: routers, gates over whole outputs, decays of a state.
+
+    An indexer, which chooses the tokens that attention sees, is one, and has no gradient.
+    """
     *above, layer, _ = name.split(".")
     if layer in _DECAYS or layer.endswith("_gate"):
         return True

@@ -2,9 +2,9 @@
 
     y = s * (x w^T) + b
 
-The pull of the decay makes weights smaller; s makes up for it without a say in which weights are the largest of a
-group, since a group lies in one output. When the mask freezes, s is folded into the weights and the layer is plain.
-How finely CAST scales is not published.
+The decay of pruned weights makes a layer's outputs smaller, and s makes up for it. It does not change which weights are
+the largest of a group, since a group lies in one output. When the mask freezes, s is folded into the weights and the
+layer is plain. CAST's granularity of scaling is not published.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from sparseforge_ds.model.plain_layers import plain_layers
 
 
 class Scaled(nn.Module):
-    """What a layer has whose outputs have a factor each; its weight keeps its orientation."""
+    """A linear layer with one factor for each output. Its weight keeps its orientation."""
 
     weight: Any
     bias: Any
     weight_scale: nn.Parameter
-    """(out,)."""
+    """Factors s, (out,)."""
     enabled: bool
+    """False once the factors are folded into the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Compute s * (x w^T) + b, (..., in) -> (..., out)."""
         if not self.enabled:
             output: Tensor = super().forward(input)
             return output
         product = F.linear(input, self.weight) if isinstance(self, nn.Linear) else input @ self.weight
-        scale, bias = self.weight_scale, self.bias
-        return product * scale if bias is None else torch.addcmul(bias, product, scale)
+        if self.bias is None:
+            return product * self.weight_scale
+        return torch.addcmul(self.bias, product, self.weight_scale)
 
 
 class ScaledLinear(Scaled, nn.Linear):
@@ -49,8 +51,11 @@ class ScaledConv1D(Scaled, Conv1D):  # type: ignore[misc]  # transformers is unt
 
 
 def add_scales(model: nn.Module, config: SparseForgeConfig) -> None:
-    """Give every prunable layer its factors, in place, all 1. Raises ValueError where a prunable weight belongs to no
-    plain linear layer."""
+    """Add factors, which are all 1, to every prunable layer, in place.
+
+    Raises:
+        ValueError: a prunable weight belongs to no plain linear layer.
+    """
     layers = plain_layers(model, config, SCALE, "weight scaling", '"method": {"name": "cast", "scaling": false}')
     for weight, layer in layers.items():
         layer.__class__ = ScaledLinear if isinstance(layer, nn.Linear) else ScaledConv1D
@@ -60,5 +65,5 @@ def add_scales(model: nn.Module, config: SparseForgeConfig) -> None:
 
 
 def scaled_layers(model: nn.Module) -> dict[str, Scaled]:
-    """The layers with factors by the name of their weight; empty when the model has none."""
+    """Return the layers with factors by the name of their weight; empty if the model has none."""
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Scaled)}

@@ -19,7 +19,7 @@ from sparseforge_ds.export.source import DTYPES, read_model_config
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.published_names import published_tensors
-from sparseforge_ds.model.registration import empty_model, load_config
+from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.transformers_internals import no_init_weights
@@ -62,7 +62,7 @@ class DenseModel:
         self.specs, self.unused = divide(self.tensors.specs, self.stored_config)
         try:
             with no_init_weights(), init_empty_weights(include_buffers=False):
-                self.module = empty_model(self.config, dtype=torch.float32)
+                self.module = build_model(self.config, dtype=torch.float32)
         except ValueError as error:
             raise ValueError(f"{folder}/config.json: {reason(error)}") from None
         self.module.config.use_cache = False

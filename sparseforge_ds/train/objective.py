@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.model.distill import DistillationLoss, distillation_loss, next_labels, task_loss
-from sparseforge_ds.model.head import Target, WholeLogits, hidden_states, loss_in_head
+from sparseforge_ds.model.head import NonlinearHeadError, Target, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import compare_hidden
 from sparseforge_ds.model.registration import OWN_FAMILIES
 from sparseforge_ds.model.teacher import Teacher
@@ -67,7 +67,7 @@ class Objective:
                 hidden_states(model, lambda: model(input_ids=token_BS, use_cache=False, **more))
             if self.teacher is not None:
                 self.teacher.hidden_states(token_BS, **more)
-        except WholeLogits as error:
+        except NonlinearHeadError as error:
             self.whole = str(error)
         finally:
             model.train(training)

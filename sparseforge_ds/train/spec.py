@@ -30,7 +30,7 @@ from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, describe
 from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
-from sparseforge_ds.model.hidden import same_states
+from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.model.pretrained import (
     Pretrained,
@@ -198,7 +198,7 @@ def make_spec(
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         check_teacher_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
-            same_states(model.config, teacher.config)
+            check_same_states(model.config, teacher.config)
             _check_order(config, model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         if each is not None:

@@ -16,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, SparseForgeConfig
 from sparseforge_ds.model.architecture import bare_model, empty_model, without_numbers
-from sparseforge_ds.model.distill import block_tokens, distillation_loss, next_labels, task_only
+from sparseforge_ds.model.distill import distillation_loss, next_labels, task_only, tokens_per_block
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
+from sparseforge_ds.model.head import Head, NonlinearHeadError, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.model.sequence_parallel import exchanged
@@ -118,7 +118,7 @@ class _Teacher:
                 layer = head_of(model)
                 self.target = Target(hidden_BSH, Head(layer.weight, layer.bias), states)
                 self.tensors = [hidden_BSH, *layer.parameters()]
-            except WholeLogits:
+            except NonlinearHeadError:
                 states.clear()
             if self.target is None:  # outside of the handler, where what the error holds is gone
                 model(input_ids=token_BS, use_cache=False)
@@ -160,7 +160,7 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
             loss = hidden_loss.add_to(losses).total
             del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
-    tokens = token_BS.numel() if whole else min(token_BS.numel(), block_tokens(config, head.out_features))
+    tokens = token_BS.numel() if whole else min(token_BS.numel(), tokens_per_block(config, head.out_features))
     return Activations(
         saved=saved,
         logits=tokens * head.out_features * head.weight.element_size() * (2 if teacher else 1),

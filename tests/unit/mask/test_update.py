@@ -24,7 +24,7 @@ from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import Curvature, RankOne, scalings, score_stats, standardized_score
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
 from sparseforge_ds.mask.update import Chosen, move_groups, tally
-from sparseforge_ds.model.distill import TokenLosses
+from sparseforge_ds.model.token_losses import TokenLosses
 from sparseforge_ds.zero.cautious import hold_back
 from sparseforge_ds.zero.layer_hooks import uncompiled
 from tests.reference import updated_mask

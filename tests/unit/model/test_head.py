@@ -13,7 +13,7 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedMo
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
-from sparseforge_ds.model.head import Head, Target, WholeLogits, head_of, hidden_states, loss_in_head
+from sparseforge_ds.model.head import Head, NonlinearHeadError, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, SCALED, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
@@ -189,9 +189,9 @@ def test_what_scales_or_caps_its_logits_is_said(family: str) -> None:
     config, overrides = CAPPED[family]
     model = _of(config, 0, {**_LLAMA_LIKE, **overrides})
     ids, _ = _batch()
-    with pytest.raises(WholeLogits, match="scales or caps the logits"), torch.no_grad():
+    with pytest.raises(NonlinearHeadError, match="scales or caps the logits"), torch.no_grad():
         hidden_states(model, lambda: model(input_ids=ids, use_cache=False))
-    with pytest.raises(WholeLogits, match="scales or caps the logits"):
+    with pytest.raises(NonlinearHeadError, match="scales or caps the logits"):
         loss_in_head(model, ids, input_ids=ids)
     assert model(input_ids=ids).logits.shape[-1] == VOCABULARY
 
@@ -199,7 +199,7 @@ def test_what_scales_or_caps_its_logits_is_said(family: str) -> None:
 def test_what_is_no_linear_head_is_said() -> None:
     model = tiny_llama()
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(WholeLogits, match="are Sequential, no nn.Linear"):
+    with pytest.raises(NonlinearHeadError, match="are Sequential, no nn.Linear"):
         loss_in_head(model, _batch()[1], input_ids=_batch()[0])
 
 

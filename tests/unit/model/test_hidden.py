@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
-from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers, same_states
+from sparseforge_ds.model.hidden import capture_states, check_same_states, compare_hidden, compared_layers
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests.tiny_models import BUILDERS, SCALED, tiny_gpt2, tiny_llama, token_batch
 
@@ -236,9 +236,9 @@ def test_two_shapes_of_model_are_refused(key: str, words: str) -> None:
         shape = SimpleNamespace(**{"hidden_size": 8, "num_hidden_layers": 2, **sizes})
         return SimpleNamespace(get_text_config=lambda: shape)
 
-    same_states(shaped(), shaped())
+    check_same_states(shaped(), shaped())
     with pytest.raises(ValueError, match=f"the student is .* {words} .* same {key}"):
-        same_states(shaped(), shaped(**{key: 3}))
+        check_same_states(shaped(), shaped(**{key: 3}))
 
 
 @pytest.mark.parametrize(
