@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sparseforge_ds as sf
 from benchmarks.curvature_quality import Diagonal
 from sparseforge_ds.curvature import estimator_of, sums_of
-from sparseforge_ds.mask.curvature import counter_key, rademacher
+from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.probe import batches_of
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.factored import add_sums, rank_one, shares
-from sparseforge_ds.mask.importance import scalings, score_stats, standardized_score
-from sparseforge_ds.mask.pattern import NM, rank_in_group, top_n
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.scores import score_moments, standardized_score
+from sparseforge_ds.mask.pattern import NM, rank_in_group
 from sparseforge_ds.model.families import PrunableWeight
 
 Diagonal = dict[str, Tensor]
@@ -90,7 +92,7 @@ class Judge:
         result = {}
         for weight in self.weights:
             dense, curvature = self.dense[weight.name].view(-1), estimate[weight.name]
-            scaling = scalings(score_stats(dense, curvature)[None], DAMPING)[0]
+            scaling = scalings(score_moments(dense, curvature)[None], DAMPING)[0]
             score_GM = self._groups(weight, standardized_score(dense, curvature, scaling))
             chosen = PATTERN.from_groups(top_n(score_GM, PATTERN.kept), weight.shape, weight.input_axis)
             result[weight.name] = chosen

@@ -19,13 +19,14 @@ import torch
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.bits import keep_in_place, pack
-from sparseforge_ds.mask.codes import CODE
-from sparseforge_ds.mask.curvature import fisher_sums
-from sparseforge_ds.mask.effective_mask import soft_step
-from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels.bits import keep_in_place, pack
+from sparseforge_ds.mask.kernels.codes import CODE
+from sparseforge_ds.mask.kernels.fisher import fisher_sums
+from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
+from sparseforge_ds.mask.kernels.publication import soft_step
+from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.mask.update import move_groups, tally
 from sparseforge_ds.model.distill import tokens_per_block
 from sparseforge_ds.model.token_losses import TokenLosses
 
@@ -64,17 +65,22 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
     codes = torch.randint(0, 65536, (elements,), device=device).to(CODE)
     before = pack(torch.rand(elements, device=device) > 0.5)
     curvature = RankOne(torch.rand(outputs, device=device), torch.rand(inputs, device=device), 0)
-    scaling = scalings(score_stats(dense, curvature)[None], 1e-4)[0]
+    scaling = scalings(score_moments(dense, curvature)[None], 1e-4)[0]
     pattern, shape = NM(2, 4), (outputs, inputs)
-    update = move_groups(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
-    kept = tally(codes, update.target, update.kept, before).kept
+    update = update_mask_in_place(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
+    kept = mask_stats(codes, update.target, update.kept, before).kept
     assert kept is not None
     master = dense.clone()
 
     # Each with the bytes that it must move for a weight.
-    yield "moments", 4, elements, lambda: score_stats(dense, curvature)
-    yield "move", 10, elements, lambda: move_groups(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
-    yield "tally", 4.4, elements, lambda: tally(codes, update.target, update.kept, before)
+    yield "moments", 4, elements, lambda: score_moments(dense, curvature)
+    yield (
+        "move",
+        10,
+        elements,
+        lambda: update_mask_in_place(dense, codes, curvature, scaling, DIALS, pattern, shape, -1),
+    )
+    yield "mask_stats", 4.4, elements, lambda: mask_stats(codes, update.target, update.kept, before)
     yield "soft step", 18.1, elements, lambda: soft_step(dense, master, codes, kept, 0.6, 0.5, master)
     yield "keep in place", 8.1, elements, lambda: keep_in_place(master, kept)
     gradient_TO = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)

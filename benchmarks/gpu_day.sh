@@ -36,13 +36,13 @@ export -f deepspeed_run
 if [ "$device" = cpu ]; then
     sizes="--stage 1 --dtype bf16 --hidden 64 --layers 1 --seq 32 --vocabulary 128 --accumulation 2 --update_every 2 --steps 4"
     part fused 120 python3 -m benchmarks.fused_functions --device cpu --shapes 64x64 --tokens 32 --vocabulary 256 --json "$out/fused.json"
-    part tests 120 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/test_fused_on_gpu.py
+    part tests 120 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/kernels/test_fused_on_gpu.py
     part cost 120 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
     part frozen 120 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
 else
     sizes="--stage 1 --dtype bf16 --hidden 2048 --layers 12 --seq 1024 --micro_batch 4 --vocabulary 32000 --accumulation 4 --steps 20"
     # 1: numbers of fused functions against the CPU, before anything is timed; then their bytes a second.
-    part tests 90 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/test_fused_on_gpu.py
+    part tests 90 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/kernels/test_fused_on_gpu.py
     part fused 60 python3 -m benchmarks.fused_functions --shapes 576x576 17408x5120 --json "$out/fused.json"
     # 2: a training step beside plain DeepSpeed, while masks harden and when they are frozen.
     part cost 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"

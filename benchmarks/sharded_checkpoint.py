@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import sparseforge_ds as sf
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.saved_state import VERSIONS
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.mask.curvature import counter_hash, counter_key, rademacher, uniform
+from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher, uniform
 
 Batch = dict[str, Tensor]
 

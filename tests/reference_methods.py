@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.curvature import counter_key, uniform
+from sparseforge_ds.mask.random_numbers import counter_key, uniform
 from tests.reference import Batch, ReferenceForge, harden, standardized, winners
 
 

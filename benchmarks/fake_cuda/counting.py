@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from sparseforge_ds.mask.fusing import KERNELS, READS
+from sparseforge_ds.mask.kernels.fusing import KERNELS, READS
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 
 aten = torch.ops.aten

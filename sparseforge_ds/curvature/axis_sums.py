@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.factored import add_sums, segment_sums, shares
+from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.zero.matrices import Matrices, MatrixSlice
 from sparseforge_ds.zero.shard import Shard
 

@@ -25,7 +25,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
-from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
+from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_entries, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, divisor_of

@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
-from sparseforge_ds.mask.curvature import counter_key, hutchinson_sample, rademacher
+from sparseforge_ds.mask.curvature import hutchinson_sample
+from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 

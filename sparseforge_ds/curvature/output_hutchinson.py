@@ -24,7 +24,7 @@ from typing_extensions import override
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
-from sparseforge_ds.mask.curvature import counter_key, rademacher_rows
+from sparseforge_ds.mask.random_numbers import counter_key, rademacher_rows
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sparseforge_ds.curvature.context import EstimatorContext
-from sparseforge_ds.mask.curvature import counter_key, sample_labels
+from sparseforge_ds.mask.curvature import sample_labels
+from sparseforge_ds.mask.random_numbers import counter_key
 from sparseforge_ds.zero.layer_hooks import captured_logits
 from sparseforge_ds.zero.probe import Closure, ProbeBatches, divisor_of, predicted_of
 

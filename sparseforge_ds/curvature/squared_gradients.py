@@ -11,7 +11,8 @@ from typing_extensions import override
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
 from sparseforge_ds.curvature.sampled_labels import SampledLabels
-from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
+from sparseforge_ds.mask.curvature import token_fisher
+from sparseforge_ds.mask.kernels.fisher import expert_fisher
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, divisor_of, reduce_to_shard

@@ -18,8 +18,9 @@ from transformers.utils import cached_file
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_MODULE
-from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason

@@ -35,7 +35,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
-from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import BRANCH
 
 UNDECIDED = (0.05, 0.95)
@@ -52,7 +53,7 @@ class MaskReport:
     undecided: float
     """Inside of `UNDECIDED`."""
     density: float
-    """Chosen by hard(mask), the top N of every group, with a mask above 0."""
+    """MaskUpdate by hard(mask), the top N of every group, with a mask above 0."""
     magnitude_agreement: float | None
     """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; None once frozen,
     when what was pruned is gone, and nothing is left to compare with."""

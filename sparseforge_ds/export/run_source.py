@@ -24,9 +24,9 @@ from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.counting import chunks, members_left
 from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
-from sparseforge_ds.mask.codes import values_of
 from sparseforge_ds.mask.effective_mask import is_kept
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.codes import values_of
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.model.hub_access import published_name
 from sparseforge_ds.model.permutation_record import Permutation

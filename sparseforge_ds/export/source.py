@@ -22,7 +22,8 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
-from sparseforge_ds.mask.pattern import Pattern, top_n
+from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.permutation_record import FOLDER, Permutation

@@ -12,17 +12,10 @@ A shard that starts and ends on a multiple of the span can be gated without talk
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from sparseforge_ds.mask.chunks import chunks
-
-SMALL = 16
-"""Members of a group at most whose places are found by comparing each with each; larger groups are sorted."""
 
 
 @dataclass(frozen=True)
@@ -143,40 +136,22 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def rank_in_group(group_GM: Tensor) -> Tensor:
-    """How many members of its group beat each member; ties go to the lower index, so a row is a permutation of 0..M-1.
+    """Count how many members of its group beat each member; ties go to the lower index.
+
+    A row is a permutation of 0..M-1, so that every layout and every rank decide alike. `kernels.groups` is faster.
 
     Args:
         group_GM: (G, M) finite values.
 
     Returns:
-        (G, M) integers; `< n` is the group's top n (design eq. 6) in every layout and on every rank alike.
+        (G, M) int64; `< n` is the group's top n.
     """
     G, M = group_GM.shape
-    if M > SMALL:
-        order_GM = torch.sort(group_GM, dim=1, descending=True, stable=True).indices
-        place_GM = torch.arange(M, device=group_GM.device).expand(G, M)
-        return torch.empty_like(order_GM).scatter_(1, order_GM, place_GM)
-    return torch.stack(beaten_by(group_GM.t().contiguous().unbind(0)), dim=1)
-
-
-def beaten_by(member: Sequence[Tensor]) -> list[Tensor]:
-    """`rank_in_group` of small groups, given and returned as a tensor of each member: several times faster than a sort.
-
-    Every pair meets once. A member starts as beaten by all earlier ones, which is how ties end.
-    """
-    beaten: list[Any] = list(range(len(member)))
-    for i in range(len(member)):
-        for j in range(i + 1, len(member)):
-            wins = member[j] > member[i]
-            # Step by step, a conversion would cost as much as the comparison.
-            later_wins = wins.to(torch.int8) if torch.compiler.is_compiling() else wins.view(torch.int8)
-            beaten[i], beaten[j] = beaten[i] + later_wins, beaten[j] - later_wins
-    return beaten
+    order_GM = torch.sort(group_GM, dim=1, descending=True, stable=True).indices
+    rank_GM = torch.arange(M, device=group_GM.device).expand(G, M)
+    return torch.empty_like(order_GM).scatter_(1, order_GM, rank_GM)
 
 
 def top_n(group_GM: Tensor, n: int) -> Tensor:
-    """(G, M) values -> (G, M) bool with exactly `n` True in every row: its `n` largest, ties to the lower index."""
-    top_GM = torch.empty(group_GM.shape, dtype=torch.bool, device=group_GM.device)
-    for chunk in chunks(group_GM):
-        torch.lt(rank_in_group(group_GM[chunk]), n, out=top_GM[chunk])
-    return top_GM
+    """Return (G, M) bool with exactly `n` True in every row: its `n` largest, ties to the lower index (eq. 6)."""
+    return rank_in_group(group_GM) < n

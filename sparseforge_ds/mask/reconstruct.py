@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.groups import top_n
 
 
 def reconstruct(

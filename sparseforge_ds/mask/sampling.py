@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.curvature import uniform
+from sparseforge_ds.mask.random_numbers import uniform
 
 
 @lru_cache

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import chunks
+from sparseforge_ds.mask.kernels.chunks import chunks
 
 STARTS = 8
 """Points that the search begins from, at most: further ones gain less than 0.1% of what is removed."""

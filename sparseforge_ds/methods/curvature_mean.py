@@ -26,9 +26,9 @@ from sparseforge_ds.curvature import (
     sums_of,
 )
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.mask.chunks import chunks
 from sparseforge_ds.mask.curvature import accumulate, token_rate
 from sparseforge_ds.mask.factored import rank_one
+from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.methods.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.shared_weights import refuse_shared

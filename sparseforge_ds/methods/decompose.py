@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.methods.branch_masters import forget_moments, seen, whole, write
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.branch import Branch, branches

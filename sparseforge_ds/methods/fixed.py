@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.methods.block_start import BlockStart, start_of
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking

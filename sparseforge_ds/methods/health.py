@@ -16,9 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import chunks
+from sparseforge_ds.mask.kernels.chunks import chunks
+from sparseforge_ds.mask.kernels.fused_update import mask_stats
 from sparseforge_ds.mask.pattern import Pattern
-from sparseforge_ds.mask.update import tally
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard
@@ -72,12 +72,12 @@ class Health:
     ) -> None:
         """Account for the new mask of a shard or a chunk of one.
 
-        (numel,) each: mask in fp32, codes or bool; target and `kept` (see `Chosen`) bool. `kept` is packed into
+        (numel,) each: mask in fp32, codes or bool; target and `kept` (see `MaskUpdate`) bool. `kept` is packed into
         `kept_bits`, (ceil(numel / 8),), if that is given.
         """
         place = (shard.name, shard.start)
         before = self._targets.get(place)
-        found = tally(mask, target, None if kept_bits is None else kept, before)
+        found = mask_stats(mask, target, None if kept_bits is None else kept, before)
         self._targets[place] = found.target
         if kept_bits is not None:
             assert found.kept is not None
@@ -89,7 +89,7 @@ class Health:
 
     def add_disagreement(self, weight: PrunableWeight, shard: Shard, disagrees: Tensor) -> None:
         """Account for the groups whose top N is not 1[m > theta]; `disagrees` is of all groups that the chunk has a
-        member of, see `Chosen`."""
+        member of, see `MaskUpdate`."""
         # Groups that a shard boundary cuts are left out: two ranks have them.
         span = self.pattern.span(weight.shape, weight.input_axis)
         per_span = span // self.pattern.members

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from sparseforge_ds.config.methods import logit_keys
 from sparseforge_ds.mask.anneal import progress
-from sparseforge_ds.mask.curvature import counter_key
-from sparseforge_ds.mask.effective_mask import publish
+from sparseforge_ds.mask.kernels.publication import publish
 from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.random_numbers import counter_key
 from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ranking import Ranking

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import chunks
-from sparseforge_ds.mask.codes import values_of
-from sparseforge_ds.mask.effective_mask import publish
+from sparseforge_ds.mask.kernels.chunks import chunks
+from sparseforge_ds.mask.kernels.codes import values_of
+from sparseforge_ds.mask.kernels.publication import publish
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches

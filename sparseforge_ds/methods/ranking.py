@@ -11,15 +11,8 @@ from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.mask.factored import vanishes
-from sparseforge_ds.mask.importance import (
-    STATS,
-    Curvature,
-    RankOne,
-    magnitude_stats,
-    scalings,
-    score_stats,
-    standardized_score,
-)
+from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments, scalings
+from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, score_moments, standardized_score
 from sparseforge_ds.methods.curvature_mean import NO_GRADIENT, CurvatureMean
 from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError
 from sparseforge_ds.zero.halo import Span
@@ -98,12 +91,12 @@ class Ranking:
         scoring = Scoring(on.matrices)
         if sums is not None:
             scoring.factors = sums.factors(home)
-        moments = torch.zeros(len(on.matrices.names), STATS, dtype=torch.float64, device=home)
+        moments = torch.zeros(len(on.matrices.names), MOMENTS, dtype=torch.float64, device=home)
         scoring.scaling = moments  # of the right shape, until it is known
         for chunk in on.chunks():
             dense = on.dense(chunk)
             for inside, curvature, of_matrix in scoring.of(chunk, self._elements(chunk)):
-                of_matrix += score_stats(dense[inside], curvature)
+                of_matrix += score_moments(dense[inside], curvature)
         moments = on.layout.sum_shards(moments.to(on.layout.device))
         totals, heard, squares = self._read(moments[:, 1], moments[:, 3], sums)
         self.mean.without_gradient = not any(totals) and all(heard) and (sums is None or not sums.values.any())
@@ -114,7 +107,7 @@ class Ranking:
             scoring.by_magnitude = self._require_curvature(totals, heard, squares, sums)
         if scoring.by_magnitude:
             rows = torch.tensor(sorted(scoring.by_magnitude), device=moments.device)
-            moments[rows] = magnitude_stats(moments[rows])
+            moments[rows] = magnitude_moments(moments[rows])
         scoring.scaling = scalings(moments, on.config.curvature.damping).to(home)
         return scoring
 

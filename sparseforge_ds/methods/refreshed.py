@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.mask.anneal import progress
-from sparseforge_ds.mask.chunks import chunks
+from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.expert_load import ExpertLoad
-from sparseforge_ds.mask.pattern import top_n
+from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of

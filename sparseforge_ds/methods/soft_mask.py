@@ -9,9 +9,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
-from sparseforge_ds.mask.codes import stored_as
-from sparseforge_ds.mask.effective_mask import soft_publish, soft_step
-from sparseforge_ds.mask.update import move_groups
+from sparseforge_ds.mask.kernels.codes import stored_as
+from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
+from sparseforge_ds.mask.kernels.publication import soft_publish, soft_step
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.methods.ranking import Ranking
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
@@ -108,7 +108,7 @@ class SoftMask(MaskMethod):
             for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
                 place = (on.pattern, weight.shape, weight.input_axis, self.part.threshold == "midpoint")
                 given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
-                chosen.append(move_groups(*given, *place))
+                chosen.append(update_mask_in_place(*given, *place))
             target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
             if wide["mask"] is not mine["mask"]:
                 mine["mask"].copy_(on.halo.without_halo(chunk, wide["mask"]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.mask.fusing import is_compiled
+from sparseforge_ds.mask.kernels.fusing import is_compiled
 from sparseforge_ds.model.token_losses import IGNORED as IGNORED
 from sparseforge_ds.model.token_losses import TokenLosses
 

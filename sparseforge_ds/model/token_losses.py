@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.mask.fusing import fused
+from sparseforge_ds.mask.kernels.fusing import fused
 
 IGNORED = -100
 """Label of a position that is not trained on, as in transformers."""

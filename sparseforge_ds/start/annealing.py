@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.curvature import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.mask.factored import shares
-from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
-from sparseforge_ds.mask.pattern import Pattern, top_n
-from sparseforge_ds.mask.update import move_groups
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
+from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
+from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
+from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.start.first_mask import Reduce
 from sparseforge_ds.zero.expert_hooks import expert_tokens
@@ -144,11 +146,11 @@ class Annealing:
         # Each matrix is scored by itself.
         curvatures = [RankOne(factors_N[:rows], factors_N[rows:], 0) for factors_N in factors_MN]
         dense, mask = (vector.view(weight.matrices, -1).unbind() for vector in (soft.dense, soft.mask))
-        moments = torch.stack([score_stats(w, h) for w, h in zip(dense, curvatures, strict=True)])
+        moments = torch.stack([score_moments(w, h) for w, h in zip(dense, curvatures, strict=True)])
         scaling = scalings(moments, DAMPING)
         for number, (w, m, h) in enumerate(zip(dense, mask, curvatures, strict=True)):
             if soft.fixed is None or not soft.fixed[number]:
-                move_groups(w, m, h, scaling[number], dials, self._pattern, weight.matrix, weight.input_axis)
+                update_mask_in_place(w, m, h, scaling[number], dials, self._pattern, weight.matrix, weight.input_axis)
         soft.effective = torch.lerp(self._hard(soft).float(), soft.mask, dials.x)
 
     def _hard(self, soft: _Annealed) -> Tensor:

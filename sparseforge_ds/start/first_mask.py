@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseforge_ds.config.block_sections import ReconstructionConfig, StartConfig, StartMask
-from sparseforge_ds.mask.pattern import NM, Pattern, top_n
+from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable

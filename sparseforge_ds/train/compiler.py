@@ -6,8 +6,8 @@ import subprocess
 
 import torch
 
-from sparseforge_ds.mask.curvature import token_squares
-from sparseforge_ds.mask.fusing import is_compiled
+from sparseforge_ds.mask.kernels.fisher import token_squares
+from sparseforge_ds.mask.kernels.fusing import is_compiled
 
 
 def require_compiler(device: torch.device) -> None:

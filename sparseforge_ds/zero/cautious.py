@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import chunks
-from sparseforge_ds.mask.fusing import fused
+from sparseforge_ds.mask.kernels.chunks import chunks
+from sparseforge_ds.mask.kernels.fusing import fused
 
 
 def hold_back(weights: Tensor, before: Tensor, gradient: Tensor) -> None:

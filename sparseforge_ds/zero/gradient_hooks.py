@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import gradient_of_kept
+from sparseforge_ds.mask.kernels.publication import gradient_of_kept
 from sparseforge_ds.zero.state import ShardState
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import ALIGNMENT, CHUNK
+from sparseforge_ds.mask.kernels.chunks import ALIGNMENT, CHUNK
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Halo = dict[str, tuple[Tensor, Tensor]]

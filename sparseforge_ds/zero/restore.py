@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint, Group
 from sparseforge_ds.checkpoint.zero_partitions import Number
-from sparseforge_ds.mask.codes import stored_as, values_of
+from sparseforge_ds.mask.kernels.codes import stored_as, values_of
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 from sparseforge_ds.zero.state import ShardState
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparseforge_ds.mask.bits import pack, unpack
-from sparseforge_ds.mask.chunks import chunks
-from sparseforge_ds.mask.codes import stored_as, values_of
-from sparseforge_ds.mask.effective_mask import is_kept, masked_gradient
+from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.mask.kernels.bits import pack, unpack
+from sparseforge_ds.mask.kernels.chunks import chunks
+from sparseforge_ds.mask.kernels.codes import stored_as, values_of
+from sparseforge_ds.mask.kernels.publication import masked_gradient
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
@@ -36,7 +37,7 @@ class ShardState:
         Args:
             layout: of the engine.
             shards: of the prunable weights, by name.
-            mask_dtype: how masks are stored (`mask.codes`).
+            mask_dtype: how masks are stored (`mask.kernels.codes`).
             more: states to keep beside `dense` and `mask`, fp32, 0 at first.
         """
         self.layout = layout

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.mask.codes import values_of
+from sparseforge_ds.mask.kernels.codes import values_of
 from tests.distributed import PATIENCE, ROOT, run_distributed
 from tests.fuzz.inputs import RUNS, train_all, write_model_and_text
 

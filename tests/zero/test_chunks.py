@@ -42,7 +42,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
     with ExitStack() as stack:
         if small:
             stack.enter_context(mock.patch("sparseforge_ds.zero.halo.CHUNK", 1))
-            stack.enter_context(mock.patch("sparseforge_ds.mask.curvature.EXPERT_BYTES", 1))
+            stack.enter_context(mock.patch("sparseforge_ds.mask.kernels.fisher.EXPERT_BYTES", 1))
         engine, forge = build(case)
         if forge._method.needs_start:
             forge.start(probe_of(engine, case, 0))

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.mask.curvature import expert_fisher, token_fisher
+from sparseforge_ds.mask.curvature import token_fisher
+from sparseforge_ds.mask.kernels.fisher import expert_fisher
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_entries
@@ -163,7 +164,7 @@ def test_experts_that_nobody_listens_to_are_computed_as_before() -> None:
 
 @pytest.mark.parametrize("together", [1, 2, 3])
 def test_expert_fisher_is_token_fisher_of_each_run(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparseforge_ds.mask.curvature.EXPERT_BYTES", together * 4 * 3 * 5 + 1)
+    monkeypatch.setattr("sparseforge_ds.mask.kernels.fisher.EXPERT_BYTES", together * 4 * 3 * 5 + 1)
     torch.manual_seed(0)
     grad_SO, x_SI = torch.randn(7, 3), torch.randn(7, 5)
     parts = list(expert_fisher(grad_SO, x_SI, torch.tensor([2, 2, 7]), 4.0))

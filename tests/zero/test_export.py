@@ -24,8 +24,8 @@ from sparseforge_ds.export import verification
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
-from sparseforge_ds.mask.codes import decode, encode
 from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.mask.kernels.codes import decode, encode
 from sparseforge_ds.model.families import BRANCH
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparseforge_ds.curvature import RunningSums, estimator_of, sums_of
-from sparseforge_ds.mask.curvature import counter_key, rademacher
+from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.probe import Probe, batches_of

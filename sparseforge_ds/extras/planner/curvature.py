@@ -8,8 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.chunks import CHUNK
-from sparseforge_ds.mask.curvature import add_fisher_sums, experts_at_once, rademacher, rademacher_rows, token_fisher
+from sparseforge_ds.mask.curvature import token_fisher
+from sparseforge_ds.mask.kernels.chunks import CHUNK
+from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, experts_at_once
+from sparseforge_ds.mask.random_numbers import rademacher, rademacher_rows
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.model.peak_memory import measured
 from sparseforge_ds.train.lasting_memory import Kinds, local

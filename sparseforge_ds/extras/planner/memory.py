@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sparseforge_ds.extras.planner.activations import Activations
 from sparseforge_ds.extras.planner.curvature import heard, probe
 from sparseforge_ds.extras.planner.start import start_memory, streams_on_host
-from sparseforge_ds.mask.chunks import CHUNK
+from sparseforge_ds.mask.kernels.chunks import CHUNK
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.train.lasting_memory import (

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.mask.importance import scalings, score_stats
-from sparseforge_ds.mask.update import move_groups
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
+from sparseforge_ds.mask.kernels.scores import score_moments
 
 FRACTIONS = [0.02, 0.05, 0.1, 0.15, 0.19]
 
@@ -20,11 +21,11 @@ def _curve(max_steps: int) -> Tensor:
     config = SparseForgeConfig(max_steps=max_steps)
     schedule, pattern = config.resolved_schedule, config.parsed_pattern
     known = curvature.flatten()
-    row = scalings(score_stats(dense.flatten(), known)[None], config.curvature.damping)[0]
+    row = scalings(score_moments(dense.flatten(), known)[None], config.curvature.damping)[0]
     mask, found, ends = torch.ones(dense.numel()), [], [round(fraction * max_steps) for fraction in FRACTIONS]
     for step in range(1, ends[-1] + 1):
         if schedule.is_update(step):
-            move_groups(dense.flatten(), mask, known, row, schedule.dials(step), pattern, dense.shape, 1)
+            update_mask_in_place(dense.flatten(), mask, known, row, schedule.dials(step), pattern, dense.shape, 1)
         if step in ends:
             kept = torch.zeros(dense.numel() // 4, 4).scatter_(1, mask.view(-1, 4).topk(2).indices, 1.0).flatten()
             x = schedule.dials(step).x

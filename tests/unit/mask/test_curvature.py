@@ -9,18 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.curvature import (
-    accumulate,
-    counter_hash,
-    counter_key,
-    hutchinson_sample,
-    rademacher,
-    rademacher_rows,
-    sample_labels,
-    token_fisher,
-    token_rate,
-    uniform,
-)
+from sparseforge_ds.mask.curvature import accumulate, hutchinson_sample, sample_labels, token_fisher, token_rate
+from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher, rademacher_rows, uniform
 
 CPU = torch.device("cpu")
 

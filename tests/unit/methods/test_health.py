@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from sparseforge_ds.mask.chunks import ELEMENTS_PER_THREAD
+from sparseforge_ds.mask.kernels.chunks import ELEMENTS_PER_THREAD
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.methods.health import Health
 from sparseforge_ds.methods.histograms import CURVATURE_DECADES, histogram_counts

@@ -17,7 +17,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.mask import fusing
+from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.teacher import Teacher, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._inductor.config
 
-from sparseforge_ds.mask import fusing
+from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.train.compiler import require_compiler
 
 CPU = torch.device("cpu")

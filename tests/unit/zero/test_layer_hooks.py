@@ -10,8 +10,8 @@ import torch._dynamo.eval_frame
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparseforge_ds.mask import fusing
-from sparseforge_ds.mask.curvature import add_fisher_sums
+from sparseforge_ds.mask.kernels import fusing
+from sparseforge_ds.mask.kernels.fisher import add_fisher_sums
 from sparseforge_ds.zero.layer_hooks import token_gradients, uncompiled
 
 

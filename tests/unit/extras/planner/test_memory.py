@@ -15,7 +15,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.planner.activations import Activations
 from sparseforge_ds.extras.planner.dry_run import check_estimable
 from sparseforge_ds.extras.planner.memory import Memory, memory
-from sparseforge_ds.mask.curvature import EXPERT_BYTES
+from sparseforge_ds.mask.kernels.fisher import EXPERT_BYTES
 from sparseforge_ds.model.architecture import Architecture, describe, empty_model
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, lasting, model_states

@@ -2,7 +2,7 @@
 
 A fused function is ordinary torch code, and that is what runs where it is not compiled. Both ways give the same bits on
 a CPU, sums excepted, whose order differs. To that end a body uses only operations that vector and scalar code round
-alike: `between` is written out, because `torch.lerp` may or may not be a fused multiply-add, and an exponential is
+alike: `exact_lerp` is written out, because `torch.lerp` may or may not be a fused multiply-add, and an exponential is
 taken in fp64 and rounded once. On an accelerator Triton is told to contract no multiply-add either; its divisions and
 exponentials may still differ from a CPU's in their last bit. Devices of one kind agree.
 
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 VARIANTS = 64
-"""Graphs of one function at most: patterns, dtypes, with or without a curvature. Sizes and rates are not among them."""
+"""Most graphs of one function: patterns, dtypes, with or without a curvature. Sizes and rates are not among them."""
 _OPTIONS = {
     # Members of a group are stored where they belong, not selected again element by element.
     "max_complex_pointwise_cat_inputs": 0,
@@ -36,9 +36,9 @@ _OPTIONS = {
     "emulate_precision_casts": True,
 }
 ROW = 4096
-"""Elements that compiled code sums first: a power of 2, of which a whole chunk has no more than a few thousand."""
+"""Elements that compiled code sums first: a power of 2, of which a chunk has no more than a few thousand."""
 KERNELS: dict[str, int] = {}
-"""What the compiler makes of each fused function, by name."""
+"""Kernels that the compiler makes of each fused function, by name."""
 READS: dict[str, int] = {}
 """Times that the kernels of each fused function read its operands, by name."""
 _wanted: bool | None = None
@@ -48,7 +48,8 @@ _wanted: bool | None = None
 def compiled(on: bool | None) -> Iterator[None]:
     """Compile everywhere (True), nowhere (False), or on accelerators only (None, as it is outside)."""
     global _wanted
-    before, _wanted = _wanted, on
+    before = _wanted
+    _wanted = on
     try:
         yield
     finally:
@@ -63,7 +64,7 @@ def is_compiled(device: torch.device) -> bool:
 def fused(
     *, writes: tuple[str, ...] = (), kernels: int = 1, reads: int = 1
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function whose first argument is a tensor, compiled into one kernel where that is on.
+    """Compile a function whose first argument is a tensor into one kernel where that is on.
 
     Sizes, integers and floats may differ from call to call without compiling anew; flags, None and dtypes make another
     graph. A failure to compile is the compiler's own error and never a slower run.
@@ -85,12 +86,12 @@ def fused(
 
         def run(*args: Any, **kwargs: Any) -> Any:
             device = args[0].device
-            given = [_as_tensor(value, device, place) for place, value in enumerate(args)]
-            named = {key: _as_tensor(value, device, key) for key, value in kwargs.items()}
-            limit, chance = _settings()
+            operands = [_with_tensors(value, device, str(number)) for number, value in enumerate(args)]
+            named = {key: _with_tensors(value, device, key) for key, value in kwargs.items()}
+            recompile_limit, duck_shapes = _settings()
             # Also in hooks, for which a model's compiled code stands back (`zero.layer_hooks.uncompiled`).
-            with limit, chance, torch.compiler.set_stance("default"):
-                return one_kernel()(*given, **named)
+            with recompile_limit, duck_shapes, torch.compiler.set_stance("default"):
+                return one_kernel()(*operands, **named)
 
         schema = torch.library.infer_schema(function, mutates_args=writes)
         KERNELS[function.__name__.strip("_")] = kernels
@@ -113,78 +114,48 @@ def fused(
 
 @cache  # each that is made leaves something behind in torch for good
 def _settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The compiler's settings for ours."""
+    """Return the compiler's settings for our functions: how many graphs at most, and equal sizes told apart."""
     import torch._dynamo
     import torch.fx.experimental._config
 
     # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch adds to
     # a module of settings when it is imported, a checker does not see.
-    chance = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    return torch._dynamo.config.patch(recompile_limit=VARIANTS), chance
+    duck_shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return torch._dynamo.config.patch(recompile_limit=VARIANTS), duck_shapes
 
 
-def _as_tensor(value: Any, device: torch.device, place: int | str) -> Any:
-    return _scalar(value, device, place) if isinstance(value, float) else value
+def _with_tensors(value: Any, device: torch.device, argument: str) -> Any:
+    """Replace the floats of an argument by tensors."""
+    if isinstance(value, list):
+        return [_with_tensors(item, device, f"{argument}[{number}]") for number, item in enumerate(value)]
+    return _scalar(value, device, argument) if isinstance(value, float) else value
 
 
 @lru_cache(maxsize=64)
-def _scalar(value: float, device: torch.device, place: int | str) -> Tensor:
-    """() fp64: a rate that moves at every step is no other graph as a tensor. Of floats, torch before 2.13 makes one
-    each, in seconds of compiling, and after `VARIANTS` of them the run would end. Two arguments of one value are two
-    tensors, because a graph knows which are the same. Operands are fp32 or fp64: a sum with bf16 would round it."""
+def _scalar(value: float, device: torch.device, argument: str) -> Tensor:
+    """Return () fp64 of a rate: one that moves at every step makes no other graph as a tensor.
+
+    Of floats, torch before 2.13 makes a graph each, in seconds of compiling, and after `VARIANTS` of them the run would
+    end. Two arguments of one value are two tensors, because a graph knows which are the same. Operands are fp32 or
+    fp64: a sum with bf16 would round it.
+    """
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def row_sums(values: Sequence[Tensor]) -> Tensor:
-    """(k, rows) sums of k tensors of (n,), which are to be summed once more, outside, as a part of a fused function.
+    """Return (k, rows) sums of k tensors of (n,), to be summed once more outside; a part of a fused function.
 
     By the size that the compiler meets first it decides how many multiprocessors share a sum over everything. The graph
     is then every size's, also in later processes, which find it on disk: after a small matrix, a single multiprocessor
     would sum up a large one. Rows of a fixed length are as many as there is work. Step by step there is one.
     """
     if not torch.compiler.is_compiling():
-        return torch.stack([one.sum() for one in values])[:, None]
-    return torch.stack([in_rows(one, ROW).sum(dim=1) for one in values])
+        return torch.stack([value.sum() for value in values])[:, None]
+    return torch.stack([in_rows(value, ROW).sum(dim=1) for value in values])
 
 
 def in_rows(values: Tensor, length: int) -> Tensor:
-    """(n, ...) -> (rows, length, ...), the last ones padded with zeros, as a part of a fused function."""
+    """Fold (n, ...) into (rows, length, ...), padded with zeros at the end; a part of a fused function."""
     # One row more than there must be: a single row would be a graph of its own.
     padding = length + -values.shape[0] % length
     return F.pad(values, (0, 0) * (values.dim() - 1) + (0, padding)).view(-1, length, *values.shape[1:])
-
-
-def from_nearer(share: float) -> tuple[float, float]:
-    """Of a share in [0, 1] the nearer end, 0 or 1, and the way from there: what `between` takes."""
-    return (1.0, share - 1) if share >= 0.5 else (0.0, share)
-
-
-def between(start: Tensor, end: Tensor, nearer: float, way: float) -> Tensor:
-    """start + share (end - start), exactly `start` at 0 and `end` at 1, and either where they are equal.
-
-    Args:
-        start: (...) fp32.
-        end: (...) fp32.
-        nearer: see `from_nearer`; a number, as a flag would make a graph for each end.
-        way: see `from_nearer`.
-    """
-    gap = end - start
-    if torch.compiler.is_compiling():
-        return torch.where(nearer > 0.5, end, start) + gap * way  # type: ignore[call-overload,no-any-return]  # both are tensors here
-    return (end if nearer > 0.5 else start) + gap * way
-
-
-def moved(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """`between`, by a share of each element's own: (...) fp32, in [0, 1]."""
-    gap, late = end - start, share >= 0.5
-    near_end, near_start = end - gap * (1 - share), start + gap * share
-    if torch.compiler.is_compiling() or start.device.type != "cpu":
-        return torch.where(late, near_end, near_start)
-    bits, others = near_end.view(torch.int32), near_start.view(torch.int32)  # several times faster, step by step
-    return (((bits ^ others) & late.to(torch.int32).neg_()) ^ others).view(torch.float32)
-
-
-def without_sign(values: Tensor) -> Tensor:
-    """(...) values with +0.0 for -0.0."""
-    # Step by step an addition is many times faster than a choice; the compiler would leave + 0.0 out.
-    return torch.where(values == 0, 0.0, values) if torch.compiler.is_compiling() else values + 0.0

@@ -2,7 +2,7 @@
 
 0 and 1 are exact, and so is reading a code and writing it again. The arithmetic is one multiplication each way (a
 division by a constant is another operation on a GPU than on a CPU), so a mask has the same code on every device. A mask
-update before it may differ in the last bit between kinds of devices (`mask.fusing`), and so may the code by one.
+update before it may differ in the last bit between kinds of devices (`kernels.fusing`), and so may the code by one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ STEPS = 65535
 
 
 def encode(mask: Tensor) -> Tensor:
-    """(...) fp32 m in [0, 1] -> (...) codes of the nearest value, half to even."""
+    """Turn (...) fp32 m in [0, 1] into (...) codes of the nearest value, half to even."""
     return (mask * STEPS).round().to(CODE)
 
 
 def decode(code: Tensor) -> Tensor:
-    """(...) codes -> (...) fp32 m."""
+    """Turn (...) codes into (...) fp32 m."""
     return code.float() * (1.0 / STEPS)
 
 
 def values_of(mask: Tensor) -> Tensor:
-    """(...) m as fp32, of a mask that is stored as codes, as bool or as fp32 itself."""
+    """Return (...) m as fp32, of a mask that is stored as codes, as bool or as fp32 itself."""
     return decode(mask) if mask.dtype == CODE else mask.float()
 
 
 def stored_as(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """(...) m, fp32 or bool, as a mask of `dtype` is stored; inverse of `values_of`."""
+    """Return (...) m, fp32 or bool, as a mask of `dtype` is stored; inverse of `values_of`."""
     return encode(mask.float()) if dtype == CODE else mask.to(dtype)

@@ -11,15 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask import fusing
 from sparseforge_ds.mask.anneal import Dials
-from sparseforge_ds.mask.bits import keep_in_place, pack
-from sparseforge_ds.mask.codes import CODE
-from sparseforge_ds.mask.curvature import fisher_sums
-from sparseforge_ds.mask.effective_mask import soft_step
-from sparseforge_ds.mask.importance import RankOne, scalings, score_stats
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels import fusing
+from sparseforge_ds.mask.kernels.bits import keep_in_place, pack
+from sparseforge_ds.mask.kernels.codes import CODE
+from sparseforge_ds.mask.kernels.fisher import fisher_sums
+from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
+from sparseforge_ds.mask.kernels.publication import soft_step
+from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.mask.update import move_groups, tally
 
 pytestmark = pytest.mark.gpu
 
@@ -55,10 +56,10 @@ def update_on(device: str, rows: int, columns: int) -> Update:
     column_C = torch.rand(columns, generator=generator).to(device)
     curvature = RankOne(share_R, column_C, 0)
 
-    stats = score_stats(dense, curvature)
+    stats = score_moments(dense, curvature)
     scaling = scalings(stats[None], 1e-4)[0]
-    update = move_groups(dense, codes, curvature, scaling, DIALS, NM(2, 4), (rows, columns), -1)
-    counted = tally(codes, update.target, update.kept, before)
+    update = update_mask_in_place(dense, codes, curvature, scaling, DIALS, NM(2, 4), (rows, columns), -1)
+    counted = mask_stats(codes, update.target, update.kept, before)
     assert counted.kept is not None
     published = dense * 0.9
     soft_step(dense, published, codes, counted.kept, 0.6, 0.5, published)

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import torch
 
-from sparseforge_ds.mask.codes import CODE, STEPS, decode, encode, stored_as, values_of
+from sparseforge_ds.mask.kernels.codes import CODE, STEPS, decode, encode, stored_as, values_of
 
 ALL = torch.arange(STEPS + 1, dtype=torch.int32).to(CODE)
 

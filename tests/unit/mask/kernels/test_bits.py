@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseforge_ds.mask.bits import pack, set_bits, unpack
+from sparseforge_ds.mask.kernels.bits import pack, set_bits, unpack
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 13, 300_001])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseforge_ds.mask.chunks import ALIGNMENT, CHUNK, ELEMENTS_PER_THREAD, chunks
-from sparseforge_ds.mask.importance import scalings, score_stats, standardized_score
+from sparseforge_ds.mask.importance import scalings
+from sparseforge_ds.mask.kernels.chunks import ALIGNMENT, CHUNK, ELEMENTS_PER_THREAD, chunks
+from sparseforge_ds.mask.kernels.scores import score_moments, standardized_score
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (200_003,), (50_001, 4), (70_000, 3), (40, 100_000)])
@@ -31,9 +32,9 @@ def test_scores_do_not_depend_on_runs(members: int, monkeypatch: pytest.MonkeyPa
     generator = torch.Generator().manual_seed(0)
     elements = 3 * members * ELEMENTS_PER_THREAD * torch.get_num_threads() + members
     dense, curvature = torch.randn(elements, generator=generator), torch.rand(elements, generator=generator)
-    moments = score_stats(dense, curvature)
+    moments = score_moments(dense, curvature)
     scaling = scalings(moments[None], 1e-4)[0]
     score = standardized_score(dense, curvature, scaling)
-    monkeypatch.setattr("sparseforge_ds.mask.chunks.ELEMENTS_PER_THREAD", 1 << 40)
-    torch.testing.assert_close(score_stats(dense, curvature), moments, rtol=1e-13, atol=0)
+    monkeypatch.setattr("sparseforge_ds.mask.kernels.chunks.ELEMENTS_PER_THREAD", 1 << 40)
+    torch.testing.assert_close(score_moments(dense, curvature), moments, rtol=1e-13, atol=0)
     assert torch.equal(standardized_score(dense, curvature, scaling), score)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.fusing import is_compiled
+from sparseforge_ds.mask.kernels.fusing import is_compiled
 
 ELEMENTS_PER_THREAD = 1 << 15
-"""Of a chunk on a processor."""
+"""Elements of a chunk on a processor, for each of its threads."""
 CHUNK = 1 << 24
 """Elements of a chunk on an accelerator or in compiled code, and of what is scored, gated and published at a time."""
 IN_PLACE = 1 << 30
@@ -20,7 +20,7 @@ ALIGNMENT = 64
 
 
 def chunks(tensor: Tensor, in_place: bool = False) -> Iterator[slice]:
-    """Consecutive slices that cover the first axis of `tensor`.
+    """Yield consecutive slices that cover the first axis of `tensor`.
 
     Args:
         tensor: (n, ...) that is worked on together with a few temporaries of its size.
@@ -28,8 +28,9 @@ def chunks(tensor: Tensor, in_place: bool = False) -> Iterator[slice]:
     """
     length = tensor.shape[0]
     stepwise = tensor.device.type == "cpu" and not is_compiled(tensor.device)
-    long = IN_PLACE if in_place else CHUNK
-    most = ELEMENTS_PER_THREAD * torch.get_num_threads() if stepwise else long
-    rows = most * length // max(tensor.numel(), 1)
+    limit = IN_PLACE if in_place else CHUNK
+    if stepwise:
+        limit = ELEMENTS_PER_THREAD * torch.get_num_threads()
+    rows = limit * length // max(tensor.numel(), 1)
     step = max(ALIGNMENT, rows - rows % ALIGNMENT)
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
