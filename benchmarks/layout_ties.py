@@ -34,7 +34,7 @@ def train(args: argparse.Namespace, folder: Path, stage: int, seed: int) -> Chec
     flags = {"deepspeed": config, "model": args.model, "dataset": args.text, "output_dir": run, "seed": seed}
     flags |= {"seq_length": 64, "learning_rate": args.learning_rate, "save_every": 0, "report_to": "none"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "sparseforge_ds.train", *(f"--{name}={value}" for name, value in flags.items())]
+    command += ["-m", "sparseforge_ds", "train", *(f"--{name}={value}" for name, value in flags.items())]
     subprocess.run(command, check=True, capture_output=True)
     return Checkpoint(run / "checkpoints" / f"step_{args.steps:06d}")
 

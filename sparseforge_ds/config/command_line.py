@@ -23,12 +23,12 @@ Flags of transformers that mean the same are taken too, like --per_device_train_
 examples:
   sparseforge train --deepspeed zero3
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json
-  deepspeed --module sparseforge_ds.train --deepspeed zero3 \\
+  deepspeed --no_local_rank --module sparseforge_ds train --deepspeed zero3 \\
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
   ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
 
 `sparseforge train` is one process on one GPU. deepspeed starts one for every GPU, in a checkout by launch/train.py
-and elsewhere by --module sparseforge_ds.train; torchrun does by -m sparseforge_ds.train. On a machine without an
+and elsewhere by --no_local_rank --module sparseforge_ds train; torchrun does by -m sparseforge_ds train. Without an
 accelerator deepspeed starts one process; ask it for more with --num_gpus 2.
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
 

@@ -35,7 +35,7 @@ def deepspeed() -> list[str]:
 
 def torchrun() -> list[str]:
     command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(free_port())]
-    return [*command, "-m", "sparseforge_ds.train"]
+    return [*command, "-m", "sparseforge_ds", "train"]
 
 
 @contextlib.contextmanager
@@ -216,8 +216,7 @@ def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
     code, step, by = stopped(ALONE, flags, ctrl_c)
     assert (code, by) == (130, "SIGINT")
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:06d}"
-    module = [sys.executable, "-m", "sparseforge_ds.train"]
-    code, later, by = stopped(module, [*flags, "--resume"], to_the_command)
+    code, later, by = stopped(ALONE, [*flags, "--resume"], to_the_command)
     assert (code, by) == (143, "SIGTERM")
     assert later > step
 

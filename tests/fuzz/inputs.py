@@ -76,7 +76,7 @@ def write_model_and_text(folder: Path) -> None:
 
 def train_all(folder: str, runs: dict[str, dict[str, Any]]) -> None:
     """The trainer's own main function, once for every run, in one process group."""
-    from sparseforge_ds.train import run as trainer
+    from sparseforge_ds.train import trainer
 
     torch.distributed.destroy_process_group = _stay  # main() ends with it; the next run needs the group
     for name, choice in runs.items():

@@ -100,7 +100,7 @@ def test_flags_on_a_page_exist(page: Path) -> None:
             if command is None or line.lstrip().startswith(("pip", "pytest")):
                 continue
             name = command[0].replace("sparseforge_ds ", "sparseforge ")
-            name = {"launch/train.py": "sparseforge train", "sparseforge_ds.train": "sparseforge train"}.get(name, name)
+            name = {"launch/train.py": "sparseforge train"}.get(name, name)
             after = line[command.end() :].partition("#")[0]
             for flag in re.findall(r"(?<=\s)--\w+", after):
                 assert flag in parsers[name], f"{page}: {name} has no {flag}"

@@ -107,9 +107,8 @@ print(*sorted(set({HEAVY}) & set(sys.modules)))
     assert done.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("command", [["-m", "sparseforge_ds", "train"], ["-m", "sparseforge_ds.train"]])
-def test_help_of_training_imports_no_deepspeed(command: list[str]) -> None:
-    trace = [sys.executable, "-X", "importtime", *command, "--help"]
+def test_help_of_training_imports_no_deepspeed() -> None:
+    trace = [sys.executable, "-X", "importtime", "-m", "sparseforge_ds", "train", "--help"]
     done = subprocess.run(trace, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: sparseforge train --deepspeed JSON [flags]\n")
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
