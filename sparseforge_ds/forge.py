@@ -71,7 +71,7 @@ class SparseForge:
         self._ranking = Ranking(self._mean)
         self._method = method_of(config)(on, self._ranking)
         masked = mask_before_norm(on.state, on.shards)
-        self._hooks = StepHooks(on.state, self._method, self._probe, config.cautious, masked)
+        self._hooks = StepHooks(on.state, self._method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         self.ready = not self._starts
         """Whether the first step may be made; if not, `start` comes before it."""

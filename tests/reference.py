@@ -210,8 +210,6 @@ class ReferenceForge:
             parameter.grad = gradients[name]
         before = {name: master.detach().clone() for name, master in self.master.items()}
         self.optimizer.step()
-        if self.config["cautious"]:
-            self._hold_back(before)
         if self.formed and self.step_count < self._dials(0)["freeze"]:
             self._follow(before)
         self.step_count += 1
@@ -226,14 +224,6 @@ class ReferenceForge:
                 start = before[name]
                 effective = self.effective_mask(name, self.step_count).view_as(start)
                 self.master[name].copy_(torch.lerp(start, self.master[name], effective))
-
-    @torch.no_grad()
-    def _hold_back(self, before: dict[str, Tensor]) -> None:
-        """A weight stays where the optimizer moved it against its gradient."""
-        for name, master in self.master.items():
-            if master.grad is not None:
-                down = (master - before[name]).double() * master.grad.double() < 0
-                master.copy_(torch.where(down, master, before[name]))
 
     def forge_step(self, probes: list[Batch]) -> bool:
         """What follows an optimizer step: a mask update or the projection, when due."""

@@ -53,7 +53,6 @@ class ModelSource(Source):
             "dtype": str(dtype).removeprefix("torch."),
             "coverage": {},
             "run": {},
-            "permutation": None,
             "config": config.to_dict(),
         }
 

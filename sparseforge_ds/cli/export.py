@@ -7,7 +7,7 @@ from typing import Any
 
 from sparseforge_ds.cli.imports import large_imports
 
-FORMATS = ("hf", "packed24", "mask")
+FORMATS = ("hf", "packed24")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 _EPILOG = """\
@@ -15,16 +15,12 @@ formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
             after `import sparseforge_ds.extras.packed24`
-  mask      the mask alone, one bit a weight; `export MASK OUT --model DENSE` puts it on the dense model's
-            own weights, which is not the model that a run trained
 
-Each is proved before it reports success: hf and packed24 are loaded in a fresh process and give the source's logits
-bit by bit, a mask is unpacked and compared. --skip_proof is for a machine that cannot hold the model.
+Each is proved before it reports success: it is loaded in a fresh process and gives the source's logits bit by bit.
+--skip_proof is for a machine that cannot hold the model.
 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
-  sparseforge export models/qwen3_14b_2to4 models/qwen3_14b_mask --format mask
-  sparseforge export models/qwen3_14b_mask models/qwen3_14b_masked --model models/Qwen3-14B
   sparseforge export models/llama_wanda_2to4 models/llama_packed24 --format packed24   # pruned by another tool
 """
 
@@ -32,16 +28,15 @@ examples:
 def register(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
-        help="a run or an exported folder as hf, packed24 or mask, each proved",
-        description="Write a model in one of three formats, offline and one weight at a time. OUT appears only when it "
-        "is complete and proved.",
+        help="a run or an exported folder as hf or packed24, proved",
+        description="Write a model in one of two formats, offline, one weight at a time. OUT appears only when it is "
+        "complete and proved.",
         epilog=_EPILOG,
     )
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a run folder (its newest checkpoint), one checkpoint, an exported folder or mask, or any other 2:4 model "
-        "folder",
+        help="a run folder (its newest checkpoint), one checkpoint, an exported folder, or any other 2:4 model folder",
     )
     add_options(parser)
     parser.add_argument("--format", default="hf", choices=FORMATS, help="see below (default: hf)")
@@ -56,11 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
 
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="folder with config.json and tokenizer (default: the source's); of a mask, its dense model",
-    )
+    parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,14 +59,11 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.export.formats import export
         from sparseforge_ds.export.open import open_source
-        from sparseforge_ds.export.source import MASK_ON
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import require_free
 
     require_free(args.out)
-    if args.format == "mask" and args.dtype != "auto":
-        raise ValueError(f"--dtype {args.dtype}: a mask has no dtype; leave it out")
     source = open_source(args.source, args.model, args.dtype)
     if source.unused:
         print(describe_unused(source.model_folder, source.unused))
@@ -83,9 +71,6 @@ def run(args: argparse.Namespace) -> int:
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
-    if args.format != "mask" and (dense := record["source"].get(MASK_ON)) is not None:
-        of = "" if record["step"] is None else f" of step {record['step']}"
-        print(f"note: it is the mask{of} on the own weights of {dense}, not the model that was trained with this mask")
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
     if record.get("adapter"):
@@ -94,24 +79,20 @@ def run(args: argparse.Namespace) -> int:
             f"{args.out}: its low-rank branch is a PEFT adapter beside the weights; from_pretrained loads it where "
             f"peft is installed, and without it the weights compute nonsense{fixed}"
         )
-    print(_proof_line(args.format, record["proof"]))
+    print(_proof_line(record["proof"]))
     return 0
 
 
 def _what(format: str, record: dict[str, Any]) -> str:
     weights = len(record["weights"])
-    if format == "mask":
-        return f"masks of {weights} weights in {record['pattern']}, one bit a weight"
     groups = sum(entry["groups"] for entry in record["weights"].values())
     packed = ", packed into values and positions" if format == "packed24" else ""
     return f"{weights} weights in {record['pattern']}, {groups:,} groups, verified{packed}"
 
 
-def _proof_line(format: str, proof: dict[str, Any] | None) -> str:
+def _proof_line(proof: dict[str, Any] | None) -> str:
     """How an export was proved, in words."""
     if proof is None:
         return "not proved: --skip_proof"
-    if format == "mask":
-        return f"proved: masks {proof['masks']}"
     text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"
     return f"{text}; adapter: logits {proof['adapter']['logits']}" if "adapter" in proof else text

@@ -9,10 +9,8 @@ from sparseforge_ds.checkpoint.model_files import check_model_folder
 
 
 def require_model(name: str, hub: bool = True) -> None:
-    """Raise ValueError for a mask, a run, or nothing at all; `hub` says that it may be the id of a model there."""
+    """Raise ValueError for a run, or nothing at all; `hub` says that it may be the id of a model there."""
     folder, quoted = Path(name), shlex.quote(name)
-    if (folder / "mask.json").is_file():
-        raise ValueError(f"{name}: is a mask; put it on its dense model: sparseforge export {quoted} OUT --model DENSE")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(

@@ -10,8 +10,9 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
-    from sparseforge_ds.export.permuted_folder import DenseFolder
-    from sparseforge_ds.model.permutation_record import Permutation
+    from sparseforge_ds.permutation.dense_folder import DenseFolder
+    from sparseforge_ds.permutation.find import SearchSettings
+    from sparseforge_ds.permutation.record import Permutation
 
 DIMENSIONS = ("mlp", "mlp+heads", "all")
 
@@ -22,7 +23,7 @@ dimensions:
   all        also the residual stream, in one order for all layers
 
 OUT is an ordinary model of its family, which computes what MODEL computes, within rounding. Train it as --model; the
-teacher may be either. OUT/permutation keeps the order, and runs, exports and masks of OUT carry it along.
+teacher may be either. OUT/permutation.json says how the order was found, and runs and exports of OUT carry it along.
 
 By magnitude, weights are read one at a time. With --text the whole model is loaded, on the GPU where there is one, and
 weights count by Wanda's score, |W| times the norm of the input.
@@ -60,28 +61,29 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Permute, and say what was gained."""
     with large_imports():
-        from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
-        from sparseforge_ds.export.permuted_folder import DenseFolder
+        from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
+        from sparseforge_ds.permutation.dense_folder import DenseFolder
+        from sparseforge_ds.permutation.find import SearchSettings
 
     parse_size(args.max_shard_size)  # for its error, before the search
-    if args.workers is not None and args.workers < 1:
-        raise ValueError(f"--workers {args.workers}: use an integer >= 1")
+    for flag in ("workers", "sequences", "rows"):
+        if (value := getattr(args, flag)) is not None and value < 1:
+            raise ValueError(f"--{flag} {value}: use an integer >= 1")
     for flag in ("sequences", "seq_length"):
         if args.text is None and getattr(args, flag) is not None:
             raise ValueError(
                 f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
             )
-    sequences = PermuteConfig.sequences if args.sequences is None else args.sequences
-    settings = PermuteConfig(dimensions=args.dimensions, sequences=sequences, rows=args.rows)
-    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed, permute=settings)
+    config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
+    settings = SearchSettings(config.parsed_pattern, args.dimensions, args.rows, config.seed)
     dense = DenseFolder(args.model)
     dense.require_channels()
     if dense.unused:
         print(describe_unused(args.model, dense.unused))
     with unfinished_folder(args.out) as folder:
-        found = _find(args, config, dense)
+        found = _find(args, config, settings, dense)
         dense.write(found, folder, args.max_shard_size, args.workers)
     for part, kept in found.facts["kept"].items():
         before, after = kept["before"], kept["after"]
@@ -91,7 +93,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolder) -> Permutation:
+def _find(
+    args: argparse.Namespace, config: SparseForgeConfig, settings: SearchSettings, dense: DenseFolder
+) -> Permutation:
     import torch
 
     if args.text is None:
@@ -101,14 +105,14 @@ def _find(args: argparse.Namespace, config: SparseForgeConfig, dense: DenseFolde
 
         empty = bare_model(load_config(dense.folder, args.model))
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-        return dense.find(config, shapes, "cuda" if torch.cuda.is_available() else "cpu")
+        return dense.find(config, settings, shapes, "cuda" if torch.cuda.is_available() else "cpu")
 
     with large_imports():
         from sparseforge_ds.evaluate.calibration import calibration
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.permutation.activations import find_by_activations
 
-    assert config.permute is not None
-    batches = calibration(args.model, dense.config, args.text, config.permute.sequences, args.seq_length)
+    sequences = 32 if args.sequences is None else args.sequences
+    batches = calibration(args.model, dense.config, args.text, sequences, args.seq_length)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
-    return find_by_activations(load_model(str(Path(args.model))), batches, config)
+    return find_by_activations(load_model(str(Path(args.model))), batches, config, settings)

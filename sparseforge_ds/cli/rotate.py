@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.calibration import calibration
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
-        from sparseforge_ds.export.permuted_folder import DenseFolder
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
-        from sparseforge_ds.model.rotation_record import FILE
+        from sparseforge_ds.model.basis import ROTATION
+        from sparseforge_ds.permutation.dense_folder import DenseFolder
         from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         facts = rotate(model, batches, config, args.steps)
         model.save_pretrained(folder, max_shard_size=shard_bytes)
         copy_other_files(Path(args.model), folder)
-        write_json(folder / FILE, facts)
+        write_json(folder / ROTATION, facts)
     print(
         f"{args.out}: {config.pattern} removes {1 - facts['removed']:.1%} less of the score than before, found in "
         f"{facts['seconds']:.0f} s; the function stays within {facts['kl']:.1e} nats"

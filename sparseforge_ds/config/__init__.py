@@ -6,7 +6,6 @@ from sparseforge_ds.config.block_sections import (
     DistillationConfig,
     HiddenConfig,
     LowRankConfig,
-    PermuteConfig,
     ReconstructionConfig,
     StartConfig,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "DistillationConfig",
     "HiddenConfig",
     "LowRankConfig",
-    "PermuteConfig",
     "ReconstructionConfig",
     "SparseForgeConfig",
     "StartConfig",

@@ -21,7 +21,6 @@ from sparseforge_ds.config.block_sections import (
     Importance,
     LowRankConfig,
     MonitorConfig,
-    PermuteConfig,
     ReconstructionConfig,
     StartConfig,
 )
@@ -60,11 +59,7 @@ class SparseForgeConfig:
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
     """Seed of probes and of sampled labels."""
-    cautious: bool = False
-    """Whether a trained weight, pruned or not, stays where its step goes against the gradient of its own batch
-    ([C-AdamW](https://arxiv.org/abs/2411.16085), not rescaled). A step needs a copy of what a rank trains."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
-    permute: PermuteConfig | None = None
     low_rank: LowRankConfig | None = None
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)

@@ -170,27 +170,6 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True)
-class PermuteConfig:
-    """Before the run, put the channels of the model into the order in which the pattern keeps the most score. The dense
-    model computes what it did, within rounding; the teacher keeps its order. Needs an n:m pattern."""
-
-    dimensions: Literal["mlp", "mlp+heads", "all"] = "all"
-    """mlp: the inner dimension of every MLP and of every expert; mlp+heads: also the values of every key-value head,
-    and the latents of latent attention; all: also the residual stream, in one order for all layers."""
-    score: Literal["activations", "magnitude"] = "activations"
-    """activations: Wanda's |W| times the norm of the input, measured by rank 0, which loads the whole model for it;
-    magnitude: W^2, read from the files one weight at a time."""
-    sequences: int = 32
-    """activations: how many sequences are read, from the beginning of the run's text."""
-    rows: int = 2048
-    """The most outputs of the weights that read a dimension; where there are more, this many are sampled."""
-
-    def __post_init__(self) -> None:
-        for name in ("sequences", "rows"):
-            require(getattr(self, name) >= 1, f"permute.{name}", getattr(self, name), "use an integer >= 1")
-
-
-@dataclass(frozen=True)
 class ReconstructionConfig:
     """importance "sparsegpt": how the weights of a layer are chosen and updated (arXiv 2301.00774)."""
 

@@ -129,11 +129,6 @@ def check_combinations(config: SparseForgeConfig) -> None:
         "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
         'training step; leave it out, or use "probe"',
     )
-    if config.permute is not None and not isinstance(config.parsed_pattern, NM):
-        raise ValueError(
-            f"sparseforge.permute: channels share groups in n:m patterns only, not in {config.pattern}; use one of "
-            "these, or do not permute"
-        )
     if config.low_rank is not None and config.moves_weights_into_branches:
         pattern = config.parsed_pattern
         _require(

@@ -95,8 +95,6 @@ class AstConfig(RefreshedMaskConfig):
     decay: float = 6e-5
     ramp: Window = (0.0, 0.25)
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
-    unused: ClassVar[tuple[str, ...]] = ("cautious",)
-    """It makes the steps of pruned weights itself."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class MaskLLMConfig(MethodConfig):
     frozen: float = 0.0
     """Last part of the run, as a fraction, in which the mask is the likeliest pattern and nothing is trained."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("low_rank", "cautious")
+    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 
     def __post_init__(self) -> None:
         for key in ("scale", "temperature"):

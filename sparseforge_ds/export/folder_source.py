@@ -35,7 +35,6 @@ from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.stored_config import is_packed
 
 _KEYS = ("format", "dtype", *HEAD)
@@ -49,7 +48,6 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.model_folder = self.folder if model is None else Path(model)
         self._exported = (self.folder / "sparsity.json").is_file()
-        self.permutation = Permutation.load(self.folder)
         stored_config = read_json(self.folder / "config.json")
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
@@ -61,7 +59,6 @@ class FolderSource(Source):
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
-        self.check_permutation(self.record["permutation"], self.folder / "sparsity.json")
         self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
@@ -130,7 +127,6 @@ class FolderSource(Source):
             "source": {"folder": self.folder.absolute().name},
             "coverage": {},
             "run": {},
-            "permutation": self.permutation_sha256,
             "config": {"pattern": str(pattern)},  # nothing says how it was pruned
             "weights": weights,
             "dense": rows,
@@ -143,10 +139,6 @@ class FolderSource(Source):
             value += 0.0  # no -0.0, of rounding or of others
         require_finite(value, name, self.folder)
         return value
-
-    @override
-    def _nonzero(self, name: str) -> Tensor:
-        return self._checked(name) != 0  # as stored: a narrower dtype rounds small ones away
 
     @override
     def read_branch(self, name: str) -> Tensor:

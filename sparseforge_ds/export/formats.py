@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.export.mask_only import prove_masks, write_masks
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require
@@ -14,7 +13,7 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.pattern import NM
 
-Format = Literal["hf", "packed24", "mask"]
+Format = Literal["hf", "packed24"]
 
 
 def export(
@@ -30,40 +29,21 @@ def export(
     Raises ValueError, and leaves nothing behind, where the source has no such export, `out` is in use, the machine
     cannot do the proof, or the proof fails.
 
-    Returns what `sparsity.json` (of a mask, `mask.json`) holds; after `skip_proof`, for a machine that cannot hold the
+    Returns what `sparsity.json` holds; after `skip_proof`, for a machine that cannot hold the
     model, its `proof` is null.
     """
     if format not in get_args(Format):
         raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
-    if format == "mask" and source.shifted:
-        # A mask that was chosen after a shift fits no weights of the dense model.
-        raise ValueError(
-            f"{source.folder}: its mask was made for weights that had given up a part of themselves to their low-rank "
-            "branches (low_rank.shift), and is no mask of the dense model's own weights; use --format hf, or train "
-            'with "learned": false and "shift": false'
-        )
-    permuted = isinstance(config := source.record.get("config"), dict) and config.get("permute")
-    if format == "mask" and permuted and source.permutation is None:
-        raise ValueError(
-            f"{source.folder}: its channels were permuted before the run, and without the folder `permutation` of "
-            "the run its mask fits no dense model; export from the run's own folder, or use --format hf"
-        )
     packed = format == "packed24"
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
-    if format != "mask" and not skip_proof:
+    if not skip_proof:
         require(source, packed)
     shard_bytes = parse_size(max_shard_size)
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)
-        if format == "mask":
-            file, record = folder / "mask.json", write_masks(source, folder, workers)
-            proof = None if skip_proof else prove_masks(source, folder)
-        else:
-            file, record = folder / "sparsity.json", write_model(source, folder, packed, shard_bytes, workers)
-            proof = None if skip_proof else prove_folder(source, folder, plain=not packed)
-        record["proof"] = proof
-        write_json(file, record)
-        if format != "mask":
-            write_card(folder)
+        record = write_model(source, folder, packed, shard_bytes, workers)
+        record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed)
+        write_json(folder / "sparsity.json", record)
+        write_card(folder)
     return record

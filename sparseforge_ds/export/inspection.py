@@ -208,9 +208,9 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
     if (of_trainer := newest_trainer_checkpoint(path)) is not None:
         return of_trainer, None
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
-        what = "mask, not a run; see: sparseforge export --help" if (path / "mask.json").is_file() else None
-        what = what or f"model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
-        raise ValueError(f"{path}: is an exported {what}")
+        raise ValueError(
+            f"{path}: is an exported model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"
+        )
     if any(is_checkpoint(child) for child in path.iterdir() if child.is_dir()):
         return path, None
     require_saved(path)

@@ -23,7 +23,6 @@ from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
-from sparseforge_ds.export.source import MASK_ON
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import HUB_ID, published_name
@@ -137,7 +136,7 @@ def make_card(
         tags=["sparse", pattern, *(["sparseforge"] if "method" in sections["config"] else [])],
         eval_results=scored or None,
     )
-    packed, mask_on = is_packed(config), sections["source"].get(MASK_ON)
+    packed = is_packed(config)
     settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
     return ModelCard.from_template(
@@ -148,7 +147,6 @@ def make_card(
         model=run.get("model"),
         ours="method" in sections["config"],
         finished=record.get("finished"),
-        mask_on=mask_on,
         step=step,
         weights=len(weights),
         packed=packed,
@@ -156,7 +154,7 @@ def make_card(
         shifted=settings is not None and settings.moves_weights_into_branches,
         learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
-        training=[] if mask_on else _training(record, sections),
+        training=_training(record, sections),
         evaluation=[_line(each) for each in scored],
         folder=name or "THIS_FOLDER",
         link=_link,

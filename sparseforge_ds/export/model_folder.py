@@ -26,7 +26,7 @@ from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pa
 from sparseforge_ds.model.stored_config import config_sha256
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
-_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", "mask.json", CONFIG)
+_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", CONFIG)
 
 
 def write_model(
@@ -71,8 +71,6 @@ def write_model(
         write_adapter(source, folder)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
         adapter["adapter_config_sha256"] = hash_file(folder / CONFIG)
-    if source.permutation is not None:
-        source.permutation.save(folder)
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:
         quantization["low_rank"] = dict.fromkeys(source.branches, source.low_rank.k)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from sparseforge_ds.checkpoint.tensors import unread_weight_files
 from sparseforge_ds.export.folder_source import FolderSource
-from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
 
@@ -16,14 +15,11 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
 
     Args:
         path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote or any other that
-            is 2:4, or a mask.
-        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself. For a mask,
-            the dense model that it belongs to.
+            is 2:4.
+        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself.
         dtype: one of `DTYPES`, or auto: what config.json says.
     """
     path = Path(path)
-    if (path / "mask.json").is_file():
-        return MaskedSource(path, model, dtype)
     has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in unread_weight_files(
         path
     )  # the second for its error

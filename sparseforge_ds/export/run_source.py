@@ -29,7 +29,6 @@ from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.model.hub_access import published_name
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
 
@@ -109,9 +108,6 @@ class RunSource(Source):
         described = read_json(run / "sparseforge.json") if run else {}
         if model is None:
             check_config(self.model_folder, self.model_config, described.get("config_sha256"))
-        self.permutation = Permutation.load(run or self.model_folder)
-        if run:
-            self.check_permutation(described.get("permutation"), run / "sparseforge.json")
         self.record = {
             "format": 1,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -124,7 +120,6 @@ class RunSource(Source):
                 "ranks": checkpoint.world_size,
             },
             "coverage": described.get("coverage") or {},
-            "permutation": self.permutation_sha256,
             "config": self.config.to_dict(),
             "run": _run_of(described, checkpoint.client_state.get("train"), self.step),
         }
@@ -141,14 +136,6 @@ class RunSource(Source):
                 flat[start:stop] = self._sparse(weight, start, stop).to(spec.dtype) + 0.0  # small ones became -0.0
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
-
-    @override
-    def read_mask(self, name: str) -> Tensor:
-        weight = self.prunable[name]
-        flat = torch.empty(math.prod(weight.shape), dtype=torch.bool)
-        for start, stop in chunks(flat.numel(), self.pattern.span(weight.shape, weight.input_axis)):
-            flat[start:stop], _ = self._kept(weight, start, stop)
-        return flat.view(weight.shape)
 
     @override
     def read_branch(self, name: str) -> Tensor:

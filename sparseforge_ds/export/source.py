@@ -1,7 +1,7 @@
 """What an export starts from: the tensors of the final model, one at a time, and all that belongs to them.
 
 `open_source` says which kind it is. Each checks what it gives out: a run's mask and masters against each other, the
-bytes of a folder or a mask against the hashes beside them.
+bytes of a folder against the hashes beside them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,14 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
-from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.permutation_record import FOLDER, Permutation
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.stored_config import config_sha256
 
-HEAD = ("pattern", "finished", "step", "source", "coverage", "permutation", "config", "run")
-"""What `sparsity.json` and `mask.json` both say of where a model comes from."""
-
-MASK_ON = "mask_on"
-"""Key of the `source` in `HEAD`, where the weights are a dense model's own under a mask: that model's name."""
+HEAD = ("pattern", "finished", "step", "source", "coverage", "config", "run")
+"""Keys of `sparsity.json` that say where a model comes from."""
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -63,16 +58,8 @@ class Source(abc.ABC):
     """SLoRB: name of the module -> shape of its B, (out, rank). Empty without."""
     unused: Sequence[str] = ()
     """Tensors of its files that are no part of the model, and are left out."""
-    permutation: Permutation | None = None
-    """The order of its channels, where it is not the one that the dense model was trained in."""
     folder: Path
     """What was opened: a checkpoint or a folder, for messages."""
-
-    @property
-    def shifted(self) -> bool:
-        """Whether the weights gave a part of themselves to their branches, without which they are useless."""
-        config = self._config
-        return config is not None and config.moves_weights_into_branches
 
     @property
     def low_rank(self) -> LowRankConfig:
@@ -100,38 +87,10 @@ class Source(abc.ABC):
         config = self.record.get("config")
         return SparseForgeConfig.from_dict(config) if isinstance(config, dict) else None
 
-    @property
-    def permutation_sha256(self) -> str | None:
-        """Of the order of its channels."""
-        return None if self.permutation is None else self.permutation.sha256
-
-    def check_permutation(self, expected: object, where: Path) -> None:
-        """Raise unless the order of channels is the one that was there when `where` was written, as its sha256."""
-        if self.permutation_sha256 != expected:
-            raise ValueError(
-                f"{where}: was written with the channels in the order of permutation {expected!r}, and beside it is "
-                f"{self.permutation_sha256}; bring its folder {FOLDER} back"
-            )
-
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:
         """The final value of a tensor of `specs`: finite, dead members exactly +0.0, in memory of its own. Several
         threads may read at once. Raises ValueError where it is damaged, inconsistent, or not finite in its dtype."""
-
-    def read_mask(self, name: str) -> Tensor:
-        """The mask of a weight of `prunable`: bool in its shape, with exactly N members True in every group.
-
-        Where fewer than N are not zero, the first zeros count as kept; a group with more raises ValueError.
-        """
-        weight, pattern = self.prunable[name], self.pattern
-        there_GM = pattern.to_groups(self._nonzero(name).to(torch.uint8).reshape(-1), weight.shape, weight.input_axis)
-        if bool((there_GM.sum(1) > pattern.kept).any()):
-            raise ValueError(f"{self.folder}: {name} is not {pattern}; run `sparseforge verify` on the folder")
-        return pattern.from_groups(top_n(there_GM, pattern.kept), weight.shape, weight.input_axis).view(weight.shape)
-
-    def _nonzero(self, name: str) -> Tensor:
-        """Where a weight is not zero, bool in its shape."""
-        return self.read(name) != 0
 
     def read_branch(self, name: str) -> Tensor:
         """A tensor of `branch_specs`, in `dtype`."""

@@ -27,7 +27,6 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -126,11 +125,6 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
         notes.append("config.json gives another dtype than the weights have")
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
-    order = Permutation.load(folder)
-    if sparsity and sparsity.get("permutation") != (None if order is None else order.sha256):
-        notes.append(
-            "permutation/ is not the exported one: a mask of these weights would be in another order of channels"
-        )
     if sparsity.get("adapter"):
         try:
             require_adapter(folder)

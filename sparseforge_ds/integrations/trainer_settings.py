@@ -14,9 +14,9 @@ from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, new
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
+from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
-from sparseforge_ds.model.pretrained import share_basis
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
 
@@ -196,7 +196,7 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
     if config.distillation is not None and config.distillation.hidden is not None:
         check_same_states(model.config, of_teacher)
         mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))
-        if not share_basis(mine, other):
+        if basis_of(mine) != basis_of(other):
             raise ValueError(
                 f"teacher {other} has its channels in another order or basis than the model of {mine}, and "
                 'distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'

@@ -40,11 +40,10 @@ from sparseforge_ds.integrations.trainer_settings import (
     way_back,
     whole_checkpoint,
 )
+from sparseforge_ds.model.basis import keep_basis
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
-from sparseforge_ds.model.permutation_record import Permutation
-from sparseforge_ds.model.rotation_record import keep_rotation
 from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.model.teacher import Teacher
@@ -355,9 +354,7 @@ class SparseForgeMixin(_Trainer):
         super()._save(output_dir, state_dict)
         name, folder = self.model.config.name_or_path, Path(output_dir or self.args.output_dir)
         if self.args.should_save and name and Path(name).is_dir():
-            keep_rotation(Path(name), folder)
-            if (order := Permutation.load(Path(name))) is not None:
-                order.save(folder)
+            keep_basis(Path(name), folder)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """The trainer's own, with the parts of the loss, the annealed numbers, and metrics of masks that moved."""

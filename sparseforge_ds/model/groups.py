@@ -13,9 +13,6 @@ from torch import nn
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import BRANCH, full_shape, prunable_weights
 
-PERMUTED = "channels_are_permuted"
-"""Attribute of a model whose channels are permuted; `permutation.apply` sets it."""
-
 
 def param_groups(
     model: nn.Module, config: SparseForgeConfig, weight_decay: float | None = None
@@ -37,15 +34,8 @@ def param_groups(
         weight_decay: of the first two groups; by default that of the optimizer.
 
     Raises:
-        ValueError: a prunable weight is frozen, the model is not permuted as `config.permute` wants it, or
-            `prunable_weights` cannot place the model.
+        ValueError: a prunable weight is frozen, or `prunable_weights` cannot place the model.
     """
-    if config.permute is not None and not getattr(model, PERMUTED, False):
-        raise ValueError(
-            "sparseforge.permute: the launcher permutes the model before DeepSpeed has it, and this one is not "
-            "permuted; in a loop of your own call sparseforge_ds.permutation.apply.permute_model before prepare, or "
-            "load a folder that `sparseforge permute` wrote and leave permute out"
-        )
     names = {weight.name for weight in prunable_weights(model, config)}
     prunable: list[nn.Parameter] = []
     matrix: list[nn.Parameter] = []

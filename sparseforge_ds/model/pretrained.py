@@ -27,10 +27,8 @@ from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.model_config import require_causal
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.model.rotation_record import rotation_of
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
 from sparseforge_ds.model.stored_config import is_only_pruned, is_packed
@@ -114,12 +112,6 @@ def find_model(name: str, flag: str) -> Pretrained:
         raise ValueError(f"{flag} {name}: {error}; copy or download it again") from None
     require_float_weights({key: spec.dtype for key, spec in tensors.specs.items()}, folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
-
-
-def share_basis(folder: Path, other: Path) -> bool:
-    """Whether two models have their channels in one order and basis, so that hidden states can be compared."""
-    orders = [(order := Permutation.load(each)) and order.sha256 for each in (folder, other)]
-    return orders[0] == orders[1] and rotation_of(folder) == rotation_of(other)
 
 
 def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.model.permutation_record import Permutation
-from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
@@ -63,7 +63,9 @@ def input_squares(
     return {name: _mean(total).cpu() for name, total in sums.items()}
 
 
-def find_by_activations(model: PreTrainedModel, batches: Iterable[Tensor], config: SparseForgeConfig) -> Permutation:
+def find_by_activations(
+    model: PreTrainedModel, batches: Iterable[Tensor], config: SparseForgeConfig, settings: SearchSettings
+) -> Permutation:
     """`find_permutation` of a whole model in memory, by Wanda's score."""
     weights = prunable_weights(model, config)
     squares = input_squares(model, weights, batches)
@@ -74,7 +76,7 @@ def find_by_activations(model: PreTrainedModel, batches: Iterable[Tensor], confi
         weights,
         model.config.model_type,
         model.config.get_text_config(),
-        config,
+        settings,
         squares,
         model.device,
     )

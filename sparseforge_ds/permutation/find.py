@@ -10,23 +10,39 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.config import PermuteConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.pattern import NM, Pattern
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.search import best_order, kept_score
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Pattern of a search, channels that it may move, outputs that it scores, and its seed."""
+
+    pattern: Pattern
+    dimensions: Literal["mlp", "mlp+heads", "all"] = "all"
+    """mlp: the inner dimension of every MLP and of every expert; mlp+heads: also the values of every key-value head,
+    and the latents of latent attention; all: also the residual stream, in one order for all layers."""
+    rows: int = 2048
+    """The most outputs of the weights that read a dimension; where there are more, this many are sampled."""
+    seed: int = 0
 
 
 def check_pattern(pattern: Pattern, found: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError where groups are not those of neighbouring channels of one block."""
-    assert isinstance(pattern, NM)  # `SparseForgeConfig` refuses others
+    if not isinstance(pattern, NM):
+        raise ValueError(
+            f"permute: channels share groups in n:m patterns only, not in {pattern}; use a pattern like 2:4"
+        )
     axes = {weight.name: weight.input_axis for weight in weights}
     for held in found.values():
         read = any(axes.get(axis.tensor) == axis.axis for axis in held.axes)
@@ -43,7 +59,7 @@ def find_permutation(
     weights: Iterable[SparseWeight],
     model_type: str,
     of_model: Any,
-    config: SparseForgeConfig,
+    settings: SearchSettings,
     squares: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Permutation:
@@ -55,7 +71,6 @@ def find_permutation(
         shapes, model_type: as in `dimensions`.
         weights: those that will be in the pattern, under the names of `shapes`.
         of_model: transformers' config of the text model.
-        config: its `permute` says which dimensions, and of how many rows.
         squares: mean square of every input of a weight, (in,) or (experts, in); the score is then Wanda's,
             |W| sqrt(mean x^2), else W^2 (which measured better than |W|).
 
@@ -64,7 +79,7 @@ def find_permutation(
     """
     started = time.monotonic()
     weights = list(weights)
-    settings, pattern, seed = config.permute or PermuteConfig(), config.parsed_pattern, config.seed
+    pattern, seed = settings.pattern, settings.seed
     found = dimensions(model_type, of_model, shapes, settings.dimensions)
     check_pattern(pattern, found, weights)
     assert isinstance(pattern, NM)
@@ -87,7 +102,7 @@ def find_permutation(
     if sums[0] > 0 and sums[0] - sums[1] <= 1e-9 * sums[0]:
         raise ValueError(
             f"permute: the weights are {pattern} already, so that no order of channels keeps more; start from the "
-            "dense model, or set permute to null"
+            "dense model"
         )
     facts = {
         "pattern": str(pattern),

@@ -16,7 +16,6 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.source import Source, require_finite
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.prune.dense_model import DenseModel
 
 
@@ -46,7 +45,6 @@ class PrunedSource(Source):
         self.folder = self.model_folder = dense.folder
         self.model_config, self.pattern, self.dtype = dense.stored_config, pattern, dtype
         self.unused, self.branches = dense.unused, {}
-        self.permutation = Permutation.load(dense.folder)
         self.specs = dict(dense.specs)
         axes = {weight.name: weight.input_axis for weight in weights}
         self.prunable = {
@@ -56,7 +54,6 @@ class PrunedSource(Source):
         }
         self.fused_name = {part.name: part.of for part in dense.parts.values() if part.of != part.name}
         self.record = {"format": 1, "dtype": str(dtype).removeprefix("torch."), "pattern": str(pattern), **record}
-        self.record |= {"permutation": self.permutation_sha256}
 
     @override
     def read(self, name: str) -> Tensor:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.model.basis import FORMAT
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.rotation_record import FORMAT
 from sparseforge_ds.model.sound_weights import first_not_finite
 from sparseforge_ds.rotation.moments import measure
 from sparseforge_ds.rotation.search import Search

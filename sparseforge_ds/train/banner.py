@@ -39,7 +39,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
     config, arguments, coverage = spec.config, spec.arguments, spec.coverage
     steps, schedule = spec.steps, config.resolved_schedule
-    batch, rate, permute, rank = spec.deepspeed, spec.learning_rate, config.permute, config.low_rank
+    batch, rate, rank = spec.deepspeed, spec.learning_rate, config.low_rank
     by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
     memory = memory_per_rank(spec)
     kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
@@ -60,7 +60,6 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
         ),
         *_longer_line(spec),
-        *([("permuted", f"{permute.dimensions}, by {permute.score}: before the first step")] if permute else []),
         *([("low rank", _branch_line(rank))] if rank else []),
         (
             "rate",

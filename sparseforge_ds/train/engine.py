@@ -15,11 +15,9 @@ import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.model.pretrained import load_model
 from sparseforge_ds.model.teacher import Teacher, teacher_ds_config
-from sparseforge_ds.permutation.apply import permute_model
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.document_attention import check_documents_apart, separate_documents_in_flash
 from sparseforge_ds.train.objective import Objective
-from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.spec import RunSpec
 from sparseforge_ds.train.ulysses import SequenceParallel
 from sparseforge_ds.transformers_internals import checkpoint_activations
@@ -44,13 +42,10 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
-    permutation = settle_permutation(spec, ranks, batches)
     set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
     partition = spec.deepspeed if spec.stage == 3 else None
     attention = {"attn_implementation": spec.arguments.attn_implementation}
     model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition, **attention)
-    if permutation is not None:
-        permute_model(model, permutation)
     if spec.arguments.activation_checkpointing:
         checkpoint_activations(model)
     model = sf.prepare(model, spec.config)
@@ -73,8 +68,6 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     if spec.teacher is not None and distillation is not None:
         partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
         loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
-        if permutation is not None and distillation.hidden is not None:  # their states are compared channel by channel
-            permute_model(loaded, permutation)
         _limit_attention(loaded, sequence, documents)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
         if spec.teacher is not spec.model:

@@ -4,7 +4,6 @@
       sparseforge.json   the algorithm, the weights under a mask, the run flags, versions
       ds_config.json     the resolved DeepSpeed configuration
       model/             config and tokenizer of the model, no weights
-      permutation/       the order of the model's channels, where it is not the one that they were trained in
       data/              the token cache
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
       tensorboard/       event files, where --report_to names it
@@ -43,14 +42,11 @@ from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_weight
+from sparseforge_ds.model.basis import PERMUTATION, ROTATION, basis_of, keep_basis
 from sparseforge_ds.model.hub_access import published_name
-from sparseforge_ds.model.permutation_record import FOLDER, Permutation
-from sparseforge_ds.model.rotation_record import FILE as ROTATION
-from sparseforge_ds.model.rotation_record import keep_rotation, rotation_of
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes
-from sparseforge_ds.train.permuting import keep_permutation
 from sparseforge_ds.train.spec import RunSpec
 
 _LOG = logging.getLogger(__name__)
@@ -223,7 +219,6 @@ def write_folder(spec: RunSpec) -> None:
         with atomic_folder(final, replace=True) as folder:
             _write_model(spec, folder)
     more = {
-        "permutation": keep_permutation(spec),
         "config_sha256": config_sha256(read_json(final / "config.json")),
         "weights_sha256": _weights_sha256(spec),
     }
@@ -238,7 +233,7 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
     for file in spec.model.folder.iterdir():
         if file.is_file() and (file.name == "tokenizer.model" or is_legal_file(file.name)):
             shutil.copyfile(file, folder / file.name)
-    keep_rotation(spec.model.folder, folder)
+    keep_basis(spec.model.folder, folder)
     if (spec.model.folder / "generation_config.json").is_file():
         GenerationConfig.from_pretrained(spec.model.folder).save_pretrained(folder)
 
@@ -281,18 +276,13 @@ def _check_same_run(spec: RunSpec) -> None:
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
             f"{shorten(unlike)}; resume with the unchanged model"
         )
-    if spec.model.folder.is_dir():  # a dry run may know its config only
-        order = Permutation.load(spec.model.folder)
-        if spec.config.permute is None and record.get("permutation") != (None if order is None else order.sha256):
-            raise ValueError(
-                f"--resume: --model {spec.arguments.model} has its channels in another order than the model that the "
-                f"run in {spec.folder} was started with; resume with the unchanged model, its folder {FOLDER} included"
-            )
-        if rotation_of(spec.folder / "model") != rotation_of(spec.model.folder):
-            raise ValueError(
-                f"--resume: --model {spec.arguments.model} has its vectors in another basis than the model that the "
-                f"run in {spec.folder} was started with; resume with the unchanged model, its {ROTATION} included"
-            )
+    known = spec.model.folder.is_dir()  # a dry run may know its config only
+    if known and basis_of(spec.folder / "model") != basis_of(spec.model.folder):
+        raise ValueError(
+            f"--resume: --model {spec.arguments.model} has its channels in another order or basis than the model that "
+            f"the run in {spec.folder} was started with; resume with the unchanged model, its {PERMUTATION} and "
+            f"{ROTATION} included"
+        )
     if batch != spec.deepspeed["train_batch_size"]:
         raise ValueError(
             f"--resume: the run in {spec.folder} has {batch} sequences a step, here there are "

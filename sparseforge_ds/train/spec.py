@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
@@ -24,10 +23,10 @@ from sparseforge_ds.config.deepspeed_config import (
 from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.tokenization import frame_tokens
-from sparseforge_ds.export.permuted_folder import DenseFolder
 from sparseforge_ds.methods.block_start import check_blocks
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, describe
+from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import check_same_states
@@ -40,10 +39,7 @@ from sparseforge_ds.model.pretrained import (
     check_teacher_vocabulary,
     empty_model,
     find_model,
-    share_basis,
 )
-from sparseforge_ds.permutation.channels import dimensions
-from sparseforge_ds.permutation.find import check_pattern
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.find_text import find_texts
 from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings
@@ -188,8 +184,6 @@ def make_spec(
     if find is None:
         find, model = find_model, find_model(arguments.model, "--model")
         frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
-        if config.permute is not None:
-            DenseFolder(model.folder)  # for its errors
     else:
         model = find(arguments.model, "--model")
     hardware, parts = hardware or Hardware.here(), sequence_ranks(content, arguments, world_size)
@@ -199,7 +193,7 @@ def make_spec(
         check_teacher_vocabulary(model, teacher)
         if config.distillation.hidden is not None:
             check_same_states(model.config, teacher.config)
-            _check_order(config, model, teacher)
+            _check_order(model, teacher)
     for each, flag in ((model, "--model"), (teacher, "--teacher")):
         if each is not None:
             if (attention := arguments.attn_implementation) is not None:
@@ -218,8 +212,6 @@ def make_spec(
             if each is not None:
                 bare = empty if other is None or each is model else other
                 check_document_attention(bare, f"{flag} {each.name}", config)
-    if config.permute is not None:
-        _check_channels(empty, config)
     weights = prunable_weights(prepare(empty, config), config)
     check_blocks(empty, weights, config)
     uncovered = uncovered_weights(empty, config)
@@ -256,15 +248,6 @@ def make_spec(
     )
 
 
-def _check_channels(empty: PreTrainedModel, config: SparseForgeConfig) -> None:
-    """Whether the channels of the model can be permuted as `config.permute` says."""
-    assert config.permute is not None
-    shapes = {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
-    model_type, sizes = empty.config.model_type, empty.config.get_text_config()
-    found = dimensions(model_type, sizes, shapes, config.permute.dimensions)
-    check_pattern(config.parsed_pattern, found, prunable_weights(empty, config))
-
-
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
     """Drop the ZeRO-3 leaf suffixes that this model has no module for; DeepSpeed would warn on every rank."""
     zero = filled.get("zero_optimization", {})
@@ -275,14 +258,9 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
             del zero["leaf_module"]
 
 
-def _check_order(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
+def _check_order(model: Pretrained, teacher: Pretrained) -> None:
     """Whether hidden states can be compared channel by channel."""
-    if config.permute is not None and teacher is not model:
-        raise ValueError(
-            f"--teacher {teacher.name}: permute puts the channels of --model {model.name} into another order, and "
-            "distillation.hidden compares them one by one; leave --teacher out, or set one of the two to null"
-        )
-    if not share_basis(model.folder, teacher.folder):
+    if basis_of(model.folder) != basis_of(teacher.folder):
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'

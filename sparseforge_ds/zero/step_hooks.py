@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparseforge_ds.zero.cautious import hold_back
 from sparseforge_ds.zero.probe import Probe
 from sparseforge_ds.zero.state import ShardState
 
@@ -46,22 +45,18 @@ class StepMethod(Protocol):
 class StepHooks:
     """Attached to the engine's inner optimizer for as long as the engine lives."""
 
-    def __init__(
-        self, state: ShardState, method: StepMethod, probe: Probe, cautious: bool, gradients_are_masked: bool
-    ) -> None:
+    def __init__(self, state: ShardState, method: StepMethod, probe: Probe, gradients_are_masked: bool) -> None:
         """Attach.
 
         Args:
             state: of the prunable weights.
             method: whose masks are published.
             probe: which takes the gradients of a step of its own, in which nothing else happens.
-            cautious: whether every trained weight stays where its step goes against its gradient.
             gradients_are_masked: whether those of frozen pruned weights are 0 already (`zero.gradient_hooks`).
         """
         self.state = state
         self.method = method
         self.probe = probe
-        self.cautious = cautious
         self.gradients_are_masked = gradients_are_masked
         self.steps_begun = 0
         """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
@@ -99,8 +94,6 @@ class StepHooks:
             elif not self.method.trains_the_rest and flat.grad is not None:
                 self._gradients.append((flat, flat.grad))
                 flat.grad = None
-            if self.cautious and self.probe.harvest is None and flat.grad is not None and index not in self._before:
-                self._before[index] = flat.detach().clone()
 
     def _train_dense(self, index: int, flat: Tensor) -> None:
         """Let the optimizer find W in the place of the master, where W is kept beside it."""
@@ -110,7 +103,7 @@ class StepHooks:
         gradient, flat.grad = flat.grad, None
         master, dense = flat.data, dense.view(flat.shape)
         self._masters[index] = master
-        if self.method.needs_previous_weights or self.cautious:
+        if self.method.needs_previous_weights:
             # The master is written anew after the step; until then it can hold what the step began from.
             self._before[index] = master.copy_(dense) if master.dtype == dense.dtype else dense.clone()
         flat.data = dense
@@ -123,8 +116,6 @@ class StepHooks:
             if self.probe.harvest is not None:
                 continue
             before = self._before.pop(index, None)
-            if self.cautious and before is not None and flat.grad is not None:
-                hold_back(flat.data, before, flat.grad)
             if self.method.next_step == 1:
                 self.state.require_numeric_states(index)
             if index not in prunable:
@@ -137,7 +128,6 @@ class StepHooks:
                 gradient, flat.grad = flat.grad, None
                 dense, flat.data = flat.data, master
                 flat.grad = None if gradient is None else gradient.to(flat.dtype)
-                before = before if self.method.needs_previous_weights else None
                 self.method.publish(index, dense, before, flat.data, self.method.next_step)
             if index == self.state.flats[0]:
                 self.steps_begun += 1

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
-from sparseforge_ds.export import formats
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.model.pretrained import find_model
 from tests import tiny_models
@@ -27,8 +26,6 @@ from tests.sparse_folders import bits
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_text
 from tests.zero.case import Case, batch_at, build, probe_of, train_step
 
-STILL = {"lr": 0.0, "weight_decay": 0.0}
-"""Nothing is trained but the mask."""
 CASES: dict[str, tuple[Any, Case]] = {
     "llama-fp16": (tiny_models.tiny_llama, Case(stage=3, dtype="fp16", more={"fp16": {"loss_scale": 16}})),
     "qwen3-tied-padded": (tiny_models.tiny_qwen3, Case(stage=1, dtype="bf16")),
@@ -36,9 +33,6 @@ CASES: dict[str, tuple[Any, Case]] = {
     "llama-branch": (tiny_models.tiny_llama, Case(stage=3, config={"low_rank": {"k": 12}})),  # of 32 and 64 inputs
     "gpt2-branch": (tiny_models.tiny_gpt2, Case(stage=2, dtype="bf16", config={"low_rank": {"k": 8}})),
     "llama-learned": (tiny_models.tiny_llama, Case(stage=2, config={"low_rank": {"k": 8, "learned": True}})),
-    "llama-still": (tiny_models.tiny_llama, Case(stage=2, dtype="bf16", **STILL)),
-    "gpt2-still": (tiny_models.tiny_gpt2, Case(stage=3, **STILL)),
-    "llama-block": (tiny_models.tiny_llama, Case(stage=2, config={"pattern": "block16"}, **STILL)),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,23 +110,6 @@ def test_packed24(runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytes
     assert (packed / "tokenizer.json").read_bytes() == (runs[name].dense / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["llama-still", "gpt2-still", "llama-block"])
-def test_a_mask_on_the_dense_model_is_the_run(
-    runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where only the mask was trained, mask and dense model give the `hf` export back, bit by bit."""
-    run = runs[name]
-    hf = TensorFolder(export(run, tmp_path / "hf", "--skip_proof"))
-    mask = export(run, tmp_path / "mask", "--format", "mask")
-    assert "proved: masks equal to the source's" in capsys.readouterr().out
-    skip = [] if name == "gpt2-still" else ["--skip_proof"]
-    assert main(["export", str(mask), str(tmp_path / "out"), "--model", str(run.dense), *skip]) == 0
-    out = TensorFolder(tmp_path / "out")
-    assert out.specs == hf.specs
-    assert all(torch.equal(bits(out.read(key)), bits(hf.read(key))) for key in hf.specs)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), run.logits)
-
-
 def test_hf_with_a_branch_is_proved_with_its_adapter(runs: dict[str, Run], tmp_path: Path) -> None:
     out = export(runs["llama-branch"], tmp_path / "out")
     proof = json.loads((out / "sparsity.json").read_text())["proof"]
@@ -207,17 +184,6 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
         assert command() == 2
         assert missing in capsys.readouterr().err
     assert (logits(load_model(str(out), adapter=adapter_of(str(out), "none"))) - runs["llama-branch"].logits).any()
-
-
-@pytest.mark.parametrize("from_folder", [False, True])
-def test_the_mask_of_shifted_weights_is_refused(from_folder: bool, runs: dict[str, Run], tmp_path: Path) -> None:
-    run = runs["llama-branch"]
-    source = export(run, tmp_path / "hf", "--skip_proof") if from_folder else run.folder
-    with pytest.raises(
-        ValueError, match=r"low_rank\.shift.*use --format hf, or train with \"learned\": false and \"shift\": false"
-    ):
-        formats.export(open_source(source), tmp_path / "out", "mask")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("from_folder", [False, True])

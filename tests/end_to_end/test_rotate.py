@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.train.trainer import main as launch
-from tests.end_to_end.test_permute import ONE_SHOT, dense_model, logits, same
+from tests.end_to_end.test_permute import ONE_SHOT, dense_model, logits
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json
 
@@ -57,23 +58,19 @@ def test_a_model_in_16_bits_stays_in_16_bits(tmp_path: Path) -> None:
 
 def test_rotated_permuted_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run starts from the folder like from any other; what it made says the basis, and another is refused."""
-    out, run, sparse, mask = rotated(tmp_path, "qwen3"), tmp_path / "run", tmp_path / "sparse", tmp_path / "mask"
-    flags = flags_of(tmp_path, deepspeed_json(3, **ONE_SHOT, permute={}), model=out)
+    out, run, sparse = tmp_path / "permuted", tmp_path / "run", tmp_path / "sparse"
+    assert main(["permute", str(rotated(tmp_path, "qwen3")), str(out)]) == 0
+    flags = flags_of(tmp_path, deepspeed_json(3, **ONE_SHOT), model=out)
     train(*flags)
     assert main(["consolidate", str(run), str(sparse), "--skip_proof"]) == 0
     assert main(["verify", str(sparse)]) == 0
-    assert main(["export", str(run), str(mask), "--format", "mask"]) == 0
-    again = tmp_path / "again"
-    assert main(["export", str(mask), str(again), "--model", str(out), "--skip_proof"]) == 0
-    for folder in (run / "model", sparse, mask, again):
-        assert (folder / "rotation.json").read_bytes() == (out / "rotation.json").read_bytes()
-    assert same(again, sparse)
+    expected = basis_of(out)
+    assert expected.keys() == {"permutation.json", "rotation.json"}
+    assert basis_of(run / "model") == basis_of(sparse) == expected
     capsys.readouterr()
-    assert main(["export", str(mask), str(tmp_path / "x"), "--model", str(tmp_path / "model")]) == 2
-    assert "has its vectors in another basis than the mask" in capsys.readouterr().err
     (out / "rotation.json").rename(out / "lost")
     assert launch([*flags, "--resume"]) == 1
-    assert "has its vectors in another basis than the model that the run" in capsys.readouterr().err
+    assert "has its channels in another order or basis than the model that the run" in capsys.readouterr().err
 
 
 def test_a_teacher_in_another_basis_has_no_hidden_states_to_give(

@@ -38,7 +38,6 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hf_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
     "hf_low_rank": ("stage3_bf16_low_rank", {}),
     "packed24": ("stage1_bf16", {"format": "packed24"}),
-    "mask": ("stage2_fp32", {"format": "mask"}),
 }
 """Exported folders: the run, and how it is exported."""
 STEPS = 6

@@ -23,7 +23,6 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.inspection import inspect
-from sparseforge_ds.export.mask_only import MaskedSource
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.train.checkpoints import Checkpoints
@@ -102,7 +101,6 @@ def digest_folder(folder: Path, adapter: bool = True) -> str:
     def parts() -> Any:
         for part, stem, config in (
             (folder, "model", "config.json"),
-            (folder, "mask", None),
             (folder, "adapter_model", "adapter_config.json"),
         ):
             held = any(part.glob(f"{stem}*.safetensors"))
@@ -133,12 +131,6 @@ def exported(format: str) -> Target:
         return Result(digest_folder(out))
 
     return write
-
-
-def applied(folder: Path, out: Path, inputs: Path) -> Result:
-    """A mask on the dense model that was trained."""
-    export(MaskedSource(folder, inputs / "model"), out, "hf", skip_proof=True)
-    return Result(digest_folder(out))
 
 
 def inspected(folder: Path, out: Path, inputs: Path) -> Result:
@@ -192,14 +184,11 @@ def resumed(folder: Path, out: Path, inputs: Path) -> Result:
 
 
 _READ = {"reader": reader, "inspect": inspected}
-_EXPORT = {"consolidate": exported("hf"), "export mask": exported("mask")}
+_EXPORT = {"consolidate": exported("hf")}
 TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
-    "mask": {"export": applied},
 }
 """By subject, the tools that read such a folder."""
 for _subject in ("stage1_bf16", "hf_whole"):
     TARGETS[_subject]["export packed24"] = exported("packed24")
-for _subject in ("stage3_bf16_low_rank", "hf_low_rank"):
-    del TARGETS[_subject]["export mask"]  # of shifted weights it is refused

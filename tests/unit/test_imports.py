@@ -29,15 +29,15 @@ MAY_IMPORT: dict[str, str] = {
     "data": "ranks config checkpoint model",
     "curvature": "mask config zero",
     "methods": "mask config zero model start curvature",
-    "permutation": "mask config zero model",
     "saved_state": "config checkpoint zero model methods",
     "forge": "mask config checkpoint zero model methods saved_state",
+    "export": "transformers_internals mask config checkpoint model",
+    "permutation": "mask config checkpoint zero model export",
     "rotation": "mask config checkpoint zero model permutation",
-    "export": "transformers_internals mask config checkpoint model permutation",
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
-    "permutation forge export",
+    "forge",
     "integrations": "extension_locks config checkpoint zero model data forge train",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.planner": "transformers_internals mask config zero model data train",
@@ -57,7 +57,7 @@ LIBRARIES_OF: dict[str, str] = {
 }
 # All rooms that import a library that others can do without.
 ROOMS_WITH: dict[str, str] = {
-    "deepspeed": "config zero model permutation train",
+    "deepspeed": "config zero model train",
     "triton": "extras.packed24",
     "vllm": "extras.packed24",
 }

@@ -16,14 +16,13 @@ OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
 PAIRS: dict[str, tuple[str, Case, Case]] = {
     f"{name} {dtype} at stage {stage}": (
         kind,
-        Case(stage=stage, dtype=dtype, zero=zero, more=OWN, config={"cautious": stage == 3}),
+        Case(stage=stage, dtype=dtype, zero=zero, more=OWN),
         Case(
             stage=stage,
             dtype=dtype,
             zero=zero,
             lr=3e-3,
             more={"zero_force_ds_cpu_optimizer": False},
-            config={"cautious": stage == 3},
         ),
     )
     for name, kind, stage, dtype, zero in (

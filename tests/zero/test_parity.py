@@ -67,10 +67,8 @@ FP32: dict[str, Case] = {
     ),
     "2:4-fisher-elements": Case(model="llama_odd", config={"curvature": {"factored": False}, **ODD}),
     "2:4-straight-through": Case(config={"method": {"straight_through": True}, **EXCLUDE_K}),
-    "2:4-cautious": Case(config={"cautious": True, **EXCLUDE_K}, clip=0.1),
-    "conv1d-cautious-straight-through": Case(
-        model="gpt2", config={"cautious": True, "method": {"straight_through": True}}, gas=2
-    ),
+    "2:4-clipped": Case(config=EXCLUDE_K, clip=0.1),
+    "conv1d-straight-through": Case(model="gpt2", config={"method": {"straight_through": True}}, gas=2),
 }
 BF16: dict[str, Case] = {
     "2:4": Case(dtype="bf16", config=EXCLUDE_K),
@@ -229,7 +227,7 @@ def assert_published_from_states(record: dict[str, Any], case: Case, where: str)
         assert torch.equal(record["published"][name].flatten(), expected), (where, name)
 
 
-EVERYWHERE = ("2:4-ragged", "2:4-odd", "block16", "conv1d", "2:4-cautious")
+EVERYWHERE = ("2:4-ragged", "2:4-odd", "block16", "conv1d", "2:4-clipped")
 """On every stage where ranks can cut groups: all five on two ranks, 2 and 3 on three (stage 1: test_invariance). The
 others at ZeRO-3 on three ranks, and at another stage on two; every third one on one rank, all stages in turn."""
 

@@ -234,20 +234,13 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
 
 
 def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
-    """Bytes of what one call of the inner optimizer starts from, where somebody has to know it afterwards."""
-    forge, moving = settings.forge, not frozen
+    """Return the bytes of W before a step of one call of the inner optimizer, of which the mask takes a share."""
+    soft = settings.forge.soft
+    # A master in fp32 has room for these weights, one in bf16 has none.
+    if frozen or settings.of_master != 2 or soft is None or soft.straight_through:
+        return 0
     masked = local(model, settings, 1, only_masked=True)
-    others = local(model, settings, 1) - masked
-    if settings.stage == 3:
-        masked, others = min(masked, settings.sub_group), min(others, settings.sub_group)
-    # While masks move, a master in fp32 has room for the weights that the step began from. One in bf16 has none.
-    if settings.of_master == 2:
-        kept = forge.cautious or (moving and forge.soft is not None and not forge.soft.straight_through)
-    else:
-        kept = forge.cautious and not moving
-    of_masked = 4 * masked if kept else 0
-    of_others = (settings.of_master or 4) * others if forge.cautious else 0
-    return of_masked + of_others if settings.stage == 0 else max(of_masked, of_others)
+    return 4 * (min(masked, settings.sub_group) if settings.stage == 3 else masked)
 
 
 def _update(model: Architecture, settings: Settings, of_probe: Kinds, scratch: int) -> Kinds:

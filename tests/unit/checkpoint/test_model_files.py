@@ -63,7 +63,6 @@ def _readers(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
     text = ["--text", str(folder / "config.json")]
     return {
         "export": lambda: main(["export", str(folder), str(out / "export"), "--skip_proof"]),
-        "mask": lambda: main(["export", str(folder), str(out / "mask"), "--format", "mask", "--skip_proof"]),
         "verify": lambda: main(["verify", str(folder)]),
         "generate": lambda: main(["generate", str(folder), "Once"]),
         "evaluate": lambda: main(["evaluate", str(folder), *text]),

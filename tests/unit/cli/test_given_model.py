@@ -28,14 +28,11 @@ def test_every_command_says_it(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for path in ("a run/checkpoints", "mask"):
-        Path(path).mkdir(parents=True)
-    for path in ("mask/mask.json", "file"):
-        Path(path).write_text("{}")
+    Path("a run/checkpoints").mkdir(parents=True)
+    Path("file").write_text("{}")
     for model, message in (
         ("a run", "error: a run: has no config.json, so it is no model; of a run make one first: sparseforge "),
         ("a run", "sparseforge consolidate 'a run' OUT"),
-        ("mask", "error: mask: is a mask; put it on its dense model: sparseforge export mask OUT --model DENSE"),
         ("file", "error: file: is a file; give the folder of a model"),
         ("./mitsyped", "error: ./mitsyped: no such folder; give "),
         ("models/frist", "error: models/frist: no such folder"),

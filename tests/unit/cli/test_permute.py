@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.permutation.channel_table import CHANNELS
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
@@ -40,8 +39,8 @@ def test_published_files_of_every_family(
     torch.testing.assert_close(logits(out), logits(folder), rtol=1e-4, atol=2e-5)
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert (out / "tokenizer.json").is_file() and (out / "model.safetensors.index.json").is_file()
-    found = Permutation.load(out)
-    assert found is not None and found.which == "all" and found.facts["score"] == "magnitude"
+    found = json.loads((out / "permutation.json").read_text())
+    assert found["dimensions"] == "all" and found["score"] == "magnitude"
     assert [file.name for file in tmp_path.iterdir() if file.suffix == ".tmp"] == []
 
 
@@ -53,8 +52,8 @@ def test_scores_by_activations(family: str, tmp_path: Path) -> None:
     options = ["--text", str(text), "--seq_length", "32", "--sequences", "4", "--dimensions", "mlp+heads"]
     assert main(["permute", str(folder), str(tmp_path / "out"), *options]) == 0
     torch.testing.assert_close(logits(tmp_path / "out"), logits(folder), rtol=1e-4, atol=2e-5)
-    found = Permutation.load(tmp_path / "out")
-    assert found is not None and found.which == "mlp+heads" and found.facts["score"] == "activations"
+    found = json.loads((tmp_path / "out" / "permutation.json").read_text())
+    assert found["dimensions"] == "mlp+heads" and found["score"] == "activations"
 
 
 def test_the_same_every_time(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, te
     assert main(["permute", str(folder), str(tmp_path / "permuted")]) == 0
     small = ["--text", str(text), "--sequences", "2", "--seq_length", "32"]
     assert main(["rotate", str(folder), str(tmp_path / "rotated"), "--steps", "2", *small]) == 0
-    for name, kept in (("permuted", "permutation"), ("rotated", "rotation.json")):
+    for name, kept in (("permuted", "permutation.json"), ("rotated", "rotation.json")):
         out = tmp_path / f"{name}_pruned"
         assert main(["prune", str(tmp_path / name), str(out), "--text", str(text), *_QUICK]) == 0
         assert (out / kept).exists() and check_folder(out).ok

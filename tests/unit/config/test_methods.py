@@ -82,11 +82,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": {"name": ["ast"]}}, ["sparseforge.method = ['ast']", "sr_ste"]),
     ({"method": {"name": "ast", "mask_rate": 0.2}}, ["sparseforge.method.mask_rate", '"ast"', "only sparseforge does"]),
     ({"method": {"name": "ast", "threshold": "nth"}}, ["sparseforge.method.threshold", '"ast"', "leave it out"]),
-    (
-        {"method": "ast", "cautious": True},
-        ["sparseforge.cautious", '"ast" does not use it', "sr_ste, cast do; set it to false, or leave it out"],
-    ),
-    ({"method": "maskllm", "cautious": True}, ["sparseforge.cautious", '"maskllm" does not use it']),
     ({"method": {"name": "ast", "prior": 1}}, ["sparseforge.method.prior", "only maskllm does", "leave it out"]),
     ({"method": {"name": "maskllm", "every": 2}}, ["sparseforge.method.every", '"maskllm"', "sr_ste, ast, cast do"]),
     ({"method": {"every": 2}}, ["sparseforge.method.every", '"sparseforge" does not use it']),

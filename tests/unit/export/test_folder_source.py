@@ -54,25 +54,21 @@ def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys
 def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Layers behind the last one, `mtp` and buffers of older versions; of a mask's dense model as well."""
-    folder, dense = (write_dense(tmp_path / name, "llama") for name in ("elsewhere", "dense"))
+    """Layers behind the last one, `mtp` and buffers of older versions."""
+    folder = write_dense(tmp_path / "elsewhere", "llama")
     prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
-    for place in (folder, dense):
-        held = load_file(place / "model.safetensors")
-        behind = len({name.split(".")[2] for name in held if ".layers." in name})
-        more = {name: torch.ones(8, 8) for name in (f"model.layers.{behind}.mlp.up_proj.weight", "mtp.layers.0.weight")}
-        more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-        save_file({**held, **more}, place / "model.safetensors", {"format": "pt"})
+    held = load_file(folder / "model.safetensors")
+    behind = len({name.split(".")[2] for name in held if ".layers." in name})
+    more = {name: torch.ones(8, 8) for name in (f"model.layers.{behind}.mlp.up_proj.weight", "mtp.layers.0.weight")}
+    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file({**held, **more}, folder / "model.safetensors", {"format": "pt"})
     main(["verify", str(folder)])
     assert f"{folder}: 3 tensors that transformers does not load are left out" in capsys.readouterr().out
     report = check_folder(folder)
     assert not report.violations and {row.name for row in report.rows} <= held.keys()
-    assert main(["export", str(folder), str(tmp_path / "mask"), "--format", "mask"]) == 0
-    for name, source, model in (("out", folder, folder), ("again", tmp_path / "mask", dense)):
-        capsys.readouterr()
-        assert main(["export", str(source), str(tmp_path / name), "--model", str(model)]) == 0
-        assert "3 tensors that transformers does not load are left out, the first of them" in capsys.readouterr().out
-        assert load_file(tmp_path / name / "model.safetensors").keys() == held.keys()
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    assert "3 tensors that transformers does not load are left out, the first of them" in capsys.readouterr().out
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == held.keys()
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
@@ -97,8 +93,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
     assert isinstance(source, FolderSource) and {weight.input_axis for weight in source.prunable.values()} == {-1}
     export(source, tmp_path / "packed", "packed24", skip_proof=True)
     assert torch.equal(open_source(tmp_path / "packed").read("layers.1.w"), tensors["layers.1.w"])
-    mask = source.read_mask("layers.0.w")
-    assert torch.equal(mask, tensors["layers.0.w"] != 0)
+    assert torch.equal(source.read("layers.0.w"), tensors["layers.0.w"])
 
 
 def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
@@ -130,12 +125,10 @@ def test_a_chosen_dtype_leaves_the_biases_of_a_router_alone(tmp_path: Path) -> N
     """transformers keeps them in fp32, and so does the export of a run."""
     dense = write_dense(tmp_path / "dense", "glm4_moe")
     sparse = write_sparse(tmp_path / "sparse", dense, "glm4_moe")
-    assert main(["export", str(sparse), str(tmp_path / "mask"), "--format", "mask", "--skip_proof"]) == 0
     (tmp_path / "sparse" / "sparsity.json").rename(tmp_path / "sparsity.json")
     foreign = open_source(sparse, dtype="bfloat16")
     (tmp_path / "sparsity.json").rename(tmp_path / "sparse" / "sparsity.json")
-    ours, masked = open_source(sparse, dtype="bfloat16"), open_source(tmp_path / "mask", dense, "bfloat16")
-    for source in (foreign, ours, masked):
+    for source in (foreign, open_source(sparse, dtype="bfloat16")):
         biases = {name for name in source.specs if "e_score_correction_bias" in name}
         assert biases == {name for name, spec in source.specs.items() if spec.dtype == torch.float32} != set()
 

@@ -129,13 +129,13 @@ assert "sparseforge_ds" not in sys.modules
 def test_what_a_source_has_not_is_refused(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     out = str(tmp_path / "out")
-    with pytest.raises(ValueError, match="--format 'onnx': use one of hf, packed24, mask"):
+    with pytest.raises(ValueError, match="--format 'onnx': use one of hf, packed24"):
         export(open_source(sparse), out, "onnx")  # type: ignore[arg-type]
     assert main(["export", str(tmp_path / "dense"), out]) == 2
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("format", ["packed24", "mask"])
+@pytest.mark.parametrize("format", ["packed24", "hf"])
 def test_out_is_whole_or_not_there(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,20 +155,20 @@ def test_out_is_whole_or_not_there(
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(formats, "write_model" if format == "packed24" else "write_masks", full)
+    monkeypatch.setattr(formats, "write_model", full)
     arguments[2] = str(tmp_path / "two")
     assert main(arguments) == 2
     assert "No space left on device); nothing was left behind" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out", "sparse"]
 
 
-@pytest.mark.parametrize("format", ["hf", "packed24", "mask"])
+@pytest.mark.parametrize("format", ["hf", "packed24"])
 def test_a_skipped_proof_is_said(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
     sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     out = tmp_path / "out"
     assert main(["export", str(sparse), str(out), "--format", format, "--skip_proof"]) == 0
     assert "not proved: --skip_proof" in capsys.readouterr().out
-    record = json.loads((out / ("mask.json" if format == "mask" else "sparsity.json")).read_text())
+    record = json.loads((out / "sparsity.json").read_text())
     assert record["proof"] is None
 
 
@@ -184,7 +184,7 @@ def test_a_folder_changed_since_its_export_is_no_source(tmp_path: Path) -> None:
     tensors = load_file(sparse / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.weight"].mul_(2)
     save_file(tensors, sparse / "model.safetensors", {"format": "pt"})
-    for format in ("packed24", "mask"):
+    for format in ("packed24", "hf"):
         with pytest.raises(ValueError, match="sha256"):
             export(open_source(sparse), tmp_path / "out", format, skip_proof=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "sparse"]

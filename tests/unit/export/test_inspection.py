@@ -66,9 +66,6 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
         inspect(tmp_path / "none")
     with pytest.raises(ValueError, match=r"export: is an exported model.*sparseforge verify '.*an export'$"):
         inspect(tmp_path / "an export")
-    (tmp_path / "an export" / "mask.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"export: is an exported mask, not a run; see: sparseforge export"):
-        inspect(tmp_path / "an export")
     with pytest.raises(ValueError, match=r"empty: holds neither a run nor a checkpoint"):
         inspect(tmp_path / "empty")
 

@@ -130,16 +130,14 @@ def test_a_hostile_record_puts_nothing_into_the_card(folder: Path, capsys: pytes
     run = {**dict.fromkeys(("model", "teacher", "seq_length", "global_batch", "learning_rate"), HOSTILE)}
     score = {"text": HOSTILE, "loss": 2.0, "sequences": 8}
     record = {**RECORD, "dtype": HOSTILE, "run": {**run, "dataset": [HOSTILE, named], "evaluation": score}}
-    record["source"] = {"mask_on": named}
-    for mask_on in (True, False):
-        write_json(folder / "sparsity.json", record if mask_on else {**record, "source": {}})
-        assert main(["card", str(folder)]) == 0
-        text = ModelCard.load(folder / "README.md").text
-        outside = re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-        for odd in ("<script>", "<b>", "evil", "Free money", "click"):
-            assert odd not in outside, odd
-        assert "\n# Free" not in text and max(map(len, text.splitlines())) < 2000
-        assert "7.38906 (sequences 8)" in text
+    write_json(folder / "sparsity.json", {**record, "source": {}})
+    assert main(["card", str(folder)]) == 0
+    text = ModelCard.load(folder / "README.md").text
+    outside = re.sub(r"`[^`\n]*`", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    for odd in ("<script>", "<b>", "evil", "Free money", "click"):
+        assert odd not in outside, odd
+    assert "\n# Free" not in text and max(map(len, text.splitlines())) < 2000
+    assert "7.38906 (sequences 8)" in text
     for loss in (float("nan"), float("inf"), -1.0, 700.0, 1e9, True, "low"):
         write_json(folder / "sparsity.json", {**RECORD, "run": {**RUN, "evaluation": {"text": "a", "loss": loss}}})
         (folder / "README.md").unlink()

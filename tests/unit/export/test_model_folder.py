@@ -80,9 +80,6 @@ class Interrupted(Source):
                 raise self.error
         return self.source.read(name)
 
-    def read_mask(self, name: str) -> Tensor:
-        return self.source.read_mask(name)
-
     def read_branch(self, name: str) -> Tensor:
         return self.source.read_branch(name)
 
@@ -310,4 +307,3 @@ def test_generated_checkpoint_is_read_as_generated(run: Path) -> None:
     name = "model.layers.3.mlp.down_proj.weight"
     weight = source.checkpoint.weight(name)
     assert torch.equal(source.read(name), weight.bfloat16())
-    assert torch.equal(source.read_mask(name), weight != 0)

@@ -20,7 +20,6 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.verification import check_folder
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.model.registration import load_config
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -73,8 +72,6 @@ def test_a_run_and_its_export_give_the_same(run: Path, exported: Path) -> None:
     for name, spec in first.specs.items():
         assert torch.equal(first.read(name), second.read(name))
         assert first.read(name).dtype == spec.dtype and tuple(first.read(name).shape) == spec.shape
-    for name in first.prunable:
-        assert torch.equal(first.read_mask(name), second.read_mask(name))
 
 
 @pytest.mark.parametrize("kind", ["run", "folder"])
@@ -99,18 +96,6 @@ def test_small_negative_values_do_not_become_negative_zero(run: Path, tmp_path: 
     value = open_source(copy, dtype="float16").read(DOWN)
     assert (value == 0).sum() > value.numel() / 2 + 10  # some vanished in fp16
     assert not torch.signbit(value[value == 0]).any()
-
-
-def test_a_checkpoint_away_from_its_run_takes_the_order_of_its_model(run: Path, tmp_path: Path) -> None:
-    """A mask without it would fit another model, the one whose channels are not permuted."""
-    checkpoint = next((run / "checkpoints").iterdir())
-    shutil.copytree(checkpoint, tmp_path / "moved")
-    shutil.copytree(run / "model", tmp_path / "permuted")
-    order = Permutation("mlp", {"layers.0": torch.arange(64)[None].flip(-1)}, {})
-    order.save(tmp_path / "permuted")
-    source = open_source(tmp_path / "moved", tmp_path / "permuted")
-    assert source.record["permutation"] == source.permutation_sha256 == order.sha256
-    assert open_source(tmp_path / "moved", run / "model").permutation is None
 
 
 def test_a_head_that_is_tied_where_config_json_does_not_say_so(run: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import counting
 from sparseforge_ds.export.verification import FolderReport, check_folder
 from sparseforge_ds.mask.pattern import NM, Block, Pattern, top_n
-from sparseforge_ds.model.permutation_record import Permutation
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
@@ -100,11 +99,6 @@ def test_one_dense_layer_is_enough_to_fail(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     report = check_folder(tmp_path)
     assert [row.name for row in report.rows if row.violations] == ["model.layers.1.mlp.up_proj.weight"]
-
-
-def test_a_permuted_model_that_was_pruned_elsewhere(tmp_path: Path) -> None:
-    Permutation("mlp", {"layers.0": torch.arange(8)[None].flip(-1)}, {}).save(tmp_path)
-    assert check(tmp_path, pruned(torch.randn(8, 8), NM(2, 4), -1)).ok
 
 
 def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.permutation_record import Permutation
 from sparseforge_ds.permutation.activations import input_squares
 from sparseforge_ds.permutation.channel_table import CHANNELS
-from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.reordering import Reordering
 from tests.tiny_models import BUILDERS, token_batch
 from tests.unit.permutation.test_channels import logits, randomized, shapes_of
@@ -28,14 +29,14 @@ def find(
     **block: object,
 ) -> Permutation:
     parameters = dict(model.named_parameters())
-    config = SparseForgeConfig.from_dict({"permute": {"dimensions": dimensions, "rows": rows}, **block})
+    config = SparseForgeConfig.from_dict(block)
     return find_permutation(
         lambda name: parameters[name].detach(),
         shapes_of(parameters),
         prunable_weights(model, config),
         model.config.model_type,
         model.config.get_text_config(),
-        config,
+        SearchSettings(config.parsed_pattern, dimensions, rows),  # type: ignore[arg-type]
         squares,
     )
 
@@ -101,18 +102,12 @@ def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> Non
         find(model, "mlp+heads", pattern=pattern)
 
 
-def test_saved_and_read_back(tmp_path: Path) -> None:
-    model = BUILDERS["qwen3_moe"]()
-    found = find(model)
+def test_what_is_kept_of_it_beside_the_model(tmp_path: Path) -> None:
+    found = find(BUILDERS["qwen3_moe"]())
     found.save(tmp_path)
-    found.save(tmp_path)  # over another
-    read = Permutation.load(tmp_path)
-    assert read is not None and read.sha256 == found.sha256 and read.which == "all" and read.facts == found.facts
-    assert Permutation.load(tmp_path / "elsewhere") is None
-    file = tmp_path / "permutation" / "permutation.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "sha256": "0"}))
-    with pytest.raises(ValueError, match="damaged"):
-        Permutation.load(tmp_path)
+    kept = json.loads((tmp_path / "permutation.json").read_text())
+    assert basis_of(tmp_path) == {"permutation.json": found.sha256}
+    assert kept == {"format": 1, "dimensions": "all", "sha256": found.sha256, **found.facts}
 
 
 def test_another_model_is_refused() -> None:

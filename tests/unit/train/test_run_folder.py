@@ -17,11 +17,10 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.run_source import _run_of
-from sparseforge_ds.model.permutation_record import FOLDER, Permutation
+from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.stored_config import config_sha256
-from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.length import steps_of_epochs
-from sparseforge_ds.train.permuting import settle_permutation
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
     check_folder,
@@ -56,7 +55,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
     keys = {"version", "config", "weights", "coverage", "model_type", "run", "published", "versions", "config_sha256"}
-    assert set(record) == {*keys, "permutation", "weights_sha256"}
+    assert set(record) == {*keys, "weights_sha256"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
     assert record["weights"][0] == {
@@ -222,23 +221,11 @@ def test_a_model_with_another_order_of_channels_is_not_resumed(spec):
     write_folder(first)
     (first.folder / "checkpoints" / "step_10").mkdir(parents=True)
     check_folder(spec(resume=True))
-    kept = first.model.folder / FOLDER
+    kept = first.model.folder / PERMUTATION
     kept.rename(kept.with_name("elsewhere"))
-    with pytest.raises(ValueError, match=r"--model \S+ has its channels in another order than the model that the run"):
+    with pytest.raises(ValueError, match=r"--model \S+ has its channels in another order or basis than the model that"):
         check_folder(spec(resume=True))
-    assert (first.folder / FOLDER).is_dir()
-
-
-def test_the_order_of_another_run_is_not_taken(spec):
-    first = spec(block={"permute": {}}, resume=True)
-    first.folder.mkdir()
-    found = Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].flip(-1)}, {})
-    found.save(first.folder)
-    write_folder(first)
-    assert settle_permutation(first, Ranks(), None).sha256 == found.sha256
-    Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].roll(1, -1)}, {}).save(first.folder)
-    with pytest.raises(AgreedError, match="is not the one in whose order the weights of the run are"):
-        settle_permutation(first, Ranks(), None)
+    assert (first.folder / "model" / PERMUTATION).is_file()
 
 
 def test_what_changed_is_said(spec):

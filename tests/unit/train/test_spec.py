@@ -13,6 +13,7 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.model.pretrained import empty_model, load_model
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
@@ -224,9 +225,10 @@ def test_hidden_states_of_a_deeper_teacher_are_refused(arguments, tmp_path):
 
 def test_hidden_states_of_a_teacher_in_another_order_are_refused(arguments, tmp_path):
     other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY))
-    content = deepspeed_json(distillation={"hidden": {}}, permute={})
+    Permutation("mlp", {"layers.0": torch.arange(64)[None].flip(-1)}, {}).save(other)
+    content = deepspeed_json(distillation={"hidden": {}})
     make_spec(arguments(content), world_size=2)
-    with pytest.raises(ValueError, match="permute puts the channels of --model .* into another order"):
+    with pytest.raises(ValueError, match="has its channels in another order or basis than --model"):
         make_spec(arguments(content, teacher=str(other)), world_size=2)
 
 

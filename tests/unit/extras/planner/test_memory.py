@@ -154,7 +154,6 @@ def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
         {"method": "naive_retrain"},
     ):
         assert before(block) == 0, block
-        assert before({"cautious": True, **block}) == 4 * masked
 
 
 def test_gradients_are_flattened_before_they_are_cast() -> None:
@@ -184,25 +183,6 @@ def test_fp32_gradients_at_stage_1_are_those_of_the_whole_model() -> None:
     assert found.resident["fp32 gradients"] == 4 * model.total == lasting(model, laid_out)["fp32 gradients"]
     assert found.phases["forward and backward"] == {"gradients": 2 * model.total}
     assert found.phases["optimizer step"].keys() == {"gradients", "mask's temporaries"}
-
-
-def test_cautious_steps_copy_what_they_start_from() -> None:
-    """Masters in fp32 hold it while masks move; not those of other weights, nor once masks are frozen."""
-
-    def before(block: dict[str, Any], stage: int = 3, **zero: Any) -> int:
-        model, laid_out = planned(stage, 8, {"distillation": None, "cautious": True, **block}, **zero)
-        laid_out = dataclasses.replace(laid_out, gradient_bytes=4)  # else the cast of gradients is worse than the step
-        found = memory(model, laid_out, lambda *_: NOTHING)
-        on_host = laid_out.optimizer_on_host
-        return (found.host if on_host else found.phases["optimizer step"])["weights before the step"]
-
-    model = planned(3, 8)[0]
-    masked, others = model.masked // 8, (model.total - model.masked) // 8
-    fixed = {"method": "naive_retrain"}
-    assert before({}) == pytest.approx(4 * others, rel=1e-3)
-    assert before(fixed) == before(fixed, offload_optimizer={"device": "cpu"}) == 4 * masked
-    assert before(fixed, sub_group_size=10**8) == 4 * 10**8
-    assert before(fixed, stage=0) == 4 * model.total
 
 
 def test_scores_by_row_and_column_sums() -> None:

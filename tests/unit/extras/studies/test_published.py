@@ -34,10 +34,36 @@ def study(request: pytest.FixtureRequest, assets: Path, monkeypatch: pytest.Monk
     return found
 
 
-def read(study: Path) -> tuple[CompareConfig, list[dict[str, Any]], pd.DataFrame]:
-    config = read_config(str(RESULTS / f"{study.name}.json"))
+GONE = {"permute", "cautious"}
+"""Keys of methods that earlier versions had. Their rows stay published, with the `config.json` that was run."""
+
+
+def methods_of(config: Path) -> dict[str, Any]:
+    methods: dict[str, Any] = json.loads(config.read_text())["methods"]
+    return methods
+
+
+def read(study: Path, folder: Path) -> tuple[CompareConfig, list[dict[str, Any]], pd.DataFrame]:
+    """Return the study's configuration without options that are gone, its rows, and their summary."""
+    before = study / "config.json"
+    content = json.loads((before if before.exists() else RESULTS / f"{study.name}.json").read_text())
+    for method in content["methods"].values():
+        for key in GONE & method.keys():
+            del method[key]
+    text = json.dumps(content).replace('"../', f'"{ROOT}/')  # paths are from studies/
+    (folder / "config.json").write_text(text)
+    config = read_config(str(folder / "config.json"))
     rows = [json.loads(line) for line in (study / "results.jsonl").read_text().splitlines()]
     return config, rows, summarize(rows, config.compared_with)
+
+
+def test_what_can_be_run_today_is_what_was_run() -> None:
+    """Without the methods whose options are gone, and without a file where these were the study."""
+    for before in RESULTS.glob("*/config.json"):
+        today = {name: method for name, method in methods_of(before).items() if not GONE & method.keys()}
+        assert today != methods_of(before), before
+        if (shipped := RESULTS / f"{before.parent.name}.json").exists():
+            assert json.loads(shipped.read_text()) == {**json.loads(before.read_text()), "methods": today}
 
 
 def test_commands_have_no_path_of_the_machine_that_ran_them(study: Path) -> None:
@@ -45,8 +71,8 @@ def test_commands_have_no_path_of_the_machine_that_ran_them(study: Path) -> None
     assert [word for command in commands for word in command.split() if word.startswith("/")] == []
 
 
-def test_the_table_is_made_of_the_rows(study: Path) -> None:
-    config, rows, lines = read(study)
+def test_the_table_is_made_of_the_rows(study: Path, tmp_path: Path) -> None:
+    config, rows, lines = read(study, tmp_path)
     complete = {(m, s, b) for m in config.methods for s in config.seeds for b in config.budgets}
     assert {(r["method"], r["seed"], r["steps"]) for r in rows if r["kind"] == "result"} == complete
     made = all(Path(text).exists() for text in (config.train_text, config.test_text.path))  # by a script in launch/
@@ -56,11 +82,13 @@ def test_the_table_is_made_of_the_rows(study: Path) -> None:
     assert all(str(part) in page for part in results_tables(lines, config)), "studies/README.md has other tables"
 
 
-def test_what_needs_no_training_measures_the_same_again(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_training_measures_the_same_again(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Dense and one-shot magnitude, which all studies share."""
     monkeypatch.setenv("SPARSEFORGE_ASSETS", str(assets))
     monkeypatch.chdir(ROOT)
-    config, rows, _ = read(RESULTS / "stories")
+    config, rows, _ = read(RESULTS / "stories", tmp_path)
     texts = read_texts(config)
     found = Evaluator(config, replace(texts, test=texts.test[:1]), config.pruned).baselines({})  # that is enough
     for kind, dense in (("dense", found["dense_validation"]), ("one_shot", found["magnitude_validation"])):

@@ -22,7 +22,6 @@ from sparseforge_ds.mask.kernels.publication import gradient_of_kept, masked_gra
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.token_losses import TokenLosses
-from sparseforge_ds.zero.cautious import hold_back
 from sparseforge_ds.zero.layer_hooks import uncompiled
 from tests.unit.mask.problem import DIALS, problem
 
@@ -43,7 +42,6 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "mask_stats": lambda: mask_stats(mask, dense > 0, dense > 0, bits),
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
-        "hold_back": lambda: hold_back(dense.clone(), dense, torch.randn_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
         "gradient_of_kept": lambda: gradient_of_kept(given, torch.relu(given)),
         "token_squares": lambda: token_squares(given),

@@ -1,4 +1,4 @@
-"""A dense Hugging Face folder with its channels in another order: another folder of the same family and function."""
+"""A dense model's folder, and the one of the same function whose channels are in another order."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import parse_size, write_tensors
+from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
-from sparseforge_ds.model.permutation_record import FOLDER, Permutation
 from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.permutation.channels import check_family, dimensions
-from sparseforge_ds.permutation.find import find_permutation
+from sparseforge_ds.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.reordering import Reordering
 
 
@@ -32,7 +33,7 @@ class DenseFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.model_type = str(read_model_config(self.folder).get("model_type"))
-        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (FOLDER, "is permuted")):
+        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (PERMUTATION, "is permuted")):
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
@@ -64,7 +65,11 @@ class DenseFolder:
         return prunable_names(self.model_type, self.shapes, config, held)
 
     def find(
-        self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]], device: torch.device | str = "cpu"
+        self,
+        config: SparseForgeConfig,
+        settings: SearchSettings,
+        shapes: dict[str, tuple[int, ...]],
+        device: torch.device | str = "cpu",
     ) -> Permutation:
         """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
         return find_permutation(
@@ -73,7 +78,7 @@ class DenseFolder:
             self.weights(config, shapes),
             self.model_type,
             self.config,
-            config,
+            settings,
             device=device,
         )
 

@@ -1,0 +1,34 @@
+"""Files in which a model's folder says that its channels were permuted, or its hidden vectors rotated."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from sparseforge_ds.checkpoint.folder import read_json
+
+PERMUTATION = "permutation.json"
+ROTATION = "rotation.json"
+FORMAT = 1
+
+
+def basis_of(folder: Path) -> dict[str, str]:
+    """Return the sha256 in each of the two files that a folder has.
+
+    Hidden vectors of two models can be compared only if both give the same. Raises ValueError for a damaged file.
+    """
+    basis = {}
+    for file in (PERMUTATION, ROTATION):
+        if (folder / file).is_file():
+            content = read_json(folder / file)
+            if content.get("format") != FORMAT or not isinstance(content.get("sha256"), str):
+                raise ValueError(f"{folder / file}: is damaged or of another version; make the model's folder again")
+            basis[file] = content["sha256"]
+    return basis
+
+
+def keep_basis(model_folder: Path, folder: Path) -> None:
+    """Copy the files that `model_folder` has of the two into `folder`."""
+    for file in (PERMUTATION, ROTATION):
+        if (model_folder / file).is_file():
+            shutil.copyfile(model_folder / file, folder / file)
