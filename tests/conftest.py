@@ -1,4 +1,4 @@
-"""What every test shares: real assets, deterministic seeds, and the `gpu` and `fast` markers."""
+"""What every test shares: real assets, deterministic seeds, and the `gpu`, `fast` and `extras` markers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
 """What of tests/unit has the `fast` marker; single tests elsewhere have it at their definition."""
+EXTRAS = (
+    "unit/extras",
+    "unit/launch",  # dry runs of the recipes
+    "zero/test_planned_memory.py",
+    *(f"end_to_end/test_{name}.py" for name in ("bench", "compare", "rehearsal", "vllm")),
+)
+"""Tests that need `sparseforge_ds/extras`, and nothing else does: they have the `extras` marker."""
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no failure
@@ -28,10 +35,13 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is fast, and skip what needs a GPU where there is none."""
+    """Mark what is fast and what is of extras, and skip what needs a GPU where there is none."""
     for item in items:
-        if item.path.relative_to(ROOT / "tests").parts[:2] in [("unit", name) for name in FAST]:
+        path = item.path.relative_to(ROOT / "tests")
+        if path.parts[:2] in [("unit", name) for name in FAST]:
             item.add_marker("fast")
+        if any(path.is_relative_to(name) for name in EXTRAS):
+            item.add_marker("extras")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,6 +2,7 @@
 # Installs what is missing, then runs ruff, mypy and the tests, in two processes.
 #   bash tests/run.sh                        everything
 #   bash tests/run.sh --fast                 the tier that answers in minutes: the marker `fast`
+#   bash tests/run.sh --core                 all but the tests of sparseforge_ds/extras: without the marker `extras`
 #   bash tests/run.sh tests/unit -k mask     other arguments go to pytest; -n 0 is one process
 # The summary of pytest comes last; the exit code is pytest's, or 1 when only ruff or mypy had something to say.
 set -euo pipefail
@@ -9,6 +10,7 @@ cd "$(dirname "$0")/.."
 source launch/install.sh
 
 [ "${1:-}" != --fast ] || set -- -m fast "${@:2}"
+[ "${1:-}" != --core ] || set -- -m "not extras" "${@:2}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 lint=0
 if [ $# -eq 0 ]; then  # the optimizers that tests have DeepSpeed compile, ready before two tests wait for the same one
