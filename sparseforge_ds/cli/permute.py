@@ -10,9 +10,9 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
-    from sparseforge_ds.model.permutation_record import Permutation
     from sparseforge_ds.permutation.dense_folder import DenseFolder
     from sparseforge_ds.permutation.find import SearchSettings
+    from sparseforge_ds.permutation.record import Permutation
 
 DIMENSIONS = ("mlp", "mlp+heads", "all")
 

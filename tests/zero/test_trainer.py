@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from sparseforge_ds.model.permutation_record import Permutation
 from torch import Tensor
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -29,6 +28,7 @@ from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.integrations.trainer_settings import refuse_length, whole_checkpoint
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.permutation.channels import dimensions
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model

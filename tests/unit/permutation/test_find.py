@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparseforge_ds.model.permutation_record import Permutation
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -16,6 +15,7 @@ from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.permutation.activations import input_squares
 from sparseforge_ds.permutation.channel_table import CHANNELS
 from sparseforge_ds.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.permutation.reordering import Reordering
 from tests.tiny_models import BUILDERS, token_batch
 from tests.unit.permutation.test_channels import logits, randomized, shapes_of

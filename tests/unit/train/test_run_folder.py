@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sparseforge_ds.model.permutation_record import Permutation
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.checkpoint.disk import write_json
@@ -20,6 +19,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.run_source import _run_of
 from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
