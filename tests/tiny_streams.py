@@ -1,4 +1,4 @@
-"""Small streams of documents, and the row of tokens that they must become, as a literal loop."""
+"""Small streams of documents, and the row of tokens that they must become, by a literal loop."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SIZES = ChunkSizes(seq_length=5, smallest=20, largest=80)
 
 
 def texts(count: int = 60) -> list[str]:
-    """Documents of very different lengths, some of them blank."""
+    """Return documents of very different lengths, some of them blank."""
     return ["" if i % 7 == 3 else "  " if i % 11 == 5 else f"{i}:" + "abcdefghijk" * (i * i % 13) for i in range(count)]
 
 
 def stream_of(folder: Path) -> LocalText:
-    """The files of a folder as a stream."""
+    """Return the files of a folder as a stream."""
     return LocalText(f"stream:{folder}", find_files(folder), streamed=True)
 
 
 def write_stream(folder: Path, documents: list[str] | None = None) -> LocalText:
-    """The documents, over three files."""
+    """Write documents into three files of a folder, and return them as a stream."""
     documents = texts() if documents is None else documents
     folder.mkdir(parents=True, exist_ok=True)
     for part in range(3):
@@ -35,14 +35,18 @@ def write_stream(folder: Path, documents: list[str] | None = None) -> LocalText:
     return stream_of(folder)
 
 
-def job(stream: LocalText, folder: Path, sizes: ChunkSizes = SIZES, vocabulary: int = BYTE_VOCABULARY) -> ChunkSpec:
-    """What makes the chunks of a stream of bytes."""
+def chunk_spec(
+    stream: LocalText, folder: Path, sizes: ChunkSizes = SIZES, vocabulary: int = BYTE_VOCABULARY
+) -> ChunkSpec:
+    """Return the recipe for the chunks of a stream of bytes."""
     return ChunkSpec(stream, byte_tokenizer(), folder, sizes, vocabulary)
 
 
 def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:
-    """The first `count` tokens of the endless row: one document after another, the first again after the last."""
-    tokenizer, once, row = byte_tokenizer(), [], []
+    """Return the first `count` tokens of the endless row of documents; after the last comes the first again."""
+    tokenizer = byte_tokenizer()
+    once: list[int] = []
+    row: list[int] = []
     for text in documents:
         if text.strip():
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -53,18 +57,18 @@ def row_of(documents: list[str], count: int, frame: str = "auto") -> list[int]:
 
 
 class InPlace:
-    """A producer without a process, so that a test can look at every position."""
+    """Producer without a process, so that a test can look at every position."""
 
-    def __init__(self, job):
-        self.job = job
-        self.wanted = []
+    def __init__(self, spec):
+        self.spec = spec
+        self.requested = []
 
     def wait(self, chunk):
-        maker = ChunkWriter(self.job)
-        while maker.finished <= chunk:
-            maker.make()
-        maker.chunks.check(chunk)
-        return maker.chunks.record(chunk)
+        writer = ChunkWriter(self.spec)
+        while writer.finished <= chunk:
+            writer.write_next()
+        writer.chunks.check(chunk)
+        return writer.chunks.record(chunk)
 
-    def want(self, chunk):
-        self.wanted.append(chunk)
+    def request(self, chunk):
+        self.requested.append(chunk)

@@ -1,4 +1,4 @@
-"""The `sparseforge` block of a DeepSpeed JSON, the launcher's flags, and what else decides what a run is."""
+"""Settings of a run: the `sparseforge` block of a DeepSpeed JSON, the launcher's flags, and the JSON itself."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -15,25 +15,26 @@ from typing import Any, Literal
 from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, MOST
 
 EMBEDDED_MODEL = "stdlib_llama"
-"""`--model` of the model that is shipped inside the package."""
+"""Value of `--model` for the model inside the package."""
 EMBEDDED_TEXT = "stdlib"
-"""`--dataset` of the text that is shipped inside the package: the documentation of Python's standard library."""
+"""Value of `--dataset` for the text inside the package: the documentation of Python's standard library."""
 
 HELD_OUT_TEXT = "stdlib:heldout"
-"""`--eval_dataset` of the part of it that nothing is trained on."""
+"""Value of `--eval_dataset` for the part of that text that is not trained on."""
 
 DocumentFrame = Literal["auto", "bos", "eos", "both"]
-"""Which of the tokenizer's BOS and EOS tokens stand around every document."""
+"""Tokens around every document: the tokenizer's BOS, EOS or both; `auto` is BOS, or EOS without a BOS."""
 
 SampleBy = Literal["document", "paragraph", "line"]
-"""What is a document of a .txt file; the words are those of `datasets`."""
+"""Unit of a .txt file that is one document, in the words of `datasets`."""
 
 LossOn = Literal["all", "completion"]
-"""Which tokens of a record the loss is the mean over."""
+"""Tokens of a record that the loss is the mean over."""
 
 _COUNTS = ("max_steps", "save_every", "keep_checkpoints", "eval_sequences", "eval_every")
+"""Flags that must not be negative."""
 NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
-"""Flags that change nothing of what a run does."""
+"""Flags that change nothing in what a run computes."""
 
 
 def _flag(default: object, text: str, metavar: str | None = None) -> Any:
@@ -46,7 +47,7 @@ def _list_flag(text: str, metavar: str) -> Any:
 
 @dataclass(frozen=True)
 class RunArguments:
-    """The run flags. A wrong value is a ValueError that names the flag and the cure."""
+    """Flags of a run. A wrong value is a ValueError that names the flag and the cure."""
 
     deepspeed: str = field(
         metadata={
@@ -88,7 +89,9 @@ class RunArguments:
         "completion all that follows the prompt, of records with messages the assistant's turns, which the tokenizer's "
         "chat template must put between {%% generation %%} and {%% endgeneration %%}. Plain text is then refused",
     )
-    sample_by: SampleBy = _flag("document", "what is a document of a .txt file: all of it, a paragraph or a line")
+    sample_by: SampleBy = _flag(
+        "document", "unit of a .txt file that is one document: the whole file, a paragraph or a line"
+    )
     document_frame: DocumentFrame = _flag(
         "auto",
         "tokens around every document: the tokenizer's BOS in front (bos), its EOS behind (eos), or both, from which a "
@@ -102,12 +105,12 @@ class RunArguments:
     )
     max_steps: int | None = _flag(
         None,
-        "optimizer steps of the whole run; default: max_steps of the sparseforge block. With --resume, more than "
-        "before go on with the frozen finetune, once the mask is frozen",
+        "optimizer steps of the whole run; default: max_steps of the sparseforge block. With --resume, a larger "
+        "number than before continues the frozen finetune, once the mask is frozen",
         "N",
     )
     epochs: float | None = _flag(
-        None, "how often the text is read, in place of --max_steps; of one source that is no stream", "N"
+        None, "passes over the text, instead of --max_steps; for one source that is no stream", "N"
     )
     global_batch: int | None = _flag(
         None,
@@ -117,22 +120,22 @@ class RunArguments:
     )
     micro_batch: int | None = _flag(
         None,
-        "sequences of a GPU, or of the GPUs that share them, at a time; default: train_micro_batch_size_per_gpu of the "
-        "JSON",
+        "sequences that a GPU, or a group of GPUs that shares sequences, computes at a time; default: "
+        "train_micro_batch_size_per_gpu of the JSON",
         "N",
     )
     gradient_accumulation_steps: int | None = _flag(
         None,
-        "micro-batches of a GPU in a step, whose sequences are then micro-batch x this x GPUs; default: what "
-        "--global_batch and the JSON leave",
+        "micro-batches of a step, which then has micro-batch x this x GPUs sequences; default: follows from "
+        "--global_batch and the JSON",
         "N",
     )
     seq_length: int = _flag(256, "tokens of a training sequence; documents are packed", "N")
     sequence_parallel: int | None = _flag(
         None,
-        "GPUs that share one sequence, each with a part of its tokens, for sequences that one has no memory for "
-        "(DeepSpeed's Ulysses); a divisor of the number of GPUs, of --seq_length and of the model's attention heads; "
-        "default: sequence_parallel_size of the JSON, or 1",
+        "GPUs that share one sequence, each with a part of its tokens, for sequences too long for one GPU's "
+        "memory (DeepSpeed's Ulysses); a divisor of the number of GPUs, of --seq_length and of the model's attention "
+        "heads; default: sequence_parallel_size of the JSON, or 1",
         "N",
     )
     output_dir: str = _flag("runs/stdlib_llama", "run folder: checkpoints, TensorBoard log, token cache", "DIR")
@@ -159,7 +162,9 @@ class RunArguments:
         "SOURCE",
     )
     eval_split: str = _flag("validation", "split of a folder or hub dataset of --eval_dataset", "NAME")
-    eval_sequences: int = _flag(512, "windows of --seq_length tokens that are scored, from the first on; 0: all", "N")
+    eval_sequences: int = _flag(
+        512, "windows of --seq_length tokens that are scored, the first of the text; 0: all", "N"
+    )
     eval_every: int = _flag(
         500, "steps between evaluations; there is one before the first step and one at the end; 0: only these", "N"
     )
@@ -172,8 +177,8 @@ class RunArguments:
     log_every: int = _flag(10, "steps between lines of the log", "N")
     report_to: list[str] = _list_flag(
         "where metrics go: tensorboard, wandb, trackio, mlflow, comet_ml, aim, clearml, dvclive or swanlab, several of "
-        "them, or none (default: tensorboard). What a JSON's own tensorboard, wandb, comet or csv_monitor names gets "
-        "them besides",
+        "them, or none (default: tensorboard). Loggers in the JSON's own sections tensorboard, wandb, comet and "
+        "csv_monitor get them too",
         "NAME",
     )
     project: str = _flag(
@@ -202,9 +207,9 @@ class RunArguments:
     )
     any_family: bool = _flag(
         False,
-        "prune a model of a family that the family table does not know by what its layers say of themselves: linear "
-        "layers of numbered blocks and fused experts, not routers and heads. The start prints the globs that this "
-        "comes to, to be pasted into the block, where lines can be moved from include to allow_dense",
+        "prune a model whose family the family table does not know, by the types of its layers: linear layers of "
+        "numbered blocks and fused experts, not routers and heads. The start prints the resulting globs, to be pasted "
+        "into the block, where lines can be moved from include to allow_dense",
     )
     attn_implementation: str | None = _flag(
         None,
@@ -220,12 +225,13 @@ class RunArguments:
         "config",
     )
     gpus: int | None = _flag(
-        None, "with --dry_run: GPUs of the machines that are meant; default: the launcher's, on this machine", "N"
+        None, "with --dry_run: number of GPUs to plan for; default: the launcher's, on this machine", "N"
     )
     gpu_memory: float = _flag(80.0, "with --dry_run: GiB of one GPU", "GIB")
     local_rank: int = field(default=-1, metadata={"help": argparse.SUPPRESS})
 
     def __post_init__(self) -> None:
+        # 1. Sizes and counts.
         for name in ("global_batch", "micro_batch", "gradient_accumulation_steps", "sequence_parallel", "gpus"):
             value = getattr(self, name)
             _require(value is None or 1 <= value <= MOST, name, value, f"use an integer >= 1, at most {MOST:,}")
@@ -235,7 +241,9 @@ class RunArguments:
             self.gpus,
             "it belongs to --dry_run; a run has the GPUs that the launcher gives it (deepspeed --num_gpus, --hostfile)",
         )
-        rate, steps, decay = self.learning_rate, self.max_steps, self.weight_decay
+        rate = self.learning_rate
+        steps = self.max_steps
+        decay = self.weight_decay
         epochs = self.epochs
         _require(
             epochs is None or (0 < epochs < float("inf") and steps is None and not self.dry_run),
@@ -243,7 +251,8 @@ class RunArguments:
             epochs,
             "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
         )
-        for name, sound, cure in (
+        # 2. Numbers within their ranges.
+        for name, is_valid, cure in (
             ("max_steps", steps is None or steps <= MOST, f"use an integer >= 0, at most {MOST:,}"),
             *((n, getattr(self, n) is None or getattr(self, n) >= 0, "use an integer >= 0") for n in _COUNTS),
             ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
@@ -264,7 +273,8 @@ class RunArguments:
             ("log_every", self.log_every >= 1, "use an integer >= 1"),
             ("seed", 0 <= self.seed < 2**32, "use 0 <= seed < 2^32"),
         ):
-            _require(sound, name, getattr(self, name), cure)
+            _require(is_valid, name, getattr(self, name), cure)
+        # 3. Names that must not be empty, and names of splits.
         for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
             _require(all(values), name, "", "give a value or leave the flag out")
         for name, split in (("split", self.split), ("eval_split", self.eval_split)):
@@ -274,6 +284,7 @@ class RunArguments:
                 split,
                 "use the name of a split, or several joined by +, like train+validation",
             )
+        # 4. Defaults of lists.
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
         if not self.report_to:
@@ -281,7 +292,7 @@ class RunArguments:
 
 
 def flags(arguments: RunArguments) -> dict[str, object]:
-    """The run flags as plain JSON types, without this process' rank and what belongs to a dry run."""
+    """Return the flags as plain JSON types, without this process's rank and those of a dry run."""
     return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
 
 

@@ -1,4 +1,4 @@
-"""How many sequences a step, a rank and a micro-batch have, and how many ranks share one."""
+"""Sizes of the batch: sequences of a step and of a micro-batch, and ranks that share a sequence."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 from sparseforge_ds.config.arguments import RunArguments
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys of the DeepSpeed JSON about the batch: sequences of a step, sequences of a rank at a time, accumulation."""
 SEQUENCE = "sequence_parallel_size"
+"""Key of the DeepSpeed JSON for the ranks that share one sequence."""
 
 
 def with_batch(
     content: dict[str, Any], global_batch: int | None, micro_batch: int | None, accumulation: int | None = None
 ) -> dict[str, Any]:
-    """Return the configuration with another batch, in sequences of a step and of a rank, and micro-batches of a step;
-    None keeps what it says, or what the other two leave over."""
+    """Return a configuration with another batch.
+
+    Args:
+        content: the parsed DeepSpeed JSON, which is not changed.
+        global_batch: sequences of a step; None keeps the configuration's, or follows from the other two.
+        micro_batch: sequences of a rank at a time; None likewise.
+        accumulation: micro-batches of a step; None likewise.
+    """
     changed = dict(content)
     if global_batch is not None:
         changed["train_batch_size"] = global_batch
@@ -28,24 +36,31 @@ def with_batch(
         elif micro_batch is None:
             changed["train_micro_batch_size_per_gpu"] = "auto"
     elif (global_batch, micro_batch) != (None, None) and changed.get("train_batch_size", "auto") != "auto":
-        changed["gradient_accumulation_steps"] = "auto"  # what the other two leave over
+        changed["gradient_accumulation_steps"] = "auto"  # it follows from the other two
     return changed
 
 
 def batch_line(resolved: dict[str, Any], world_size: int) -> str:
-    """The batch of a resolved configuration over the ranks, for people."""
-    parts, (micro, accumulation) = resolved.get(SEQUENCE, 1), (resolved[name] for name in BATCH[1:])
-    if parts == 1:
+    """Describe the batch of a resolved configuration, for the banner."""
+    micro, accumulation = (resolved[name] for name in BATCH[1:])
+    size = resolved.get(SEQUENCE, 1)
+    if size == 1:
         return f"{micro} a rank x {accumulation} accumulated x {world_size} ranks"
-    groups = f"{world_size // parts} group{'s' * (world_size > parts)} of {parts} ranks that share sequences"
+    groups = f"{world_size // size} group{'s' * (world_size > size)} of {size} ranks that share sequences"
     return f"{micro} a group x {accumulation} accumulated x {groups}"
 
 
 def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size: int) -> int:
-    """How many ranks share one sequence: those of the flag, or of the JSON. Raises ValueError where the number is not
-    one, or does not divide the number of ranks."""
-    given, flag = content.get(SEQUENCE, 1), arguments.sequence_parallel
-    size, who = (given, f"{SEQUENCE} =") if flag is None else (flag, "--sequence_parallel")
+    """Return the number of ranks that share one sequence, from the flag or the JSON.
+
+    Raises:
+        ValueError: it is no integer above 0, or does not divide the number of ranks.
+    """
+    size = content.get(SEQUENCE, 1)
+    who = f"{SEQUENCE} ="
+    if arguments.sequence_parallel is not None:
+        size = arguments.sequence_parallel
+        who = "--sequence_parallel"
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"{who} {json.dumps(size)} is not valid: use an integer >= 1")
     if world_size % size:
@@ -57,44 +72,59 @@ def sequence_ranks(content: dict[str, Any], arguments: RunArguments, world_size:
 
 
 def batch_arithmetic(content: dict[str, Any], world_size: int, sequence: int = 1) -> dict[str, int]:
-    """All of `BATCH`: train = micro * accumulation * ranks that read other sequences, as each `sequence` share theirs.
+    """Return all three values of `BATCH`: train = micro * accumulation * (ranks / ranks that share a sequence).
 
-    Given are one, two or all three of train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps;
-    "auto" counts as not given. Raises ValueError where they do not fit each other and the number of ranks.
+    Args:
+        content: has none, one, two or all three of the keys; "auto" counts as missing.
+        world_size: number of ranks.
+        sequence: ranks that share one sequence.
+
+    Raises:
+        ValueError: the values do not fit each other and the number of ranks.
     """
-    names, ranks, world_size = BATCH, world_size, world_size // sequence
-    train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in names)
-    for name, value in zip(names, (train, micro, accumulation), strict=True):
+    readers = world_size // sequence
+    train, micro, accumulation = (None if content.get(name) == "auto" else content.get(name) for name in BATCH)
+    for name, value in zip(BATCH, (train, micro, accumulation), strict=True):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f'{name} = {json.dumps(value)} is not valid: use an integer >= 1 or "auto"')
+    # 1. Missing values follow from the others.
     if train is None:
-        micro, accumulation = micro or 1, accumulation or 1
-        train = micro * accumulation * world_size
+        micro = micro or 1
+        accumulation = accumulation or 1
+        train = micro * accumulation * readers
     elif micro is None:
         accumulation = accumulation or 1
-        micro = train // (accumulation * world_size)
+        micro = train // (accumulation * readers)
     elif accumulation is None:
-        accumulation = train // (micro * world_size)
+        accumulation = train // (micro * readers)
     assert accumulation is not None
-    if train != micro * accumulation * world_size or train == 0:
-        unit = max(1, micro if content.get(names[1]) != "auto" and names[1] in content else 1)
-        unit *= world_size * (accumulation if content.get(names[2]) not in (None, "auto") else 1)
+    # 2. The division must be exact; the message names the nearest batches that fit the given values.
+    if train != micro * accumulation * readers or train == 0:
+        unit = max(1, micro if content.get(BATCH[1]) != "auto" and BATCH[1] in content else 1)
+        unit *= readers * (accumulation if content.get(BATCH[2]) not in (None, "auto") else 1)
         near = sorted({max(unit, train // unit * unit), (train // unit + 1) * unit})
         raise ValueError(
-            f"train_batch_size = {train} cannot be divided into micro-batches for {ranks} ranks"
+            f"train_batch_size = {train} cannot be divided into micro-batches for {world_size} ranks"
             f"{f', of which {sequence} share a sequence' if sequence > 1 else ''} "
-            f"(train_micro_batch_size_per_gpu {content.get(names[1], 'auto')}, gradient_accumulation_steps "
-            f'{content.get(names[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
+            f"(train_micro_batch_size_per_gpu {content.get(BATCH[1], 'auto')}, gradient_accumulation_steps "
+            f'{content.get(BATCH[2], "auto")}): use {" or ".join(map(str, near))}, set the other two keys to "auto", '
             "or change the number of ranks; --global_batch and --micro_batch win over the JSON"
         )
-    return dict(zip(names, (train, micro, accumulation), strict=True))
+    return dict(zip(BATCH, (train, micro, accumulation), strict=True))
 
 
 def check_probe_batch(filled: dict[str, Any], sequences: int | None, readers: int, sequence: int) -> None:
-    """Refuse a probe batch that `readers` (ranks, or groups of ranks that share sequences) cannot divide like a
-    step's."""
+    """Refuse a probe batch that cannot be divided as the batch of a step is.
+
+    Args:
+        filled: the resolved configuration.
+        sequences: sequences of the probe batch; None: as many as a step has.
+        readers: ranks, or groups of ranks that share sequences.
+        sequence: ranks that share one sequence.
+    """
     micro = filled[BATCH[1]]
-    at_once, who = micro * readers, "ranks" if sequence == 1 else f"groups of {sequence} ranks"
+    at_once = micro * readers
+    who = "ranks" if sequence == 1 else f"groups of {sequence} ranks"
     if sequences is not None and sequences % at_once:
         raise ValueError(
             f"sparseforge.curvature.sequences = {sequences}: {readers} {who} with a micro-batch of "

@@ -1,8 +1,8 @@
 """The `sparseforge` block of a DeepSpeed JSON, as frozen dataclasses.
 
-DeepSpeed's own keys belong to DeepSpeed, run flags (model, data, output) to `launch/train.py`; everything that changes
-*which weights survive* is here. Parsing is strict: an unknown key, a wrong type or an impossible value is a ValueError
-that names the key, the value and the cure.
+Everything that changes *which weights survive* is here. DeepSpeed's own keys belong to DeepSpeed, and run flags (model,
+data, output) to `launch/train.py`. Parsing is strict: an unknown key, a wrong type or an impossible value is a
+ValueError that names the key, the value and the cure.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 
 @dataclass(frozen=True)
 class SparseForgeConfig:
-    """Everything that decides which weights survive. The `sparseforge` block of the DeepSpeed JSON."""
+    """Settings that decide which weights survive: the `sparseforge` block of the DeepSpeed JSON."""
 
     method: Method = field(default_factory=SoftMaskConfig)
-    """Which rule forms the mask, ours or one that it is compared with: its name, or an object with the name and the
+    """Rule that forms the mask, ours or one that ours is compared with: a name, or an object with `name` and the
     method's own keys. Without a name it is `sparseforge`."""
     max_steps: int = 400
-    """Optimizer steps of the whole run, the unit of every fraction below; the launcher's `--max_steps` wins."""
+    """Optimizer steps of the whole run, the unit of every fraction below. The launcher's `--max_steps` replaces it."""
     pattern: str = "2:4"
-    """n:m, or block<size>[:density]: `block16` is tiles of 16 x 16 that keep half their entries."""
+    """Pattern of the kept weights. n:m keeps n of every m consecutive inputs. block<size>[:density] keeps a share of
+    every square tile: `block16` keeps half the entries of 16 x 16."""
     importance: Importance = "fisher"
-    """Which curvature the score uses; for other methods than `sparseforge`, the score that chooses their starting mask,
-    which may also be `sparsegpt`."""
+    """Curvature in the score of a weight (eq. 3). For other methods than `sparseforge` it is the rule that chooses
+    their starting mask, which may also be `sparsegpt`."""
     include: tuple[str, ...] = ()
-    """Patterns of weight names (fnmatch); when given, only these are pruned."""
+    """Patterns of weight names (fnmatch) that may be pruned; empty: all that the model's family lists."""
     exclude: tuple[str, ...] = ()
-    """Patterns of weight names that stay dense."""
+    """Patterns of weight names that stay dense; they win over `include`."""
     allow_dense: tuple[str, ...] = ()
-    """Patterns of names of linear weights that the family table does not know, and that may stay dense; the launcher's
+    """Patterns of names of linear weights that the family table does not know and that may stay dense. The launcher's
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
     """Seed of probes and of sampled labels."""
@@ -65,9 +66,9 @@ class SparseForgeConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     reconstruction: ReconstructionConfig | None = None
     start: StartConfig | None = None
-    """Before the first step, choose the masks block by block and train what is kept of each; null: do not. For
-    `sparseforge`, whose masks are then frozen from the first step on, and for `naive_retrain` and `oneshot`;
-    `start.mask` chooses the mask, and `importance` is not used."""
+    """Choose the masks block by block before the first step, and train the kept weights of each block; null: do not.
+    It is for `naive_retrain`, `oneshot`, and `sparseforge`, whose masks are then frozen from the first step on.
+    `start.mask` is the rule that chooses the masks, and `importance` is not used."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_steps <= MOST, "max_steps", self.max_steps, f"use an integer >= 0, at most {MOST:,}")
@@ -83,8 +84,8 @@ class SparseForgeConfig:
     def check_length(self) -> None:
         """Check that a run of `max_steps` prunes, and is long enough.
 
-        Not judged where a block is read: many a run learns its length later, from epochs, and a model is verified by
-        the pattern alone.
+        This is not checked when a block is read: a run may learn its length later, from epochs, and a model is verified
+        by the pattern alone.
 
         Raises:
             ValueError: the pattern keeps everything, masks would be frozen before they move, or branches come before
@@ -96,18 +97,18 @@ class SparseForgeConfig:
 
     @property
     def soft(self) -> SoftMaskConfig | None:
-        """The method where masks are soft at first: `sparseforge`, unless it freezes them before the first step."""
+        """Return the method if its masks are soft at first: `sparseforge`, unless they freeze before the first step."""
         return self.method if self.method.name == "sparseforge" and self.resolved_schedule.freeze_step else None
 
     @property
     def factored(self) -> bool:
-        """Whether scores are made of row and column sums of the curvature."""
+        """Return True if scores use the product of the curvature's row and column sums."""
         chosen = self.curvature.per_token if self.curvature.factored is None else self.curvature.factored
         return self.keeps_curvature and self.importance != "wanda" and chosen
 
     @property
     def moves_weights_into_branches(self) -> bool:
-        """Whether SLoRB's branches take up a shift of the weights before the first step."""
+        """Return True if a part of the weights is moved into low-rank branches before the first step."""
         low_rank = self.low_rank
         if low_rank is None or low_rank.shift is not None or low_rank.learned:
             return low_rank is not None and low_rank.shift is not False
@@ -115,39 +116,39 @@ class SparseForgeConfig:
 
     @property
     def keeps_curvature(self) -> bool:
-        """Whether scores need a curvature."""
+        """Return True if scores need a curvature."""
         return self.start is None and self.importance not in ("magnitude", "sparsegpt")
 
     @property
     def starts_by_block(self) -> bool:
-        """True if the starting mask is chosen one decoder block after another, on calibration text."""
+        """Return True if the starting mask is chosen one decoder block after another, on calibration text."""
         return self.start is not None or self.importance == "sparsegpt"
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether what is measured and kept of the curvature are its row and column sums."""
+        """Return True if row and column sums of the curvature are measured and kept, and no elements."""
         return self.keeps_curvature and self.factored and self.curvature.per_token
 
     @property
     def keeps_elements(self) -> bool:
-        """Whether every weight has a curvature of its own beside it."""
+        """Return True if every weight has a curvature of its own in the optimizer's state."""
         return self.keeps_curvature and not self.keeps_sums
 
     @property
     def from_training_step(self) -> bool:
-        """Whether the curvature is measured in the training step itself, without passes of its own."""
+        """Return True if the curvature is measured in training steps, without passes of its own."""
         if self.curvature.source is not None:
             return self.curvature.source == "training"
-        silent = self.distillation is not None and self.distillation.task_weight == 0
-        return self.can_use_training_step and self.curvature.sequences is None and not silent
+        has_task_loss = self.distillation is None or self.distillation.task_weight != 0
+        return self.can_use_training_step and self.curvature.sequences is None and has_task_loss
 
     @property
     def can_use_training_step(self) -> bool:
-        """Whether the curvature can be measured in the training step itself."""
+        """Return True if the curvature can be measured in training steps."""
         return self.soft is not None and self.importance == "fisher" and self.keeps_sums
 
     def measures_in_step(self, step: int) -> bool:
-        """Whether the curvature is measured in optimizer step `step` itself: one of those just before a mask update."""
+        """Return True if the curvature is measured in training step `step`, one of the last before a mask update."""
         schedule = self.resolved_schedule
         update = -(-step // schedule.update_every) * schedule.update_every
         steps = self.curvature.first_probes if update == schedule.update_every else self.curvature.probes
@@ -155,7 +156,7 @@ class SparseForgeConfig:
 
     @property
     def state_keys(self) -> tuple[str, ...]:
-        """Optimizer states, one fp32 number per prunable element each, beside `dense` and `mask`."""
+        """Return the names of further optimizer states beside `dense` and `mask`, each one fp32 number per element."""
         keys: tuple[str, ...] = ("curvature",) if self.keeps_elements else ()
         if self.method.name == "maskllm":
             assert isinstance(self.parsed_pattern, NM)
@@ -164,24 +165,24 @@ class SparseForgeConfig:
 
     @property
     def mask_storage(self) -> Literal["uint16", "bool", "float32"]:
-        """How masks are kept while they move: in fixed point where they are soft, in 32 bits where they are sampled."""
+        """Return the dtype of masks while they move: fixed point if they are soft, 32 bits if they are sampled."""
         if self.method.name == "maskllm":
             return "float32"
         return "bool" if self.soft is None else "uint16"
 
     @property
     def release_step(self) -> int:
-        """The optimizer step at whose end masks are frozen for good, and one bit a weight is all that is kept."""
+        """Return the step after which masks are frozen for good, and one bit a weight is kept."""
         return max(self.resolved_schedule.freeze_step, self.branch_step, 0)
 
     @property
     def resolved_schedule(self) -> MaskSchedule:
-        """When masks move and freeze, in optimizer steps; of `sparseforge` a `Schedule`, with all annealed numbers."""
+        """Return the steps at which masks move and freeze; for `sparseforge` a `Schedule` with all annealed numbers."""
         return self.method.schedule(self.max_steps)
 
     @property
     def branch_step(self) -> int:
-        """The optimizer step at whose end SLoRB's branches are switched on; -1 without them."""
+        """Return the step after which low-rank branches are switched on; -1 without branches."""
         if self.low_rank is None:
             return -1
         if self.moves_weights_into_branches:
@@ -192,26 +193,33 @@ class SparseForgeConfig:
 
     @property
     def parsed_pattern(self) -> Pattern:
-        """The pattern as an object."""
+        """Return the pattern as an object."""
         return parse_pattern(self.pattern)
 
     @classmethod
     def from_dict(cls, block: dict[str, Any]) -> SparseForgeConfig:
-        """Build from a parsed `sparseforge` block: what the method starts from, then the preset, then given keys."""
+        """Build from a parsed `sparseforge` block.
+
+        The method has keys that it starts from. The preset overrides them, and the block overrides both.
+
+        Raises:
+            ValueError: a key, type, value or combination is wrong.
+        """
         preset = block.get("preset", "default")
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"sparseforge.preset: unknown preset {preset!r}, use one of {', '.join(PRESETS)}")
-        start, name = PRESETS[preset], method_name(block)
-        if name != method_name(start) and "method" in start:
+        preset_keys = PRESETS[preset]
+        name = method_name(block)
+        if name != method_name(preset_keys) and "method" in preset_keys:
             raise ValueError(
-                f'sparseforge.preset = "{preset}" sets keys of method "{method_name(start)}", not of "{name}"; leave '
-                "one of the two out"
+                f'sparseforge.preset = "{preset}" sets keys of method "{method_name(preset_keys)}", not of "{name}"; '
+                "leave one of the two out"
             )
-        given = {key: value for key, value in block.items() if key != "preset"}
-        if isinstance(given.get("method"), str):
-            given["method"] = {"name": name}
-        kind = METHODS.get(name, SoftMaskConfig)  # `build` says which there are
-        merged = merge(merge(kind.starts_from, start), given)
+        own_keys = {key: value for key, value in block.items() if key != "preset"}
+        if isinstance(own_keys.get("method"), str):
+            own_keys["method"] = {"name": name}
+        kind = METHODS.get(name, SoftMaskConfig)  # `build` refuses an unknown name
+        merged = merge(merge(kind.starts_from, preset_keys), own_keys)
         if name == "sparseforge" and merged.get("start") is not None and isinstance(merged.get("method", {}), dict):
             # A start leaves a fixed mask, unless a window is given that says otherwise, which is refused.
             merged = merge({"method": {"hardening": (0.0, 0.0)}}, merged)
@@ -234,15 +242,15 @@ class SparseForgeConfig:
         return cls.from_dict(merge(content["sparseforge"], overrides))
 
     def allowing_dense(self, globs: Sequence[str]) -> SparseForgeConfig:
-        """The same with more of `allow_dense`."""
+        """Return a config with more patterns in `allow_dense`."""
         return dataclasses.replace(self, allow_dense=tuple(dict.fromkeys((*self.allow_dense, *globs))))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, every value resolved; `from_dict` of it gives an equal config."""
+        """Return plain JSON types with every value resolved; `from_dict` gives an equal config."""
         return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
 
     def comparable(self) -> dict[str, Any]:
-        """What of `to_dict` a resumed run must have unchanged; values with the same effect are written alike."""
+        """Return the part of `to_dict` that a resumed run must not change; values of equal effect are written alike."""
         config = self.to_dict()
         del config["monitor"]
         config["curvature"]["factored"] = self.factored
@@ -256,6 +264,6 @@ class SparseForgeConfig:
 
 
 def method_name(block: dict[str, Any]) -> str:
-    """Of a parsed `sparseforge` block."""
+    """Return the name of the method of a parsed `sparseforge` block."""
     method = block.get("method", {})
     return str(method.get("name", "sparseforge") if isinstance(method, dict) else getattr(method, "name", method))

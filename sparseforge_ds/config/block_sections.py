@@ -1,4 +1,4 @@
-"""The objects inside the `sparseforge` block beside `method`."""
+"""Objects of the `sparseforge` block beside `method`, like `curvature` and `distillation`."""
 
 from __future__ import annotations
 
@@ -12,45 +12,49 @@ Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda
 
 _SHARE_OF_RUN = 0.05
 """Share of a run's tokens that a block is trained on where `start.tokens` is not given."""
-_FEWEST_TOKENS, _MOST_TOKENS = 131_072, 2_000_000
-"""Bounds of that share. A run that has fewer tokens gives all of them, and without a run it is the fewest."""
+_FEWEST_TOKENS = 131_072
+_MOST_TOKENS = 2_000_000
+"""Bounds of that share. A run with fewer tokens gives all of them. Without a run it is the lower bound."""
 _EPOCH_STEPS = 128
+"""Adam steps of an epoch, where `start.batch` is not given."""
 _STEP_TOKENS = (1024, 16384)
-"""The least and the most tokens of an Adam step, where `start.batch` is not given."""
+"""Least and most tokens of an Adam step, where `start.batch` is not given."""
 _LEAST_STEPS = 16
+"""Fewest Adam steps of a block over all epochs."""
 
 
 @dataclass(frozen=True)
 class CurvatureConfig:
-    """How the diagonal of the Hessian is estimated (design eq. 2)."""
+    """Estimate of the Hessian's diagonal, the curvature H of the score (eq. 2 and 3)."""
 
     decay: float = 0.9
-    """EMA decay per refresh, bias-corrected."""
+    """Decay of the running mean per measurement, 0 <= decay < 1; the mean is bias-corrected as Adam's moments are."""
     source: Literal["training", "probe"] | None = None
-    """training: hooks measure the training loss in the passes of the last steps before a mask update, without extra
-    passes (needs sparseforge with a soft mask, and fisher by row and column sums); probe: the task loss is measured in
-    extra passes; null: training where that is possible and the loss has a task part, since the KL of a student that
-    still equals its teacher has no gradient; else probe."""
+    """Passes in which the curvature is measured. `training`: the passes of the last steps before a mask update, with
+    the training loss and without extra cost; it needs method `sparseforge` with a soft mask, and `fisher` by row and
+    column sums. `probe`: extra passes with the task loss. null: `training` where that is possible and the loss has a
+    task part, since the KL of a student that still equals its teacher has no gradient; else `probe`."""
     sequences: int | None = None
-    """Sequences of a probe batch, over all ranks: a multiple of ranks times micro-batch; null: as many as in a step.
-    Where it is given, source null is probe, and training is refused."""
+    """Sequences of a probe batch over all ranks, a multiple of ranks times micro-batch; null: as many as in a step. If
+    it is given, `source` null means `probe`, and `training` is refused."""
     probes: int = 1
-    """Probe batches averaged in one refresh; with source training: steps before a mask update that are measured, each
-    of them a refresh."""
+    """Probe batches that are averaged in one measurement. With source `training`: steps before a mask update that are
+    measured, each of them a measurement."""
     first_probes: int = 4
-    """The same before the first mask update, which has no earlier curvature to average with."""
+    """The same before the first mask update, which has no earlier measurement to average with."""
     damping: float = 1e-4
-    """eps of the score, relative to the mean curvature of the matrix (eq. 3)."""
+    """eps of the score (eq. 3), relative to the mean curvature of the matrix."""
     per_token: bool = True
-    """fisher and gauss_newton: square gradients per token where the weight belongs to a linear layer (far less noise);
-    false squares the gradient of the whole probe batch. hutchinson: one random sign for every token and output of a
-    linear layer (far less noise); false draws one for every weight, as the paper does."""
+    """Measure per token in linear layers, with far less noise. `fisher` and `gauss_newton`: true squares the gradient
+    of every token, false that of the whole probe batch. `hutchinson`: true draws one random sign for every token and
+    output, false one for every weight, as the paper does."""
     factored: bool | None = None
-    """Score by the product of the row and column sums of each matrix's curvature, in which noise averages away,
-    instead of by its elements; null: as `per_token`; true needs fisher, gauss_newton or hutchinson."""
+    """Replace each matrix's curvature in the score by the product of its row and column sums, in which noise averages
+    away. null: as `per_token`. true needs `fisher`, `gauss_newton` or `hutchinson`."""
     radius: float | None = None
-    """hutchinson: step of the gradient difference; `per_token`: relative to the RMS of a token's outputs, null is 0.1;
-    else relative to the RMS of the matrix, null picks by dtype (fp32 1e-3, fp16 1e-2, bf16 1e-1)."""
+    """`hutchinson`: step of the gradient difference. With `per_token` it is relative to the RMS of a token's outputs,
+    and null is 0.1. Without, it is relative to the RMS of the matrix, and null is 1e-3 in fp32, 1e-2 in fp16, 1e-1 in
+    bf16."""
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")
@@ -68,25 +72,28 @@ class CurvatureConfig:
 
 @dataclass(frozen=True)
 class LowRankConfig:
-    """SLoRB (design eq. 13): y = x (w^T + P^T B^T), P a fixed sum over runs of `k` inputs, B learned, rank
-    in/k, rounded up; or P learned too."""
+    """Low-rank branch beside every pruned layer, SLoRB: y = x (w^T + P^T B^T) (eq. 13).
+
+    B is learned. P is a fixed sum over runs of `k` inputs, so that the rank is in/k, rounded up; or P is learned too.
+    """
 
     k: int = 16
-    """Weights for each number of the branch. With a fixed P that is the inputs that share one column of B; where it
-    does not divide the inputs of a layer, the last ones are fewer."""
+    """Weights of the layer per number of the branch. With a fixed P it is the number of inputs that share a column of
+    B; the last run is shorter where k does not divide the inputs."""
     learned: bool = False
-    """Whether P is learned as B is, which makes the branch a LoRA adapter. B and P have as many numbers together as B
-    has with a fixed P: their rank is out * in / (k * (out + in)), rounded. Before the first step the low-rank part of
-    the weights that leaves the pattern the least to remove is moved into them (`shift`, which is true then)."""
+    """Train P too, which makes the branch a LoRA adapter. B and P together have as many numbers as B has with a fixed
+    P: their rank is out * in / (k * (out + in)), rounded. `shift` is true then: before the first step, the low-rank
+    part of the weights that leaves the pattern the least to remove is moved into the branch."""
     shift: bool | None = None
-    """True: before the first step one number is moved from every run of k weights into its B, the one that leaves the
-    pattern the least to remove, and the mask acts on the rest; the network computes the same as before, with the branch
-    on from the start. Needs k to be a multiple of the pattern's M where P is fixed. False: as published, B starts from
-    what the mask removes. Null: true for `sparseforge`, `naive_retrain` and `oneshot` without `start`, and with
-    `learned`; else false."""
+    """true: before the first step, one number of every run of k weights is moved into B, the one that leaves the
+    pattern the least to remove, and the mask acts on the rest. The network computes the same as before, and the branch
+    is on from the start. With a fixed P, k must be a multiple of the pattern's M. false: as published, B starts from
+    the weights that the mask removes. null: true with `learned`, and for `sparseforge`, `naive_retrain` and `oneshot`
+    without `start`; else false."""
     start: float | None = None
-    """Without `shift`: when the branch is switched on, with B made from what the mask removes at that moment, as a
-    fraction of max_steps; null: when the mask is frozen (`sparseforge`), or before the first step (other methods)."""
+    """Moment at which a branch without `shift` is switched on, as a fraction of max_steps. B starts from the weights
+    that the mask removes at that moment. null: when the mask freezes (`sparseforge`), or before the first step (other
+    methods)."""
 
     def __post_init__(self) -> None:
         require(self.k >= 2, "low_rank.k", self.k, "use an integer >= 2")
@@ -113,17 +120,20 @@ class LowRankConfig:
 
 @dataclass(frozen=True)
 class HiddenConfig:
-    """Distillation of hidden states, beside that of logits: the squared distance between the outputs of a layer of the
-    student and of the teacher, relative to the square of the teacher's, averaged over tokens and layers."""
+    """Distillation of hidden states, in addition to logits.
+
+    The loss is the squared distance between the outputs of a student's and a teacher's layer, over the squared length
+    of the teacher's, averaged over tokens and layers.
+    """
 
     weight: float = 1.0
-    """Weight of the mean distance in the loss."""
+    """Weight of this loss in the sum."""
     every: int | None = 1
-    """Layers that are compared: 1 is all of them, k every k-th, counted from the last; null is the last alone. The
-    states of a micro-batch at these layers of the teacher are kept until its backward pass."""
+    """Distance between compared layers, counted from the last: 1 compares all, k every k-th, null the last alone. The
+    teacher's states at these layers stay in memory until the backward pass of a micro-batch."""
     until: float | None = None
-    """The weight falls in a straight line to 0 at this fraction of max_steps, so that hidden states show the way and
-    logits have the last word; null: it stays as it is."""
+    """Fraction of max_steps at which the weight reaches 0, falling linearly, so that logits alone decide at the end;
+    null: the weight stays."""
 
     def __post_init__(self) -> None:
         require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
@@ -135,22 +145,24 @@ class HiddenConfig:
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """Forward KL from the frozen dense teacher (design eq. 12). The defaults are the loss of AST (arXiv 2407.20584) and
-    CAST (arXiv 2509.25996)."""
+    """Distillation from the frozen dense teacher by forward KL (eq. 12).
+
+    The defaults are the loss of AST (arXiv 2407.20584) and CAST (arXiv 2509.25996).
+    """
 
     weight: float = 2 / 3
-    """l_KL."""
+    """Weight of the KL divergence, l_KL."""
     task_weight: float = 1 / 3
-    """l_task, the weight of the cross-entropy. A model that is trained to saturation on the text wants less of it in a
-    short run, one that is not wants more (studies/notes.md)."""
+    """Weight of the cross-entropy, l_task. Short runs want a smaller weight if the model was trained to saturation on
+    the text, and a larger one if not (studies/notes.md)."""
     temperature: float = 2.0
-    """Both logits are divided by it and the KL is multiplied by its square."""
+    """Divisor of both logits; the KL is multiplied by its square."""
     hold: Literal["zero3", "replicated"] = "zero3"
-    """Where the teacher lives: partitioned over the ranks by ZeRO-3 inference, or whole on every rank."""
+    """Place of the teacher's weights: `zero3` partitions them over the ranks, `replicated` keeps all on every rank."""
     hidden: HiddenConfig | None = None
-    """Hidden states are distilled too; null: logits alone. Needs a teacher of the student's width and depth."""
+    """Distil hidden states too; null: logits alone. The teacher must have the student's width and depth."""
     chunk_tokens: int = 1024
-    """Tokens whose fp32 [tokens, vocabulary] log-probabilities exist at a time."""
+    """Tokens whose fp32 log-probabilities, [tokens, vocabulary], are in memory at a time."""
 
     def __post_init__(self) -> None:
         require(self.weight >= 0, "distillation.weight", self.weight, "use a value >= 0")
@@ -162,7 +174,7 @@ class DistillationConfig:
         require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
 
     def at(self, progress: float) -> DistillationConfig:
-        """The loss when the fraction `progress` of a run's steps is made; no weight of it changes any more."""
+        """Return the loss at the fraction `progress` of a run's steps, with weights that no longer change."""
         if self.hidden is None or self.hidden.until is None:
             return self
         weight = self.hidden.weight * max(0.0, 1 - progress / self.hidden.until)
@@ -171,14 +183,14 @@ class DistillationConfig:
 
 @dataclass(frozen=True)
 class ReconstructionConfig:
-    """importance "sparsegpt": how the weights of a layer are chosen and updated (arXiv 2301.00774)."""
+    """Settings of importance `sparsegpt` (arXiv 2301.00774)."""
 
     damping: float = 0.01
-    """Added to the diagonal of X^T X, relative to its mean."""
+    """Number added to the diagonal of X^T X, relative to its mean."""
     block: int = 128
-    """Columns whose errors are passed on at a time."""
+    """Columns whose errors are passed on to later columns at a time."""
     update_weights: bool = True
-    """Whether kept weights make up for the pruned ones; false takes the mask alone."""
+    """Update kept weights to make up for the pruned ones; false: take the mask alone."""
 
     def __post_init__(self) -> None:
         require(self.damping > 0, "reconstruction.damping", self.damping, "use a value > 0")
@@ -187,26 +199,29 @@ class ReconstructionConfig:
 
 @dataclass(frozen=True)
 class StartConfig:
-    """A start that is trained block by block: a block gets its mask, and its kept weights are trained to give what the
-    dense block gives, before the next block follows."""
+    """Start that is trained block by block, before the first step.
+
+    Each decoder block gets its mask, and its kept weights are trained to give the dense block's outputs, before the
+    next block follows.
+    """
 
     mask: StartMask | None = None
-    """The source of a block's mask: SparseGPT on the inputs that the pruned model gives the block; soft masks
-    annealed by the block's own error; Wanda; or magnitude. Null: sparsegpt, and annealed for fused experts, which
-    sparsegpt cannot measure."""
+    """Rule that chooses a block's mask. `sparsegpt`: SparseGPT on the inputs that the pruned model gives the block.
+    `annealed`: soft masks that follow the block's own error. `wanda` and `magnitude`. null: `sparsegpt`, but `annealed`
+    for fused experts, which sparsegpt cannot measure."""
     tokens: int | None = None
-    """Tokens that every block is trained on, the first of the run's; null: 5% of the run's, at least 131,072 if it has
-    so many, and at most 2 million."""
+    """Tokens that every block is trained on, the first of the run; null: 5% of the run's, but at least 131,072 (or all)
+    and at most 2 million."""
     epochs: int = 4
-    """Times that a block is trained on these tokens; 0 leaves the first mask alone, with SparseGPT's weights."""
+    """Passes of every block over these tokens; 0 trains nothing, and keeps the first mask and SparseGPT's weights."""
     rate: float = 0.02
-    """Adam's rate, relative to the RMS of the block's pruned weights; it falls to 0 as a cosine."""
+    """Adam's learning rate, relative to the RMS of the block's pruned weights; it falls to 0 as a cosine."""
     batch: int | None = None
-    """Sequences of an Adam step; null: as many as make 128 steps an epoch, within 1,024 to 16,384 tokens a step."""
+    """Sequences of an Adam step; null: as many as give 128 steps an epoch, within 1,024 to 16,384 tokens a step."""
     norms: bool = True
     """Train the norms of a block, and the biases of its pruned layers, too."""
     damping: float = 0.01
-    """sparsegpt: added to the diagonal of X^T X, relative to its mean."""
+    """`sparsegpt`: number added to the diagonal of X^T X, relative to its mean."""
 
     def __post_init__(self) -> None:
         for name in ("tokens", "batch"):
@@ -217,16 +232,22 @@ class StartConfig:
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
 
     def tokens_of(self, run_tokens: int) -> int:
-        """Return the tokens that a block is trained on, in a run of so many; 0 is no run."""
+        """Return the tokens that a block is trained on, in a run of `run_tokens`; 0 means no run."""
         if self.tokens is not None:
             return self.tokens
         share = min(max(round(_SHARE_OF_RUN * run_tokens), _FEWEST_TOKENS), _MOST_TOKENS)
         return min(share, run_tokens) if run_tokens else _FEWEST_TOKENS
 
     def sequences_of_step(self, tokens: int, length: int) -> int:
-        """Return the sequences of an Adam step, of `length` tokens each, where a block is trained on `tokens`."""
+        """Return the sequences of an Adam step.
+
+        Args:
+            tokens: tokens that a block is trained on.
+            length: tokens of a sequence.
+        """
         if self.batch is not None:
             return self.batch
+        # Enough steps an epoch, with a step of reasonable size.
         least, most = _STEP_TOKENS
         sequences = min(max(least, tokens // _EPOCH_STEPS), most) // length
         # A block makes some steps at least, however few its tokens are.
@@ -235,12 +256,13 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What is logged beyond the loss, and how often (in optimizer steps; 0 switches it off)."""
+    """Measurements for the log beyond the loss, each every so many optimizer steps; 0: never."""
 
     histograms_every: int = 0
-    """Per-matrix histograms of mask and curvature."""
+    """Steps between histograms of mask and curvature, one per matrix; 0: none."""
     gap_every: int = 0
-    """Soft-to-hard gap: the loss with the mask hardened now, minus the loss with the soft mask."""
+    """Steps between measurements of the soft-to-hard gap, the loss with the mask hardened now minus the loss as it is;
+    0: none."""
 
     def __post_init__(self) -> None:
         for name in ("histograms_every", "gap_every"):

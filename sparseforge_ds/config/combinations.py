@@ -1,4 +1,4 @@
-"""Which keys of the `sparseforge` block go together."""
+"""Checks of the `sparseforge` block across its keys."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 
 def check_method(config: SparseForgeConfig) -> None:
-    """Whether what stands beside the method fits it."""
-    method, importance, of_groups = config.method, config.importance, isinstance(config.parsed_pattern, NM)
+    """Raise ValueError for keys, a pattern or an importance that the method cannot use."""
+    method = config.method
+    importance = config.importance
+    pattern = config.parsed_pattern
+    # 1. Keys that the method ignores.
     for key in method.unused:
         if value := getattr(config, key):
             off = "false" if value is True else "null"
@@ -29,18 +32,19 @@ def check_method(config: SparseForgeConfig) -> None:
                 f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to {off}, or '
                 "leave it out"
             )
-    if method.name == "maskllm" and not of_groups:
+    # 2. MaskLLM enumerates the patterns of a group.
+    if method.name == "maskllm" and not isinstance(pattern, NM):
         raise ValueError(
             f'sparseforge.pattern = {config.pattern}: method "maskllm" numbers the patterns of a group, too many '
             "for a tile; use n:m"
         )
-    pattern = config.parsed_pattern
     if method.name == "maskllm" and isinstance(pattern, NM) and math.comb(pattern.m, pattern.n) > MOST_CHOICES:
         raise ValueError(
-            f'sparseforge.pattern = {config.pattern}: method "maskllm" learns three numbers for every choice that a '
-            f"group has, and it has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
+            f'sparseforge.pattern = {config.pattern}: method "maskllm" learns three numbers for every choice of a '
+            f"group, and this pattern has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
         )
-    if importance == "sparsegpt" and (method.name == "sparseforge" or not of_groups):
+    # 3. SparseGPT chooses starting masks.
+    if importance == "sparsegpt" and (method.name == "sparseforge" or not isinstance(pattern, NM)):
         raise ValueError(
             f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '
             f'method "{method.name}" and pattern {config.pattern}; use "fisher"'
@@ -52,9 +56,10 @@ def check_method(config: SparseForgeConfig) -> None:
 
 
 def check_removes(config: SparseForgeConfig) -> None:
-    """Raise a ValueError for a run whose pattern keeps everything, unless it is the dense control of a comparison."""
-    pattern, of_run = config.parsed_pattern, (config.method.name, config.importance)
-    if pattern.kept == pattern.members and of_run != ("naive_retrain", "magnitude"):
+    """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison."""
+    pattern = config.parsed_pattern
+    is_control = config.method.name == "naive_retrain" and config.importance == "magnitude"
+    if pattern.kept == pattern.members and not is_control:
         raise ValueError(
             f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
             'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'
@@ -62,9 +67,11 @@ def check_removes(config: SparseForgeConfig) -> None:
 
 
 def _check_start(config: SparseForgeConfig) -> None:
-    """Check that a start that is trained block by block fits the method, the pattern and the other keys."""
+    """Raise ValueError if a start that is trained block by block does not fit the method, pattern and other keys."""
     assert config.start is not None
-    method, start = config.method, config.start
+    method = config.method
+    start = config.start
+    # 1. The method must keep its masks fixed.
     if method.name not in STARTED:
         raise ValueError(
             f'sparseforge.start: method "{method.name}" moves its masks, and a start leaves a fixed one; set it to '
@@ -75,8 +82,9 @@ def _check_start(config: SparseForgeConfig) -> None:
             f"sparseforge.method.hardening = {list(config.soft.hardening)}: masks are frozen from the first step on "
             'after a start; leave it out, or use [0, 0], or set "start" to null'
         )
-    own = method.starts_from.get("importance", "fisher")
-    if config.importance not in (own, start.mask):
+    # 2. `start.mask` takes the place of `importance` and `reconstruction`.
+    default = method.starts_from.get("importance", "fisher")
+    if config.importance not in (default, start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(start.mask)}; leave it out, or set "start" to null'
@@ -88,6 +96,7 @@ def _check_start(config: SparseForgeConfig) -> None:
         )
     if config.reconstruction is not None:
         raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
+    # 3. The rule must know the pattern, and branches something to begin from.
     if start.mask in (None, "sparsegpt") and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
             f"sparseforge.start.mask: sparsegpt, the default, makes masks of an n:m pattern, not {config.pattern}; use "
@@ -101,7 +110,8 @@ def _check_start(config: SparseForgeConfig) -> None:
 
 
 def check_combinations(config: SparseForgeConfig) -> None:
-    """Raise a ValueError for keys that exclude each other."""
+    """Raise ValueError for keys that exclude each other."""
+    # 1. Row and column sums.
     _require(
         config,
         config.importance != "hutchinson" or not config.curvature.per_token or config.curvature.factored is not False,
@@ -115,6 +125,7 @@ def check_combinations(config: SparseForgeConfig) -> None:
         f'importance "{config.importance}" has no curvature to take row and column sums of; leave it out, or use '
         'importance "fisher"',
     )
+    # 2. Measurements in training steps.
     trained = config.curvature.source == "training"
     _require(
         config,
@@ -129,6 +140,7 @@ def check_combinations(config: SparseForgeConfig) -> None:
         "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
         'training step; leave it out, or use "probe"',
     )
+    # 3. Branches.
     if config.low_rank is not None and config.moves_weights_into_branches:
         pattern = config.parsed_pattern
         _require(
@@ -141,7 +153,7 @@ def check_combinations(config: SparseForgeConfig) -> None:
 
 
 def check_branch_start(config: SparseForgeConfig) -> None:
-    """Raise a ValueError for branches that come before the first mask update, by the number of steps."""
+    """Raise ValueError if branches would be switched on before the first mask update."""
     if config.low_rank is not None and config.low_rank.start is not None and config.soft is not None:
         first = config.soft.schedule(config.max_steps).update_every
         _require(

@@ -1,4 +1,4 @@
-"""The command line of `sparseforge train` and `launch/train.py`: its parser, and its errors."""
+"""Parser of the command line of `sparseforge train` and `launch/train.py`, and its errors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ examples:
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
   ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
 
-`sparseforge train` is one process on one GPU. deepspeed starts one for every GPU, in a checkout by launch/train.py
-and elsewhere by --no_local_rank --module sparseforge_ds train; torchrun does by -m sparseforge_ds train. Without an
-accelerator deepspeed starts one process; ask it for more with --num_gpus 2.
+`sparseforge train` is one process on one GPU. deepspeed starts one for every GPU: launch/train.py in a checkout,
+--no_local_rank --module sparseforge_ds train elsewhere. torchrun starts them by -m sparseforge_ds train. On a
+machine without an accelerator deepspeed starts one process; ask it for more with --num_gpus 2.
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
 
 SIGTERM (pre-emption) saves at the end of the step and ends all ranks with exit code 143, also when it reaches
@@ -41,16 +41,16 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 """
 
 
-_OF_THE_LAUNCHER = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
+_LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
 _NAMES = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
 
 
 class UnknownFlagError(ValueError):
-    """A word of the command line that belongs to no flag."""
+    """Error about a word of the command line that belongs to no flag."""
 
 
 class _Parser(HfArgumentParser):
-    """Errors are ValueErrors of one line; a usage would be printed by every rank."""
+    """Parser whose errors are ValueErrors of one line; argparse's usage would be printed by every rank."""
 
     def error(self, message: str) -> NoReturn:
         spellings = {"/".join(action.option_strings): action.option_strings[0] for action in self._actions}
@@ -63,7 +63,7 @@ class _Parser(HfArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
-    """Help with one spelling per flag, and defaults where they say something."""
+    """Formatter of the help, with one spelling of each flag, and defaults where they say something."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=110)
@@ -81,7 +81,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.HelpFormatter):
 
 
 def argument_parser() -> HfArgumentParser:
-    """The parser of the launcher's command line."""
+    """Return the parser of the launcher's command line."""
     return _Parser(
         RunArguments,
         prog="sparseforge train",
@@ -94,8 +94,11 @@ def argument_parser() -> HfArgumentParser:
 
 
 def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
-    """Parse the command line (default: this process's). Raises ValueError where a flag is unknown, missing, or has a
-    value that cannot work."""
+    """Parse a command line, by default that of this process.
+
+    Raises:
+        ValueError: a flag is unknown, missing, or has a value that cannot work.
+    """
     words = sys.argv[1:] if command_line is None else command_line
     arguments, *unknown = argument_parser().parse_args_into_dataclasses(
         args=with_our_names(words, _NAMES),
@@ -111,16 +114,16 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
 
 
 def _unknown(word: str) -> str:
-    """Return what is said of a word of the command line that belongs to no flag."""
+    """Return the error message about a word of the command line that belongs to no flag."""
     flag = word.partition("=")[0]
     name = name_of(flag).lower()
     if not flag.startswith("-") or name in _NAMES:
         return unknown_word(word, _NAMES)
-    if name in _OF_THE_LAUNCHER:
+    if name in _LAUNCHER_FLAGS:
         return (
             f"{flag}: the deepspeed launcher has this flag: write it before the script, deepspeed {flag} ... train.py"
         )
-    # Not imported before something is wrong, so that --help need not wait for DeepSpeed.
+    # These imports are slow, so they wait until there is an error.
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.config.deepspeed_keys import KEYS
 

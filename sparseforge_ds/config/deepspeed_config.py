@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of a run: read, checked and with every "auto" filled, before DeepSpeed sees it."""
+"""DeepSpeed JSON of a run: it is read, checked, and every "auto" is filled, before DeepSpeed sees it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from sparseforge_ds.config.shipped import configuration_file
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-"""Sections of loggers, and the package that each needs."""
+"""Package that each section of a logger needs."""
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
-    """The parsed file, or that of the package which has this name. Raises ValueError where something in it cannot work,
-    as `check_deepspeed` says."""
+    """Read and check the JSON of a path, or of the name of a shipped one.
+
+    Raises:
+        ValueError: the file cannot be read, or as `check_deepspeed`.
+    """
     try:
         file = configuration_file(path)
     except ValueError as error:
@@ -49,8 +52,14 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 
 
 def check_deepspeed(content: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed would ignore, stumble over after the models are loaded, or do to masks; but no batch
-    size. What is "auto" is not looked at."""
+    """Refuse settings that DeepSpeed would ignore, fail on after models are loaded, or that masks cannot survive.
+
+    Batch sizes and values that are "auto" are not checked.
+
+    Raises:
+        ValueError: names the key, its value and the cure.
+    """
+    # 1. Keys that we refuse, or that have the wrong kind of value.
     if "scheduler" in content:
         raise ValueError(
             'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'
@@ -70,7 +79,7 @@ def check_deepspeed(content: dict[str, Any]) -> None:
         if content.get(key, {}).get("enabled") is True and importlib.util.find_spec(package) is None:
             raise ValueError(f"{key}: the package {package} is not installed; pip install {package}, or remove {key!r}")
     check_optimizer(content)
-    # DeepSpeed would hold a batch size against the number of ranks of this process; `batch_arithmetic` looks at those.
+    # 2. DeepSpeed's own checks. Batch sizes are left out, since DeepSpeed compares them with this process's ranks.
     batch = dict.fromkeys(BATCH[1:], 1)
     settled = {
         key: value for key, value in without_autos(content).items() if key not in (*BATCH, SEQUENCE, "sparseforge")
@@ -78,11 +87,12 @@ def check_deepspeed(content: dict[str, Any]) -> None:
     try:
         settings = deepspeed.DeepSpeedConfig({**settled, **batch})
     except ValidationError as error:
-        found = error.errors()[0]
-        where = ".".join(str(part) for part in found["loc"])
-        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {where}: {found['msg']}") from None
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {where}: {first['msg']}") from None
     except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed cannot use it: {' '.join(str(error).split()) or repr(error)}") from None
+    # 3. Settings that masks cannot survive.
     if message := refused_setting(settings):
         raise ValueError(message)
     accumulated = settings.grad_accum_dtype
@@ -94,8 +104,11 @@ def check_deepspeed(content: dict[str, Any]) -> None:
 
 
 def check_machine(content: dict[str, Any]) -> None:
-    """Refuse what DeepSpeed cannot do on this machine: it would try to compile for minutes first. That is weights on a
-    disk that is not there, or without the library for it."""
+    """Refuse weights on a missing disk, or without the library for it: DeepSpeed would first compile for minutes.
+
+    Raises:
+        ValueError: names the key, its value and the cure.
+    """
     offload = content.get("zero_optimization", {}).get("offload_param") or {}
     if offload.get("device") != "nvme":
         return
@@ -113,7 +126,7 @@ def check_machine(content: dict[str, Any]) -> None:
 
 
 def training_dtype(content: dict[str, Any]) -> torch.dtype:
-    """What a resolved configuration computes in."""
+    """Return the dtype that a resolved configuration computes in."""
     for name, dtype in _DTYPES.items():
         if content.get(name, {}).get("enabled"):
             return dtype
@@ -121,7 +134,7 @@ def training_dtype(content: dict[str, Any]) -> torch.dtype:
 
 
 def zero_stage(content: dict[str, Any]) -> int:
-    """The ZeRO stage of a configuration."""
+    """Return the ZeRO stage of a configuration."""
     return int(content.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -136,23 +149,29 @@ def resolve(
     supports_fp16: bool,
     fuses_optimizer: bool = False,
 ) -> dict[str, Any]:
-    """Fill every "auto", let the run flags win, and check what can be checked.
-
-    Raises as `check_deepspeed`, and where the batch does not fit or an "auto" stays open.
+    """Fill every "auto", apply the run flags, and check the result.
 
     Args:
-        content: what `read_deepspeed_json` gave; it is not changed.
-        config: the parsed sparseforge block; the result carries it with every value spelled out.
+        content: the JSON of `read_deepspeed_json`; it is not changed.
+        arguments: the run flags, which win over the JSON.
+        config: the parsed `sparseforge` block; the result has it with every value resolved.
+        world_size: number of ranks.
         hidden_size: width of the model, which decides bucket sizes and the default learning rate.
-        supports_bf16: whether the accelerator computes in bf16 faster than in fp32.
-        fuses_optimizer: whether torch's AdamW is to be one kernel where the JSON leaves that open.
+        supports_bf16: the accelerator computes in bf16, and faster than in fp32.
+        supports_fp16: the same for fp16.
+        fuses_optimizer: make torch's AdamW one kernel where the JSON leaves that open.
+
+    Raises:
+        ValueError: as `check_deepspeed`; or the batch does not fit, or an "auto" remains.
     """
+    # 1. The batch.
     filled = copy.deepcopy(content)
     sequence = sequence_ranks(content, arguments, world_size)
     filled.pop(SEQUENCE, None)
     if sequence > 1:
         filled[SEQUENCE] = sequence
     filled |= batch_arithmetic(content, world_size, sequence)
+    # 2. Every other "auto".
     if filled.get("gradient_clipping", 0) == "auto":
         filled["gradient_clipping"] = 1.0
     _fill_precision(filled, {"bf16": supports_bf16, "fp16": supports_fp16})
@@ -165,10 +184,11 @@ def resolve(
     ):
         if zero.get(name) == "auto":
             zero[name] = value
+    # 3. The block, and a check that nothing is open.
     filled["sparseforge"] = config.to_dict()
     if unfilled := list(_autos({key: value for key, value in filled.items() if key != "sparseforge"}, "")):
         raise ValueError(f'"auto" is not known for {", ".join(unfilled)}; write a value')
-    check_deepspeed(filled)  # with the precision that was left open
+    check_deepspeed(filled)  # again, now that the precision is known
     return filled
 
 
@@ -198,8 +218,9 @@ def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size
 
 
 def _autos(content: Any, where: str) -> list[str]:
+    """Return the dotted keys of all values that are "auto"."""
     if isinstance(content, dict):
-        return [found for key, value in content.items() for found in _autos(value, f"{where}.{key}" if where else key)]
+        return [path for key, value in content.items() for path in _autos(value, f"{where}.{key}" if where else key)]
     if isinstance(content, list):
-        return [found for value in content for found in _autos(value, where)]
+        return [path for value in content for path in _autos(value, where)]
     return [where] if content == "auto" else []

@@ -114,7 +114,7 @@ def check_keys(content: Mapping[str, Any]) -> None:
 
 
 def without_autos(content: Any) -> Any:
-    """The same without what is "auto"."""
+    """Return a configuration without the values that are "auto"."""
     if isinstance(content, dict):
         return {key: without_autos(value) for key, value in content.items() if value != "auto"}
     return [without_autos(value) for value in content if value != "auto"] if isinstance(content, list) else content

@@ -1,4 +1,4 @@
-"""Names of flags: what other trainers call ours, and what a mistyped one may mean."""
+"""Names of flags: those of other trainers for ours, and guesses at mistyped ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ALIASES = {
     "resume_from_checkpoint": "resume",
     "deepspeed_config": "deepspeed",
 }
-"""Flags of transformers, TRL, Axolotl and DeepSpeed, and ours, which each of them stands for."""
-_MEANT = {"batch_size": "global_batch", "per_device_batch_size": "micro_batch", "warmup_steps": "warmup"}
-"""Names that may mean ours, but not surely: they are suggested, and not taken."""
+"""Our flag for each flag of transformers, TRL, Axolotl and DeepSpeed that means the same."""
+_SUGGESTED = {"batch_size": "global_batch", "per_device_batch_size": "micro_batch", "warmup_steps": "warmup"}
+"""Our flag for names that may mean it, but not surely: it is suggested, and not taken."""
 
 
 def with_our_names(words: Sequence[str], known: Collection[str]) -> list[str]:
@@ -39,14 +39,14 @@ def with_our_names(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def unknown_word(word: str, known: Collection[str]) -> str:
-    """Return what is said of a word of the command line that belongs to no flag."""
+    """Return the error message about a word of the command line that belongs to no flag."""
     if not word.startswith("-"):
         return f"{word!r} belongs to no flag; quote a value that has spaces, and give flags as --name value"
     flag = word.partition("=")[0]
     name = name_of(flag).lower()
-    meant = _MEANT.get(name, name)
+    likely = _SUGGESTED.get(name, name)
     aliases = [alias for alias, ours in ALIASES.items() if ours in known]
-    near = meant if meant in known else nearest(meant, [*known, *aliases])
+    near = likely if likely in known else nearest(likely, [*known, *aliases])
     near = ALIASES.get(near or "", near)
     return f"{flag}: unknown flag; {f'did you mean --{near}?' if near else '--help lists the flags'}"
 

@@ -1,4 +1,4 @@
-"""A JSON file that people write: what is wrong with it, with the place and the cure."""
+"""Reading of JSON files that people write, with errors that name the place and the cure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 
 
 def read_json(path: str | Path, name: str) -> Any:
-    """The parsed file, `name` in messages; a byte-order mark is fine.
+    """Parse a JSON file, with or without a byte-order mark.
 
-    Raises ValueError where a key comes twice too, of which one would win unsaid, or a number is NaN, infinite, or an
-    integer of more than 64 bits.
+    Args:
+        path: the file.
+        name: name of the file in messages.
+
+    Raises:
+        ValueError: the file cannot be read, is no JSON, has a key twice in one object, or a number that is NaN,
+            infinite, or an integer of more than 64 bits.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -34,12 +39,13 @@ def read_json(path: str | Path, name: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+    """Return the object of some pairs; refuse a key that comes twice, of which the last would silently win."""
+    unique: dict[str, Any] = {}
     for key, value in pairs:
-        if key in seen:
+        if key in unique:
             raise ValueError(f"key {json.dumps(key)} comes twice in one object; keep one of them")
-        seen[key] = value
-    return seen
+        unique[key] = value
+    return unique
 
 
 def _refuse(constant: str) -> Any:
@@ -53,7 +59,9 @@ def _integer(digits: str) -> int:
 
 
 def _hint(text: str, position: int) -> str:
-    before, rest = text[:position].rstrip(), text[position:].lstrip()
+    """Return the likely cause of a syntax error at a position, or nothing."""
+    before = text[:position].rstrip()
+    rest = text[position:].lstrip()
     if before.endswith(",") and rest[:1] in ("}", "]") or rest[:1] == "," and rest[1:].lstrip()[:1] in ("}", "]"):
         return "; no comma may stand before } or ]"
     if rest.startswith(("//", "#", "/*")):

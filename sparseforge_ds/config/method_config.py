@@ -1,4 +1,4 @@
-"""What all methods have, and what their keys have to be."""
+"""Base of the methods' settings, and checks of their keys."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from sparseforge_ds.mask.anneal import MaskSchedule
 
 Window = tuple[float, float]
 REPORT_EVERY = 10
-"""Steps between two looks at masks that move in every step: a look waits for the device."""
+"""Steps between two measurements of masks that move in every step, since a measurement waits for the device."""
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """What all methods have."""
+    """Settings of a method, the object under the key `method`."""
 
     name: str
-    """Which rule forms the mask."""
+    """Name of the rule that forms the mask."""
     starts_from: ClassVar[dict[str, Any]] = {}
-    """The block around the method, as published where it was; a preset and given keys override it."""
+    """Keys of the block that the method starts from, as published. A preset and given keys override them."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Keys of the block that the method does not use: objects, and switches."""
+    """Keys of the block that the method does not use, objects and switches."""
 
     def schedule(self, max_steps: int) -> MaskSchedule:
-        """When masks move and freeze: here never, and before the first step."""
+        """Return the steps at which masks move and freeze. Here they are frozen before the first step."""
         return MaskSchedule(REPORT_EVERY, 0)
 
     def check_length(self, max_steps: int) -> None:
-        """Raise a ValueError where masks would be frozen before they move: the mask would be fixed all the time."""
+        """Raise ValueError if masks would freeze before their first move."""
 
 
 def require_key(part: MethodConfig, key: str, condition: bool, cure: str) -> None:
-    """Raise a ValueError about a key of a method where a condition does not hold."""
+    """Raise ValueError about a key of a method unless `condition` holds."""
     require(condition, f"method.{key}", getattr(part, key), cure)
 
 
 def require_window(part: MethodConfig, key: str) -> None:
-    """Raise a ValueError where a window is no part of a run."""
+    """Raise ValueError unless a window is two ordered fractions of a run."""
     start, stop = getattr(part, key)
     require_key(part, key, 0 <= start <= stop <= 1, "use fractions 0 <= start <= stop <= 1")
 
@@ -46,9 +46,20 @@ def require_window(part: MethodConfig, key: str) -> None:
 def require_updates(
     max_steps: int, schedule: MaskSchedule, key: str, every: int, needed: int, end: float, fixed: str
 ) -> None:
-    """Raise where a window that ends at the fraction `end` ends before step `needed`."""
+    """Raise ValueError if masks freeze before step `needed`, that of their first update.
+
+    Args:
+        max_steps: optimizer steps of the run.
+        schedule: the schedule that `max_steps` gives.
+        key: key of the method that sets the steps between updates.
+        every: its value.
+        needed: first step at which masks may freeze.
+        end: fraction of the run at which masks freeze.
+        fixed: the setting for a fixed mask, for the message.
+    """
     if schedule.freeze_step >= needed:
         return
+    # The message names the shortest run that would do, with the rounding of schedules.
     fewest = needed if needed <= 2 else max(needed, int((needed - 1) / end))
     while needed > 2 and round(end * fewest) < needed:
         fewest += 1

@@ -1,4 +1,4 @@
-"""The methods: the keys of each, what the block around it starts from, and when its masks move and freeze."""
+"""Methods by name: the keys of each, the keys of the block that it starts from, and its schedule."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
-"""A mask is chosen before the first step."""
+"""Keys that methods start from whose mask is chosen before the first step."""
 
 
 @dataclass(frozen=True)
 class OneShotConfig(MethodConfig):
-    """Magnitude, Wanda (arXiv 2306.11695) or SparseGPT (arXiv 2301.00774), without training. It has no other keys."""
+    """One-shot pruning by magnitude, Wanda (arXiv 2306.11695) or SparseGPT (arXiv 2301.00774), without training.
+
+    `importance` names the rule. The method has no other keys.
+    """
 
     name: Literal["oneshot"] = "oneshot"
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "max_steps": 0, "distillation": None}
@@ -39,7 +42,7 @@ class OneShotConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class NaiveRetrainConfig(MethodConfig):
-    """Plain retraining under the fixed mask of a one-shot method. It has no other keys."""
+    """Plain retraining under the fixed mask of a one-shot rule, which `importance` names. It has no other keys."""
 
     name: Literal["naive_retrain"] = "naive_retrain"
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
@@ -47,16 +50,17 @@ class NaiveRetrainConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class RefreshedMaskConfig(MethodConfig):
-    """The mask is the N largest |W| of every group, chosen anew while training."""
+    """Mask of the N largest |W| of every group, chosen anew while the weights are trained."""
 
     every: int = 10
     """Optimizer steps between two choices of the mask."""
     decay: float = 0.0
-    """What draws masked weights to 0: lambda of lambda (1 - m) W, added to the gradient."""
+    """Strength lambda of the term lambda (1 - m) W, which is added to the gradient and draws masked weights to 0."""
     ramp: Window = (0.0, 0.0)
-    """The decay rises linearly from 0 over this window, in fractions of `max_steps`; (0, 0): whole from the start."""
+    """Window in fractions of max_steps over which the decay rises linearly from 0; [0, 0]: it is full from the
+    start."""
     frozen: float = 0.0
-    """Last part of the run, as a fraction, in which the mask stays."""
+    """Last fraction of the run in which the mask no longer changes."""
 
     def __post_init__(self) -> None:
         require_key(self, "every", self.every >= 1, "use an integer >= 1")
@@ -66,7 +70,7 @@ class RefreshedMaskConfig(MethodConfig):
 
     @override
     def schedule(self, max_steps: int) -> MaskSchedule:
-        """A look at the masks every 10 steps or more, at a choice of them."""
+        """Return a schedule that measures masks every 10 steps or more, always when they have just been chosen."""
         return MaskSchedule(-(-REPORT_EVERY // self.every) * self.every, _frozen_from(self.frozen, max_steps))
 
     @override
@@ -79,7 +83,7 @@ class RefreshedMaskConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class SrSteConfig(RefreshedMaskConfig):
-    """SR-STE (arXiv 2102.04010, eq. 9 and section 4): lambda_W = 2e-4 from the first step to the last."""
+    """SR-STE as published (arXiv 2102.04010, eq. 9 and section 4): lambda_W = 2e-4 from the first step to the last."""
 
     name: Literal["sr_ste"] = "sr_ste"
     every: int = 1
@@ -89,7 +93,7 @@ class SrSteConfig(RefreshedMaskConfig):
 
 @dataclass(frozen=True)
 class AstConfig(RefreshedMaskConfig):
-    """AST: the published recipe for LLaMA-2-7B (arXiv 2407.20584, section 5 and its code), as fractions of the run."""
+    """AST as published for LLaMA-2-7B (arXiv 2407.20584, section 5 and its code); times are fractions of the run."""
 
     name: Literal["ast"] = "ast"
     decay: float = 6e-5
@@ -99,42 +103,42 @@ class AstConfig(RefreshedMaskConfig):
 
 @dataclass(frozen=True)
 class CastConfig(RefreshedMaskConfig):
-    """CAST (arXiv 2509.25996): T1 = 10 and its parts are published, the size of the decay is not."""
+    """CAST (arXiv 2509.25996): `every`, `ramp` and `frozen` are as published, `decay` was not published."""
 
     name: Literal["cast"] = "cast"
     decay: float = 1e-4
-    """lambda of the L1 decay lambda (1 - m) sign(W) / (sqrt(v) + eps), in units of the gradient, times the learning
+    """Strength lambda of the L1 decay lambda (1 - m) sign(W) / (sqrt(v) + eps), which is multiplied by the learning
     rate."""
     ramp: Window = (0.0, 0.5)
     frozen: float = 0.1
     scaling: bool = True
-    """Train one factor per output of every pruned layer; it is folded into the weights when the mask freezes."""
+    """Train one factor per output of every pruned layer, which is folded into the weights when the mask freezes."""
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
     unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 
 
 @dataclass(frozen=True)
 class MaskLLMConfig(MethodConfig):
-    """MaskLLM (arXiv 2409.17481, section 4.1): a categorical over the patterns of every group, learned through
-    Gumbel-softmax samples.
+    """MaskLLM (arXiv 2409.17481, section 4.1): masks learned by Gumbel-softmax samples, with fixed weights.
 
-    Learning rate, betas and epsilon are those of the run's optimizer, which has nothing else to do. n:m with at most
-    1,000 patterns of a group: 4:8 has 70, 8:16 has 12,870.
+    Each group has a categorical distribution over its patterns. Learning rate, betas and epsilon are those of the run's
+    optimizer, which trains nothing else. The pattern is n:m with at most 1,000 choices a group: 4:8 has 70, 8:16 has
+    12,870.
     """
 
     name: Literal["maskllm"] = "maskllm"
     scale: Window = (100.0, 500.0)
-    """kappa, by which logits are multiplied before the noise is added: linear from the first to the second value."""
+    """kappa, the factor of the logits before noise is added; linear from the first to the second value."""
     temperature: Window = (4.0, 0.05)
-    """tau of the softmax: linear from the first to the second value."""
+    """tau, the temperature of the softmax; linear from the first to the second value."""
     spread: float = 0.01
-    """Standard deviation of the first logits."""
+    """Standard deviation of the initial logits."""
     prior: float = 3.0
-    """alpha: how many of these deviations a pattern gains per member that it shares with the starting mask."""
+    """alpha, the bonus of a pattern per member that it shares with the starting mask, in standard deviations."""
     reward: float = 1e-5
-    """lambda of the regularizer -lambda sum (m W)^2, which falls linearly to 0."""
+    """Strength lambda of the regularizer -lambda sum (m W)^2, which falls linearly to 0."""
     frozen: float = 0.0
-    """Last part of the run, as a fraction, in which the mask is the likeliest pattern and nothing is trained."""
+    """Last fraction of the run in which the mask is the likeliest pattern and nothing is trained."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
     unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 
@@ -147,27 +151,30 @@ class MaskLLMConfig(MethodConfig):
 
     @override
     def schedule(self, max_steps: int) -> MaskSchedule:
-        """The masks are looked at now and then."""
+        """Return a schedule that measures masks every 10 steps; they move in every step."""
         return MaskSchedule(REPORT_EVERY, _frozen_from(self.frozen, max_steps))
 
 
 Method = SoftMaskConfig | OneShotConfig | NaiveRetrainConfig | SrSteConfig | AstConfig | CastConfig | MaskLLMConfig
 METHODS: dict[str, type[MethodConfig]] = {kind.name: kind for kind in get_args(Method)}
-"""By name; the first is the default."""
+"""Settings class of each method by its name; the first is the default."""
 
 
 MOST_CHOICES = 1000
-"""Of a group under maskllm: 2:4 has 6, 4:8 has 70, 6:12 has 924, for which states take a kilobyte a weight; 8:16 would
-take ten times as much, 16:32 more than any machine has."""
+"""Most patterns of a group under maskllm: 2:4 has 6, 4:8 has 70. 6:12 has 924, whose states take a kilobyte a weight;
+8:16 would take ten times as much, 16:32 more than any machine has."""
 
 
 def logit_keys(n: int, m: int) -> tuple[str, ...]:
-    """Names of maskllm's states: logits of a group's patterns, laid out over its members, and Adam's moments of
-    them. Plane p holds at member j the logit of pattern p m + j, so that whatever divides members divides logits."""
+    """Return the names of maskllm's optimizer states: logits of a group's patterns, and their moments of Adam.
+
+    Logits are laid out in planes over the members of a group: plane p holds the logit of pattern p m + j at member j.
+    So logits are sharded as weights are.
+    """
     planes = range(math.ceil(math.comb(m, n) / m))
     return tuple(f"{kind}_{plane}" for kind in ("logit", "logit_avg", "logit_sq") for plane in planes)
 
 
 def _frozen_from(part: float, max_steps: int) -> int:
-    """The step from which the last part of a run is left; at least 1."""
+    """Return the step from which the last fraction `part` of a run is left; at least 1, unless the run is empty."""
     return min(max(round((1 - part) * max_steps), 1), max_steps)

@@ -1,4 +1,4 @@
-"""The "optimizer" of a DeepSpeed JSON: whether DeepSpeed can make it, of these parameters, for this ZeRO stage."""
+"""Checks of the "optimizer" of a DeepSpeed JSON: its class, its parameters, and the ZeRO stage."""
 
 from __future__ import annotations
 
@@ -19,31 +19,39 @@ from sparseforge_ds.config.deepspeed_keys import without_autos
 from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, nearest
 
 _SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Parameters of Adam that DeepSpeed takes for itself."""
+"""Parameters of Adam that DeepSpeed uses itself, and does not pass on."""
 _NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+"""Parameters that must be numbers >= 0."""
 _USE = 'use {"type": "AdamW", "params": {"lr": "auto"}}'
 
 
 def check_optimizer(content: Mapping[str, Any]) -> None:
-    """Look at the optimizer of a configuration; a parameter that is "auto" is one that will have a value. Raises
-    ValueError where it is unknown, has a parameter that it does not take, or cannot work under ZeRO."""
+    """Check the optimizer of a configuration. Parameters that are "auto" are filled later, and not checked.
+
+    Raises:
+        ValueError: the optimizer is unknown, has a parameter that it does not take, or cannot work under ZeRO.
+    """
+    # 1. Types and values, which hold for every optimizer.
     optimizer = content.get("optimizer", {})
-    name, given = optimizer.get("type"), optimizer.get("params", {})
+    name = optimizer.get("type")
+    raw_params = optimizer.get("params", {})
     if name is None:
         raise ValueError('no "optimizer" in the DeepSpeed JSON; add {"type": "AdamW", "params": {"lr": "auto"}}')
     if not isinstance(name, str):
         raise ValueError(f"optimizer.type = {json.dumps(name)}: expected a string; {_USE}")
-    if not isinstance(given, dict):
-        raise ValueError(f'optimizer.params = {json.dumps(given)}: expected an object, like {{"lr": "auto"}}')
-    params = without_autos(given)
+    if not isinstance(raw_params, dict):
+        raise ValueError(f'optimizer.params = {json.dumps(raw_params)}: expected an object, like {{"lr": "auto"}}')
+    params = without_autos(raw_params)
     _check_values(params)
+    # 2. The class that DeepSpeed would take, and the names of its parameters.
     zero = content.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
     on_host = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
     if name.lower() in ("muon", "onebitadam", "onebitlamb", "zerooneadam"):
         return  # `zero.refuse` says why not
-    kind = _kind(name, params, on_host)
-    _check_names(name, kind, given)
+    kind = _optimizer_class(name, params, on_host)
+    _check_names(name, kind, raw_params)
+    # 3. What ZeRO makes of it.
     if stage and kind not in ZERO_SUPPORTED_OPTIMIZERS and not content.get("zero_allow_untested_optimizer", False):
         raise ValueError(
             f'optimizer.type = "{name}": ZeRO stage {stage} was not made for it; {_USE}, or set '
@@ -62,28 +70,29 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
         _check_made(name, kind, params)
 
 
-def _kind(name: str, params: Mapping[str, Any], on_host: bool) -> type:
-    """The class that DeepSpeed takes."""
+def _optimizer_class(name: str, params: Mapping[str, Any], on_host: bool) -> type:
+    """Return the class that DeepSpeed takes for a name; `on_host` says that the optimizer is offloaded."""
     lower = name.lower()
     if lower in ("adam", "adamw"):
         if params.get("torch_adam", False):
             return torch.optim.AdamW if lower == "adamw" or params.get("adam_w_mode", True) else torch.optim.Adam
         return DeepSpeedCPUAdam if on_host else FusedAdam
-    of_deepspeed: dict[str, type] = {
+    classes: dict[str, type] = {
         "adagrad": DeepSpeedCPUAdagrad if on_host else torch.optim.Adagrad,
         "lamb": FusedLamb,
         "lion": DeepSpeedCPULion if on_host else FusedLion,
     }
-    if lower in of_deepspeed:
-        return of_deepspeed[lower]
+    if lower in classes:
+        return classes[lower]
     if lower in DEEPSPEED_OPTIMIZERS:
         raise ValueError(f'optimizer.type = "{name}" scales its steps by the width of layers, by mup; {_USE}')
-    found = getattr(torch.optim, name, None)
-    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
-        return found
+    kind = getattr(torch.optim, name, None)
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+        return kind
+    # Neither has it: suggest the most similar name of both.
     known = ["Adam", "AdamW", "Adagrad", "Lamb", "Lion"]
-    known += [each for each in dir(torch.optim) if isinstance(getattr(torch.optim, each), type)]
-    near = nearest(name, (each for each in known if each not in ("Optimizer", "Muon")))
+    known += [attribute for attribute in dir(torch.optim) if isinstance(getattr(torch.optim, attribute), type)]
+    near = nearest(name, (candidate for candidate in known if candidate not in ("Optimizer", "Muon")))
     cure = f'did you mean "{near}"?' if near else _USE
     raise ValueError(f'optimizer.type = "{name}": DeepSpeed has no such optimizer; {cure}')
 
@@ -114,7 +123,7 @@ def _check_values(params: Mapping[str, Any]) -> None:
 
 
 def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
-    """Whether the class takes what it is given: its constructor may compile for minutes, so its signature decides."""
+    """Refuse parameters that the class does not take, by its signature: its constructor may compile for minutes."""
     taken = [*inspect.signature(kind).parameters][1:]
     if name.lower() in ("adam", "adamw"):
         taken = [key for key in taken if key not in ("adamw_mode", "adam_w_mode")] + list(_SWITCHES)
@@ -130,10 +139,10 @@ def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
 
 
 def _check_made(name: str, kind: type, params: Mapping[str, Any]) -> None:
-    """Let torch look at the values."""
-    given = {key: value for key, value in params.items() if key not in _SWITCHES}
+    """Refuse values that the constructor of an optimizer of torch refuses."""
+    arguments = {key: value for key, value in params.items() if key not in _SWITCHES}
     groups = [{"params": [torch.zeros(2, 2, requires_grad=True)]} for _ in range(2)]
     try:
-        kind(groups, **given)
+        kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f'optimizer.params of "{name}": {" ".join(str(error).split())}') from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-# The paper's choices and the numbers of its published recipe, as far as this method has a key for them; where it
-# deviates still is in docs/concepts/equations.md (arXiv 2605.06402, section 4).
+# Choices and numbers of the paper's published recipe (arXiv 2605.06402, section 4), as far as there are keys for them.
+# docs/concepts/equations.md has the remaining differences.
 _PAPER: dict[str, Any] = {
     "importance": "hutchinson",
     "method": {
@@ -28,4 +28,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper_like": _PAPER,
     "paper_like_no_low_rank": {**_PAPER, "low_rank": None},
 }
-"""Named starting points; the default is what measured best (studies/notes.md)."""
+"""Named starting points of a block; the default is what measured best (studies/notes.md)."""

@@ -1,7 +1,7 @@
-"""What a DeepSpeed configuration can say that would break the journey of a weight.
+"""Settings of a DeepSpeed configuration under which masks could not be published or kept.
 
-The launcher, the dry run and the planner ask when they read the JSON; `zero.refuse` asks, and looks at what only an
-engine knows, when a forge is attached.
+Launcher, dry run and planner check them when they read the JSON. `zero.refuse` checks them when a forge is attached,
+together with what only an engine knows.
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ import torch
 from deepspeed import DeepSpeedConfig
 
 EXPERTS_DIVIDED = (
-    "expert parallelism gives every rank other experts under the same names, while masks, their statistics and "
-    'checkpoints are of whole weights that all ranks share; remove it: ZeRO stage 3 ("zero_optimization": '
+    "expert parallelism gives ranks different experts under the same names, but masks, their statistics and "
+    'checkpoints need weights that all ranks share; remove it: ZeRO stage 3 ("zero_optimization": '
     '{"stage": 3}) divides the experts over the ranks too'
 )
-"""Why experts that live on one rank each cannot be pruned, and what to do."""
+"""Reason and cure for expert parallelism, which cannot be pruned."""
 MUON = "Muon orthogonalizes whole matrices before the step hooks see the gradient; use AdamW"
 COMPRESSED = {"onebitadam": "OneBitAdam", "onebitlamb": "OneBitLamb", "zerooneadam": "ZeroOneAdam"}
 """Optimizers whose ranks exchange compressed moments, by their names in lower case."""
 
 
 def refused_setting(config: DeepSpeedConfig) -> str | None:
-    """What a configuration sets that masks cannot survive, why, and what to set instead; None if it is fine."""
-    zero, stage = config.zero_config, int(config.zero_optimization_stage)
-    optimizer, params = zero.offload_optimizer, zero.offload_param
-    devices = [str(getattr(each and each.device, "value", each and each.device)) for each in (optimizer, params)]
+    """Return the first setting that masks cannot survive, with reason and cure; None if there is none."""
+    zero = config.zero_config
+    stage = int(config.zero_optimization_stage)
+    optimizer = zero.offload_optimizer
+    optimizer_device, param_device = (
+        str(getattr(offload and offload.device, "value", offload and offload.device))
+        for offload in (optimizer, zero.offload_param)
+    )
     name = str(config.optimizer_name or "").lower()
+    # Each row is a condition and the message if it holds. The reference page lists the messages.
     refusals = [
         (
             zero.zenflow is not None,
@@ -41,15 +46,15 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             "set 1.0",
         ),
         (
-            devices[0] == "nvme",
+            optimizer_device == "nvme",
             'offload_optimizer.device = "nvme": masks swapped to disk are not supported; set "cpu"',
         ),
         (
-            devices[0] == "cpu" and stage < 1,
+            optimizer_device == "cpu" and stage < 1,
             f"offload_optimizer works from ZeRO stage 1 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (
-            devices[1] in ("cpu", "nvme") and stage < 3,
+            param_device in ("cpu", "nvme") and stage < 3,
             f"offload_param works from ZeRO stage 3 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (

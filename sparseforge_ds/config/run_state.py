@@ -1,4 +1,4 @@
-"""What a run is, as its checkpoints, `sparseforge.json` and its present start say: is this the same run?"""
+"""Identity of a run: its block, its pruned weights and its step, as checkpoints and `sparseforge.json` have them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
 
 STATE_VERSION = 1
-"""Of what a checkpoint's client state holds under `sparseforge`."""
+"""Version of the entry `sparseforge` in a checkpoint's client state."""
 _FEW = 8
-"""Differences that a message lists."""
+"""Most differences that a message lists."""
 
 
 @dataclass(frozen=True)
 class SparseWeight:
-    """A weight that is, or is going to be, in the pattern."""
+    """Weight that is in the pattern, or will be."""
 
     name: str
-    """As in `model.named_parameters()`."""
+    """Name in `model.named_parameters()`."""
     shape: tuple[int, ...]
     """Full shape, also under ZeRO-3; (out, in), (in, out) or (experts, out, in)."""
     input_axis: int
-    """-1 when the input axis is last, -2 when it is the last but one."""
+    """Axis of the inputs: -1 if it is the last one, -2 if the last but one."""
 
     @classmethod
     def parse(cls, entry: object, pattern: Pattern, where: str) -> SparseWeight:
-        """From a JSON object with name, shape and input_axis, and whatever else there is beside them."""
-        held = entry if isinstance(entry, dict) else {}
-        name, shape, axis = held.get("name"), held.get("shape"), held.get("input_axis")
+        """Check and parse a JSON object with name, shape and input_axis; other keys are ignored.
+
+        Raises:
+            ValueError: it is damaged, or the weight cannot have the pattern. The message begins with `where`.
+        """
+        fields = entry if isinstance(entry, dict) else {}
+        name = fields.get("name")
+        shape = fields.get("shape")
+        axis = fields.get("input_axis")
         sizes = shape if isinstance(shape, (list, tuple)) and all(type(n) is int and n > 0 for n in shape) else ()
         if not isinstance(name, str) or len(sizes) < 2 or type(axis) is not int or axis not in (-1, -2):
             raise ValueError(f"{where} lists a damaged weight, {entry!r:.200}")
@@ -42,26 +48,31 @@ class SparseWeight:
 
 @dataclass(frozen=True)
 class RunState:
-    """The algorithm, the weights under its mask, and how far the run is."""
+    """Settings, pruned weights and progress of a run."""
 
     config: SparseForgeConfig
     weights: tuple[SparseWeight, ...]
     step: int = 0
-    """Applied optimizer steps."""
+    """Optimizer steps that were applied."""
     refreshes: int = 0
-    """Measurements of the curvature."""
+    """Measurements of the curvature so far."""
 
     @classmethod
     def from_weights(
         cls, config: SparseForgeConfig, weights: Iterable[SparseWeight], step: int = 0, refreshes: int = 0
     ) -> RunState:
-        """Of the run that is here."""
+        """Describe a running forge by its config and weights."""
         listed = tuple(SparseWeight(weight.name, tuple(weight.shape), weight.input_axis) for weight in weights)
         return cls(config, listed, step, refreshes)
 
     @classmethod
     def parse(cls, state: object, where: str) -> RunState:
-        """Of a run that was saved, from what `to_dict` made, with whatever else there is beside it."""
+        """Check and parse the result of `to_dict`; other keys are ignored.
+
+        Raises:
+            ValueError: it is damaged or of another version. The message begins with `where`.
+        """
+        # 1. An object of this version, with values of the right types.
         if not isinstance(state, dict):
             raise ValueError(
                 f"{where} was not saved by SparseForge: engine.save_checkpoint saves its state once sf.SparseForge is "
@@ -75,6 +86,7 @@ class RunState:
         for key, kind in (("config", dict), ("weights", list), ("step", int), ("refreshes", int)):
             if type(state.get(key)) is not kind or (kind is int and state[key] < 0):
                 raise ValueError(f"{where} has a sparseforge state with a damaged {key}: {state.get(key)!r:.100}")
+        # 2. The block, and the weights under its pattern.
         try:
             config = SparseForgeConfig.from_dict(state["config"])
         except ValueError as error:
@@ -85,14 +97,16 @@ class RunState:
         return cls(config, weights, state["step"], state["refreshes"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return plain JSON types."""
         weights = [{**asdict(weight), "shape": list(weight.shape)} for weight in self.weights]
         numbers = {"step": self.step, "refreshes": self.refreshes}
         return {"version": STATE_VERSION, "config": self.config.to_dict(), "weights": weights, **numbers}
 
     def changes(self, now: RunState) -> list[str]:
-        """What was otherwise in this saved run than `now`; empty for the same run, wherever the two stand. What is
-        only monitored may differ (`SparseForgeConfig.comparable`)."""
+        """Return the differences of this saved run from `now` as lines; empty for the same run, at any step.
+
+        Settings that do not change the result may differ (`SparseForgeConfig.comparable`).
+        """
         config = differences(self.config.comparable(), now.config.comparable(), "sparseforge")
         return config or differences(self._described(), now._described(), "weights")
 
@@ -100,16 +114,16 @@ class RunState:
         return {weight.name: [list(weight.shape), weight.input_axis] for weight in self.weights}
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Raise where a weight is not among `shapes`, or has another shape there."""
+        """Raise ValueError if a weight is missing in `shapes`, or has another shape there."""
         for weight in self.weights:
-            if (held := shapes.get(weight.name)) != weight.shape:
+            if (shape := shapes.get(weight.name)) != weight.shape:
                 raise ValueError(
-                    f"{where}: {weight.name} is {held or 'missing'}, its sparseforge state says {weight.shape}"
+                    f"{where}: {weight.name} is {shape or 'missing'}, its sparseforge state says {weight.shape}"
                 )
 
 
 def differences(before: Any, now: Any, where: str) -> list[str]:
-    """Values of two nested dicts that differ, as lines that name them below `where`."""
+    """Return the values of two nested dicts that differ, as lines with dotted names below `where`."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted(set(before) | set(now))
         return [line for key in keys for line in differences(before.get(key), now.get(key), f"{where}.{key}")]
@@ -117,6 +131,6 @@ def differences(before: Any, now: Any, where: str) -> list[str]:
 
 
 def shorten(lines: Sequence[str]) -> str:
-    """The first of many lines as one, and how many more there are."""
+    """Join the first lines of many into one, and say how many more there are."""
     more = len(lines) - _FEW
     return "; ".join(lines[:_FEW]) + (f"; and {more:,} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSONs that come with the package, by their names.
+"""DeepSpeed JSONs of the package, by their names.
 
 In a checkout `sparseforge_ds/ds_configs` is a link to `ds_configs`, and in an installed package the folder itself.
 """
@@ -12,20 +12,24 @@ FOLDER = Path(__file__).parents[1] / "ds_configs"
 
 
 def shipped_names() -> list[str]:
-    """What may be said instead of a path."""
+    """Return the names that can replace a path."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def configuration_file(path: str | Path) -> Path:
-    """The file that is meant by a path, or by the name of a shipped JSON, such as `zero3`; a file that exists wins."""
-    given = Path(path)
-    shipped = FOLDER / f"{given.name.removesuffix('.json')}.json"
-    if not given.exists() or given.is_dir():  # a folder `zero3` is no configuration
+    """Return the file of a path, or of the name of a shipped JSON like `zero3`. A file that exists wins.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    file = Path(path)
+    shipped = FOLDER / f"{file.name.removesuffix('.json')}.json"
+    if not file.exists() or file.is_dir():  # a folder `zero3` is no configuration
         if not os.path.dirname(path) and shipped.is_file():
             return shipped
-        if not given.exists():
+        if not file.exists():
             raise ValueError(
                 f"{path}: no such file; give a path, or the name of a configuration of the package: "
                 f"{', '.join(shipped_names())}"
             )
-    return given
+    return file

@@ -1,4 +1,4 @@
-"""The keys of SparseForge's own method, and when its masks move and freeze."""
+"""Settings of SparseForge's own method, and its schedule."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from sparseforge_ds.config.method_config import MethodConfig, Window, require_ke
 from sparseforge_ds.mask.anneal import Schedule, StepWindow
 
 UPDATES = 15
-"""Mask updates until the freeze by default, about: rates act once an update, so masks take the same course in runs of
-any length."""
+"""Approximate number of mask updates until masks freeze, by default. Rates act once an update, so with a fixed number
+masks take the same course in runs of any length."""
 
 
 @dataclass(frozen=True)
 class SoftMaskConfig(MethodConfig):
-    """SparseForge: soft masks by curvature, annealed until they are binary, projected and frozen.
+    """SparseForge: soft masks by curvature, annealed until they are binary, then projected and frozen.
 
     Times are fractions of `max_steps`, so that a preset fits every run length.
     """
 
     name: Literal["sparseforge"] = "sparseforge"
     threshold: Literal["midpoint", "nth"] = "midpoint"
-    """tau of the soft gate: between the N-th and (N+1)-th score, or at the N-th as the paper writes it."""
+    """tau of the soft gate (eq. 5): `midpoint` of the N-th and (N+1)-th largest score, or the `nth`, as in the
+    paper."""
     update_every: int | None = None
-    """Optimizer steps between two mask updates (T_update); null: as many as give about 15 updates until masks freeze,
-    in a run of any length, since `mask_rate` and `curvature.decay` act once an update."""
+    """Optimizer steps between two mask updates, T_update; null: as many as give about 15 updates until masks freeze, in
+    a run of any length, since `mask_rate` and `curvature.decay` act once an update."""
     temperature: float = 1.0
-    """T0 of the soft gate (design eq. 5), in standard deviations of the score."""
+    """Initial temperature T0 of the soft gate (eq. 5), in standard deviations of the score."""
     temperature_min: float = 0.05
-    """Floor of the temperature."""
+    """Lowest temperature, T_min."""
     temperature_decay: float | None = None
-    """gamma per mask update; null: the value that reaches the floor when hardening ends."""
+    """Factor gamma of the temperature per mask update; null: the one that reaches T_min when hardening ends."""
     blend: Window = (0.0, 0.1)
-    """beta rises from 0 to 1 as a smooth step over this window (eq. 7)."""
+    """Window over which beta rises from 0 to 1 as a smooth step (eq. 7)."""
     mid_penalty: float = 0.3
-    """Final lambda_mid (eq. 8)."""
+    """Final value of lambda_mid (eq. 8)."""
     mid_penalty_ramp: Window = (0.0, 0.1)
-    """lambda_mid rises linearly over this window."""
+    """Window over which lambda_mid rises linearly from 0."""
     penalty_rate: float = 0.2
-    """eta (eq. 8)."""
+    """Rate eta of the penalty (eq. 8)."""
     mask_rate: float = 0.1
-    """alpha (eq. 9): share of the gate that enters the mask at an update."""
+    """Share alpha of the gate that enters the mask at an update (eq. 9)."""
     hardening: Window = (0.0, 0.2)
-    """x falls from 1 to 0 over this window (eq. 10); at its end the mask is projected and frozen (eq. 11).
-    (0, 0) fixes the mask before the first step: the trainer is then a plain fixed-mask retrain."""
+    """Window over which x falls from 1 to 0 (eq. 10). At its end masks are projected and frozen (eq. 11). [0, 0]
+    freezes masks before the first step, which leaves plain retraining under a fixed mask."""
     straight_through: bool = False
-    """While masks are soft, W moves by the optimizer's whole step, as the paper writes; false: by m_eff times it, so
-    that weights on their way out do not wander off by gradients that change nothing."""
+    """Move W by the optimizer's whole step while masks are soft, as in the paper. false: move it by m_eff times the
+    step, so that weights on their way out do not wander off by gradients that change nothing."""
     hard: bool = False
-    """For comparison: x = 0 from the first update on, so that the network only ever sees hard(m)."""
+    """Set x = 0 from the first update on, so that the network only ever sees hard(m); for comparison."""
 
     def __post_init__(self) -> None:
         require_key(
@@ -70,10 +71,12 @@ class SoftMaskConfig(MethodConfig):
 
     @override
     def schedule(self, max_steps: int) -> Schedule:
-        """Every fraction times `max_steps`, rounded; masks are frozen at step 2 at the earliest, so that short runs do
-        what long ones do."""
+        """Return the schedule in steps: every fraction times `max_steps`, rounded.
+
+        Masks freeze at step 2 or later, so that short runs do what long ones do.
+        """
         start, stop = _steps(self.hardening, max_steps)
-        if self.hardening[1] > 0:  # A window that a short run rounds away still has room for one update.
+        if self.hardening[1] > 0:  # a window that a short run rounds away still has room for one update
             stop = min(max(stop, 2), max_steps)
         return Schedule(
             update_every=max(1, stop // UPDATES) if self.update_every is None else self.update_every,
@@ -94,7 +97,8 @@ class SoftMaskConfig(MethodConfig):
     def check_length(self, max_steps: int) -> None:
         schedule = self.schedule(max_steps)
         if schedule.freeze_step:
-            every, fixed = schedule.update_every, "or use hardening [0, 0] for a fixed mask"
+            fixed = "or use hardening [0, 0] for a fixed mask"
+            every = schedule.update_every
             require_updates(max_steps, schedule, "update_every", every, every + 1, self.hardening[1], fixed)
 
 

@@ -1,4 +1,4 @@
-"""Frozen dataclasses from JSON: an unknown key, a wrong type or an impossible value is a ValueError with its cure."""
+"""Strict parsing of JSON into frozen dataclasses: an unknown key or a wrong type is a ValueError with its cure."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 MOST = 10**9
-"""Largest number of steps, of sequences of a batch and of tokens of a sequence: no machine reaches the end of more."""
-LARGEST_RATE, LARGEST = 1e30, 1e6
-"""Largest learning rate, and other number of an optimizer: their product, and what 1 - beta makes of them, fit fp32."""
+"""Most steps, sequences of a batch and tokens of a sequence: no machine reaches the end of more."""
+LARGEST_RATE = 1e30
+"""Largest learning rate. Its product with another number of an optimizer, over 1 - beta, fits fp32."""
+LARGEST = 1e6
+"""Largest other number of an optimizer."""
 _KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def require(condition: bool, key: str, value: object, cure: str) -> None:
-    """Raise a ValueError that names the key of the `sparseforge` block, its value and the cure."""
+    """Raise ValueError with a key of the `sparseforge` block, its value and the cure, unless `condition` holds."""
     if not condition:
         raise ValueError(f"sparseforge.{key} = {json.dumps(value)} is not valid: {cure}")
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known word that is most like another one, whatever their case; None where none is."""
-    by_lower = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
-    return by_lower[found[0]] if found else None
+    """Return the known word that resembles `word` most, whatever the case; None if none is at least so alike."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=likeness)
+    return by_lower[matches[0]] if matches else None
 
 
 def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` upon `under`, objects key by key."""
+    """Return `under` with the values of `over`; objects are merged key by key."""
     merged = dict(under)
     for key, value in over.items():
         both_dicts = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -41,7 +43,16 @@ def merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def build(kind: type, block: dict[str, Any], where: str) -> Any:
-    """A dataclass of `kind` from a parsed JSON object; `where` is its path for messages."""
+    """Build a dataclass from a parsed JSON object.
+
+    Args:
+        kind: the dataclass.
+        block: the object.
+        where: dotted path of the object, for messages.
+
+    Raises:
+        ValueError: a key is unknown or missing, or a value has the wrong type.
+    """
     every_hint = typing.get_type_hints(kind)
     hints = {item.name: every_hint[item.name] for item in dataclasses.fields(kind)}
     for key in block:
@@ -54,12 +65,12 @@ def build(kind: type, block: dict[str, Any], where: str) -> Any:
 
 
 def dataclass_options(hint: Any) -> list[Any]:
-    """The dataclasses that a value of this type may be."""
+    """Return the dataclasses among the options of a type."""
     return [option for option in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(option)]
 
 
 def _nearest(key: str, hints: dict[str, Any]) -> str:
-    """The known key that is most like an unknown one; one of an object inside if it is called so."""
+    """Return the known key for an unknown one: an equal key of an inner object, else the most similar key."""
     for outer, hint in hints.items():
         if any(key == item.name for kind in dataclass_options(hint) for item in dataclasses.fields(kind)):
             return f"{outer}.{key}"
@@ -67,28 +78,31 @@ def _nearest(key: str, hints: dict[str, Any]) -> str:
 
 
 def _tagged(value: Any, kinds: list[Any], where: str) -> Any:
-    """One of several dataclasses, by its `name`: the first where none is given."""
+    """Build one of several dataclasses, chosen by its `name`; the first without a name."""
     if isinstance(value, tuple(kinds)):
         return value
-    given = {"name": value} if isinstance(value, str) else value
+    block = {"name": value} if isinstance(value, str) else value
     names = [kind.name for kind in kinds]
-    if not isinstance(given, dict):
+    if not isinstance(block, dict):
         raise ValueError(f'{where} = {value!r}: expected a name, or an object like {{"name": "{names[0]}"}}')
-    name = given.get("name", names[0])
+    name = block.get("name", names[0])
     if name not in names:
         raise ValueError(f"{where} = {name!r} is not valid: use one of {', '.join(names)}")
-    for key in given:
+    for key in block:
         users = [kind.name for kind in kinds if key in {item.name for item in dataclasses.fields(kind)}]
         if users and name not in users:
             raise ValueError(
                 f'{where}.{key}: {where.rpartition(".")[2]} "{name}" does not use it, only {", ".join(users)} '
                 f"{'does' if len(users) == 1 else 'do'}; leave it out"
             )
-    return build(kinds[names.index(name)], given, where)
+    return build(kinds[names.index(name)], block, where)
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    """Return a parsed JSON value as a value of the type `hint`, or raise ValueError."""
+    origin = typing.get_origin(hint)
+    options = typing.get_args(hint)
+    # 1. One of several types.
     if len(kinds := dataclass_options(hint)) > 1:
         return _tagged(value, kinds, where)
     if origin in (typing.Union, types.UnionType):
@@ -102,6 +116,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             raise
     if hint is Any:
         return value
+    # 2. Objects.
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where} = {value!r}: expected an object with keys, like {{}}")
@@ -112,6 +127,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise ValueError(f"{where} = {value!r}: expected an object with keys, like {{}}")
         return build(typing.cast(type, hint), value, where)
+    # 3. Choices and lists.
     if origin is Literal:
         if value not in options:
             raise ValueError(f"{where} = {value!r} is not valid: use one of {', '.join(map(str, options))}")
@@ -126,6 +142,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if len(value) != len(options):
             raise ValueError(f"{where} = {value!r}: expected {len(options)} values")
         return tuple(_convert(item, option, where) for item, option in zip(value, options, strict=True))
+    # 4. Numbers, text and switches. JSON writes 1 for 1.0, and Python takes true for 1.
     if hint in (int, float) and isinstance(value, int) and value.bit_length() > 63:
         raise ValueError(f"{where} = {str(value):.30}...: expected {_KINDS[hint]} of 64 bits at most")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

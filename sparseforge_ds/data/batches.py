@@ -1,8 +1,7 @@
-"""Which tokens a rank sees when: the n-th sequence of a run is a window of one of its sources, by their turns.
+"""Batches of a run: its n-th sequence is a window of one of the sources, by round-robin.
 
-The order belongs to the run, not to the ranks: the same position gives the same global batch at every world size, and
-the state of the data is that position, with what streams need to find theirs again. Legend of shape suffixes: B
-sequences, S tokens of a sequence.
+The order belongs to the run, not to the ranks: a position gives the same global batch at every world size. The state of
+the data is that position, and the positions of streams. Legend of shape suffixes: B sequences, S tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +25,12 @@ _log = logging.getLogger(__name__)
 
 
 def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
-    """(B, S) tokens, see `tokenization.token_dtype`, as a micro-batch with its `trained`."""
+    """Return a micro-batch of whole sequences.
+
+    Args:
+        row_BS: (B, S) tokens of `tokenization.token_dtype`.
+        trained: divisor of the summed loss, see `MicroBatch.trained`.
+    """
     token_BS = label_BS = _ids(row_BS)
     if row_BS.dtype.names is not None:
         label_BS = token_BS.masked_fill(~torch.from_numpy(trained_flags(row_BS).copy()), IGNORED)
@@ -37,24 +41,24 @@ def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
 
 
 def positions(first_BS: np.ndarray) -> np.ndarray:
-    """(B, S) of every token in its document, or in the part of it that the sequence has.
+    """Return (B, S) the position of every token in its document; a document that is cut restarts with the sequence.
 
     Args:
-        first_BS: which tokens are the first of a document.
+        first_BS: (B, S) True for the first token of a document.
     """
-    place_S = np.arange(first_BS.shape[1])
-    begin_BS: np.ndarray = np.maximum.accumulate(np.where(first_BS, place_S, 0), axis=1)
-    return place_S - begin_BS
+    index_S = np.arange(first_BS.shape[1])
+    begin_BS: np.ndarray = np.maximum.accumulate(np.where(first_BS, index_S, 0), axis=1)
+    return index_S - begin_BS
 
 
 class Batches:
-    """An endless iterator over this rank's micro-batches, each (B, S) int64.
+    """Endless iterator over this rank's micro-batches, each (B, S) int64.
 
     Args:
-        sources: the windows of every source, all of the same length and seed.
+        sources: windows of every source, all of the same length and seed.
         parts: windows of each source in a round.
-        layout: how a global batch is divided.
-        takes_other_data: whether a state of another text is accepted, which is then said.
+        layout: place of this rank in a global batch.
+        takes_other_data: accept the state of another text, with a line in the log.
     """
 
     def __init__(
@@ -64,52 +68,56 @@ class Batches:
         self.parts = list(parts)
         self.layout = layout
         self.takes_other_data = takes_other_data
-        self.seq_length, self.seed = sources[0].seq_length, sources[0].seed
+        self.seq_length = sources[0].seq_length
+        self.seed = sources[0].seed
         self.position = 0
         """Sequences that the run has consumed, over all ranks."""
-        self._turns = RoundRobin(parts)
+        self._order = RoundRobin(parts)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Tensor:
-        batch_BS = self.at(self.position)
-        self.position += self.layout.at_once
+        batch_BS = self.batch_at(self.position)
+        self.position += self.layout.sequences_at_once
         return batch_BS
 
     def step(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next global batch, as `next` will give them; consumes nothing, as `at`."""
+        """Return this rank's micro-batches of the next global batch, without consuming it."""
         return self.micro_batches(range(self.position, self.position + self.layout.global_batch))
 
     def micro_batches(self, batch: range) -> list[MicroBatch]:
-        """This rank's part of consecutive sequences, whose mean loss is wanted; consumes nothing, as `at`.
+        """Return this rank's micro-batches of consecutive sequences, without consuming them.
+
+        Losses are divided such that their mean over ranks and micro-batches is the mean over all trained tokens.
 
         Args:
-            batch: their positions, a multiple of those of a micro-batch of all ranks.
+            batch: positions of the sequences, some micro-batches of all ranks.
         """
         layout = self.layout
-        trained = self.trained(batch)
-        # At least one, so that the loss of a batch without any is 0.
-        share = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
-        found = []
-        for position in batch[:: layout.at_once]:
-            whole = make_micro_batch(self._rows(position), share)
-            parts = layout.sequence_parallel
-            found.append(whole if parts == 1 else whole.of(layout.part(self.seq_length), parts))
-        return found
+        trained = self.count_trained(batch)
+        # At least one, so that the loss of a batch without trained tokens is 0.
+        divisor = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
+        micro_batches = []
+        for position in batch[:: layout.sequences_at_once]:
+            sequences = make_micro_batch(self._rows(position), divisor)
+            if layout.sequence_parallel > 1:
+                sequences = sequences.take_tokens(layout.token_slice(self.seq_length), layout.sequence_parallel)
+            micro_batches.append(sequences)
+        return micro_batches
 
-    def trained(self, batch: range) -> int | None:
-        """How many tokens of some consecutive sequences are predicted and trained on; None where that is all.
+    def count_trained(self, batch: range) -> int | None:
+        """Count the tokens of consecutive sequences that are predicted and trained on; None if all are.
 
-        Every rank counts all of them, so that nothing is to be agreed on.
+        Every rank counts the tokens of all ranks, so that they need not agree on the number.
         """
         self.prepare(batch.start, len(batch))
         if self._window(batch.start).dtype.names is None:
             return None
         return sum(int(np.count_nonzero(trained_flags(self._window(position))[1:])) for position in batch)
 
-    def at(self, position: int) -> Tensor:
-        """This rank's (B, S) whole sequences when the run has consumed `position` sequences; consumes nothing.
+    def batch_at(self, position: int) -> Tensor:
+        """Return this rank's (B, S) ids of the next micro-batch after `position` sequences, without consuming it.
 
         Every rank calls it with the same position: all wait together for a text that is still being tokenised.
 
@@ -119,43 +127,43 @@ class Batches:
         return _ids(self._rows(position))
 
     def _rows(self, position: int) -> np.ndarray:
-        """The same as tokens, see `tokenization.token_dtype`."""
+        """Return the tokens of `batch_at`, with their flags."""
         micro_batch = self.layout.micro_batch
-        self.prepare(position, self.layout.at_once)
-        first = position + self.layout.reader * micro_batch
-        return np.stack([self._window(first + number) for number in range(micro_batch)])
+        self.prepare(position, self.layout.sequences_at_once)
+        first = position + self.layout.group * micro_batch
+        return np.stack([self._window(first + row) for row in range(micro_batch)])
 
     def _window(self, position: int) -> np.ndarray:
-        source, window = self._turns.place(position)
+        source, window = self._order.locate(position)
         return self.sources[source].window(window)
 
     def window(self, position: int) -> Tensor:
-        """(S,) int64 ids of one of the run's sequences, which `prepare` has at hand."""
+        """Return the (S,) int64 ids of one of the run's sequences, which `prepare` has made available."""
         return _ids(self._window(position))
 
     def summary(self, steps: int) -> str:
-        """What a run of so many steps reads, for its banner; of a mixture a line for every source."""
-        wanted = steps * self.layout.global_batch * self.seq_length
+        """Return the banner's lines about the text of a run of so many steps, one for every source of a mixture."""
+        tokens = steps * self.layout.global_batch * self.seq_length
         if len(self.sources) == 1:
-            return f"{self.sources[0].name}: {self.sources[0].summary(wanted)}"
+            return f"{self.sources[0].name}: {self.sources[0].summary(tokens)}"
         shares = [part / sum(self.parts) for part in self.parts]
         lines = [
-            f"{share:.2%} {source.name}: {source.summary(round(share * wanted))}"
+            f"{share:.2%} {source.name}: {source.summary(round(share * tokens))}"
             for source, share in zip(self.sources, shares, strict=True)
         ]
         return "\n".join(["shares of the tokens; a source that ends begins again", *lines])
 
     def prepare_step(self) -> None:
-        """Have the whole next global batch at hand, so that text cannot end in the middle of a step.
+        """Make the next global batch available, so that text cannot end in the middle of a step.
 
         Raises:
-            AgreedError: as `at`; or nothing of it is trained on.
+            AgreedError: as `batch_at`; or no token of it is trained on.
         """
         self.require_trained(range(self.position, self.position + self.layout.global_batch))
 
     def require_trained(self, batch: range) -> None:
-        """Raise an AgreedError where nothing of some consecutive sequences is trained on."""
-        if self.trained(batch) == 0:
+        """Raise an AgreedError if no token of some consecutive sequences is trained on."""
+        if self.count_trained(batch) == 0:
             raise AgreedError(
                 "--loss_on completion, --document_attention: no token of the run's sequences "
                 f"{batch.start:,} to {batch.stop - 1:,} is trained on; raise --global_batch or --seq_length (or "
@@ -163,69 +171,81 @@ class Batches:
             )
 
     def prepare(self, first: int, count: int) -> None:
-        """Have so many of the run's sequences at hand. Every rank calls it with the same numbers; errors as `at`."""
-        ranges = zip(self.sources, self._turns.before(first), self._turns.before(first + count), strict=True)
-        for source, begin, end in ranges:
+        """Make sequences of the run available. Every rank calls it with the same numbers; errors as `batch_at`."""
+        begins = self._order.counts_before(first)
+        ends = self._order.counts_before(first + count)
+        for source, begin, end in zip(self.sources, begins, ends, strict=True):
             if begin < end:
                 source.prepare(begin, end)
 
-    def reading(self) -> list[ReadProgress]:
-        """How far every source of the text has been read."""
-        counts = self._turns.before(self.position)
-        return [source.reading(count) for source, count in zip(self.sources, counts, strict=True)]
+    def progress(self) -> list[ReadProgress]:
+        """Return the progress in every source."""
+        counts = self._order.counts_before(self.position)
+        return [source.progress(count) for source, count in zip(self.sources, counts, strict=True)]
 
     def scalars(self) -> dict[str, float]:
-        """How far every source of the text has been read, tagged for the log."""
-        result = {}
-        for number, reading in enumerate(self.reading()):
-            name = re.sub(r"[^\w.-]+", "_", reading.name).strip("_")
+        """Return the progress in every source as scalars of the log."""
+        scalars = {}
+        for number, progress in enumerate(self.progress()):
+            name = re.sub(r"[^\w.-]+", "_", progress.name).strip("_")
             tag = "data" if len(self.sources) == 1 else f"data/{number}_{name}"
-            result[f"{tag}/tokens"] = float(reading.windows * self.seq_length)
-            result[f"{tag}/epochs"] = reading.epochs
-            if reading.skipped:
-                result[f"{tag}/without_text"] = float(reading.skipped)
-        return result
+            scalars[f"{tag}/tokens"] = float(progress.windows * self.seq_length)
+            scalars[f"{tag}/epochs"] = progress.epochs
+            if progress.skipped:
+                scalars[f"{tag}/without_text"] = float(progress.skipped)
+        return scalars
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in, as JSON types."""
-        place = {"position": self.position, "seq_length": self.seq_length, "seed": self.seed, "parts": self.parts}
-        return {**place, "sources": [source.state() for source in self.sources]}
+        """Return the position, and the text and order that it is valid for, as JSON types."""
+        return {
+            "position": self.position,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "parts": self.parts,
+            "sources": [source.state() for source in self.sources],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Does not communicate.
 
         Raises:
-            ValueError: the state belongs to another text, which is not accepted, another sequence length or order.
+            ValueError: the state belongs to another sequence length or seed, or to another text that is not accepted.
         """
-        for name, here in (("seq_length", self.seq_length), ("seed", self.seed)):
-            if state[name] != here:
+        # 1. Length and seed decide what a position means.
+        for name, current in (("seq_length", self.seq_length), ("seed", self.seed)):
+            if state[name] != current:
                 raise ValueError(
-                    f"the checkpoint was trained on other data ({name} {state[name]}, here {here}); "
+                    f"the checkpoint was trained on other data ({name} {state[name]}, here {current}); "
                     f"resume with the same --{name}"
                 )
-        states, keys = state["sources"], [source.key for source in self.sources]
-        if (state["parts"], [own["key"] for own in states]) != (self.parts, keys):
+        # 2. The text must be the same, unless another one is accepted.
+        states = state["sources"]
+        keys = [source.key for source in self.sources]
+        if (state["parts"], [saved["key"] for saved in states]) != (self.parts, keys):
             self._take_other_data(state)
             states = [{}] * len(keys)
+        # 3. Every source goes to its part of the position.
         self.position = int(state["position"])
-        for source, own, count in zip(self.sources, states, self._turns.before(self.position), strict=True):
-            source.load(own, count)
+        counts = self._order.counts_before(self.position)
+        for source, saved, count in zip(self.sources, states, counts, strict=True):
+            source.load(saved, count)
 
     def _take_other_data(self, state: Mapping[str, Any]) -> None:
-        unlike = differences(_facts(state), _facts(self.state_dict()), "data")
-        unlike = unlike or [f"keys were {[own['key'] for own in state['sources']]}"]
+        """Refuse another text than the state's, or say that the run goes on with it."""
+        changes = differences(_facts(state), _facts(self.state_dict()), "data")
+        changes = changes or [f"keys were {[saved['key'] for saved in state['sources']]}"]
         if not self.takes_other_data:
             raise ValueError(
-                f"the checkpoint was trained on other data ({shorten(unlike)}); resume with the same --dataset and "
+                f"the checkpoint was trained on other data ({shorten(changes)}); resume with the same --dataset and "
                 "flags, or go on with this text by --resume_other_data"
             )
         if self.layout.rank == 0:
-            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", shorten(unlike))
+            _log.info("--resume_other_data: goes on with another text than the checkpoint's: %s", shorten(changes))
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the tokens of a state's text, by names that users know."""
-    sources = {f"source{number}": own["facts"] for number, own in enumerate(state["sources"], start=1)}
+    """Return the settings that decide the tokens of a state's text, by names that users know."""
+    sources = {f"source{number}": saved["facts"] for number, saved in enumerate(state["sources"], start=1)}
     return {"shares": state["parts"], **sources}
 
 

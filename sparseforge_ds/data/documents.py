@@ -1,4 +1,4 @@
-"""What a document is, and where in its text the parts lie that `--loss_on completion` trains on."""
+"""Documents of a text, and the spans of their text that `--loss_on completion` trains on."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def tokenizable(text: str) -> str:
-    """A text with U+FFFD in the place of each half of a surrogate pair, which no tokenizer takes."""
+    """Replace each unpaired half of a surrogate pair, which no tokenizer takes, by U+FFFD."""
     return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class PromptAndCompletion(str):
-    """The text of a record with both, as strings."""
+    """Text of a record whose prompt and completion are strings, joined."""
 
     prompt: int
     """Characters of the prompt."""
 
     def __new__(cls, prompt: str, completion: str) -> PromptAndCompletion:
-        """Join them."""
+        """Join prompt and completion."""
         document = super().__new__(cls, prompt + completion)
         document.prompt = len(prompt)
         return document
@@ -36,63 +36,63 @@ class PromptAndCompletion(str):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record that the tokenizer's chat template makes text of."""
+    """Record that the tokenizer's chat template turns into text."""
 
     messages: tuple[dict[str, Any], ...]
-    """Each with a role and content."""
+    """Messages, each with `role` and `content`."""
     where: str
-    """File and record, for errors."""
+    """File and record, for error messages."""
     prompt: int | None = None
-    """How many of the messages are the prompt, of a record with prompt and completion."""
+    """Number of leading messages that are the prompt; None for a record without prompt and completion."""
 
     def __len__(self) -> int:
-        """About the characters."""
+        """Return the characters of all messages, without those of the template."""
         return sum(len(str(message.get("content"))) for message in self.messages)
 
     def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """The text, with the template's own special tokens.
+        """Return the text, with the special tokens of the template.
 
         Raises:
             ValueError: there is no template, or it refuses the conversation.
         """
         return self._render(tokenizer, self.messages)
 
-    def trained(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-        """The text, and what of it is the completion, or the assistant's turns of a record with messages alone.
+    def render_with_spans(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+        """Return the text and its trained spans: the completion, or all turns of the assistant without one.
 
         Raises:
-            ValueError: as `render`; or the template does not say where these parts are.
+            ValueError: as `render`; or the template does not say where the spans are.
         """
         text = self.render(tokenizer)
         if self.prompt is None:
-            return text, self._turns(tokenizer, text)
+            return text, self._assistant_spans(tokenizer, text)
         prompt = self._render(tokenizer, self.messages[: self.prompt], add_generation_prompt=True)
         if not text.startswith(prompt):
             raise ValueError(
-                f"{self.where}: the chat template of {tokenizer.name_or_path} renders the prompt otherwise when its "
-                "completion follows, so that --loss_on completion cannot tell them apart; give prompt and completion "
-                "as strings"
+                f"{self.where}: the chat template of {tokenizer.name_or_path} renders the prompt differently when its "
+                "completion follows, so --loss_on completion cannot tell them apart; give prompt and completion as "
+                "strings"
             )
         return text, [(len(prompt), len(text))]
 
-    def _turns(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
+    def _assistant_spans(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
         if not _GENERATION.search(tokenizer.get_chat_template()):
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} does not mark the assistant's turns, "
                 "which --loss_on completion trains on; put them between {% generation %} and {% endgeneration %} in "
                 "the template (chat_template.jinja), or give records with prompt and completion"
             )
-        with self._named():
+        with self._name_record_on_error():
             texts, spans = render_turns(tokenizer, self.messages)
         if texts != [text]:
             raise ValueError(
-                f"{self.where}: the chat template of {tokenizer.name_or_path} makes another text of the conversation "
-                "each time (does it print the time?), so that --loss_on completion cannot tell its turns apart; put a "
-                "constant in the place of that (chat_template.jinja), or give records with prompt and completion"
+                f"{self.where}: the chat template of {tokenizer.name_or_path} renders another text each time (does it "
+                "print the time?), so --loss_on completion cannot find the assistant's turns; put a constant in its "
+                "place (chat_template.jinja), or give records with prompt and completion"
             )
         return spans
 
-    def _render(self, tokenizer: PreTrainedTokenizerBase, messages: tuple[dict[str, Any], ...], **how: bool) -> str:
+    def _render(self, tokenizer: PreTrainedTokenizerBase, messages: tuple[dict[str, Any], ...], **options: bool) -> str:
         if not tokenizer.chat_template:
             raise ValueError(
                 f"{self.where}: is a conversation, and the tokenizer has no chat template; put one into the "
@@ -100,16 +100,16 @@ class Conversation:
             )
         if isinstance(tokenizer.chat_template, dict) and "default" not in tokenizer.chat_template:
             raise ValueError(
-                f"{self.where}: is a conversation, and of the tokenizer's chat templates "
-                f"({', '.join(tokenizer.chat_template)}) none is the default; put one into the model's folder "
+                f"{self.where}: is a conversation, and none of the tokenizer's chat templates "
+                f"({', '.join(tokenizer.chat_template)}) is the default; put one into the model's folder "
                 "(chat_template.jinja)"
             )
-        with self._named():
-            return render_chat(tokenizer, messages, **how)
+        with self._name_record_on_error():
+            return render_chat(tokenizer, messages, **options)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add to an error of the template the record, and a cure."""
+    def _name_record_on_error(self) -> Iterator[None]:
+        """Add the record and a cure to an error of the template."""
         try:
             yield
         except ValueError as error:
@@ -122,18 +122,18 @@ Document = str | Conversation
 
 
 def is_blank(document: Document) -> bool:
-    """Whether it has no text."""
+    """Return True if the document has no text."""
     contents = [document] if isinstance(document, str) else [message.get("content") for message in document.messages]
     return not any(str(content or "").strip() for content in contents)
 
 
-def trained_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
-    """The text of a document that is no plain text, and what of it `--loss_on completion` trains on.
+def text_with_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    """Return the text of a document that is not plain text, and the spans that `--loss_on completion` trains on.
 
     Raises:
-        ValueError: there is no telling.
+        ValueError: the spans cannot be found.
     """
     if isinstance(document, Conversation):
-        return document.trained(tokenizer)
+        return document.render_with_spans(tokenizer)
     assert isinstance(document, PromptAndCompletion)
     return document, [(document.prompt, len(document))]

@@ -1,4 +1,4 @@
-"""Text that a run is not trained on: what `--eval_dataset` names, as windows of tokens in the order of the text."""
+"""Held-out text of `--eval_dataset`: consecutive windows of tokens, in the order of the text."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ from sparseforge_ds.data.windows import token_ids, trained_flags
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Windows that do not overlap, the first of a text."""
+    """First windows of a held-out text, which do not overlap."""
 
     name: str
-    """What users call the text."""
+    """Name of the text, as in `--eval_dataset`."""
     token_NS: np.ndarray
-    """(N, S) tokens, see `tokenization.token_dtype`."""
+    """(N, S) tokens of `tokenization.token_dtype`."""
 
     @property
     def key(self) -> str:
-        """Of the windows: perplexities of other ones cannot be compared."""
+        """Return a hash of the windows. Perplexities are comparable only where it is the same."""
         content = f"{self.token_NS.dtype} {self.token_NS.shape}".encode() + self.token_NS.tobytes()
         return hashlib.sha256(content).hexdigest()[:16]
 
 
 def find_held_out(arguments: RunArguments) -> Source | None:
-    """The source of `--eval_dataset`, None where there is none. Looks, but reads no more than `find_source`.
+    """Return the source of `--eval_dataset`, or None without the flag. Reads no more than `find_source`.
 
     Raises:
         ValueError: as `find_source`.
     """
-    name, options = arguments.eval_dataset, TextOptions.from_arguments(arguments, arguments.eval_split)
+    name = arguments.eval_dataset
     if name is None:
         return None
-    with _naming_our_flags():
+    options = TextOptions.from_arguments(arguments, arguments.eval_split)
+    with _rename_flags_in_errors():
         if name == HELD_OUT_TEXT:
             return LocalText(name, find_files(stdlib_file("heldout")), replace(options, text_field="text"))
         return find_source(name, options)
@@ -54,29 +55,34 @@ def find_held_out(arguments: RunArguments) -> Source | None:
 def read_held_out(
     source: Source, tokenizer: PreTrainedTokenizerBase, vocabulary: int, arguments: RunArguments
 ) -> HeldOut:
-    """Tokenise as much of a text as is scored, framed and joined as in training.
+    """Tokenise the windows that are scored, framed and joined as in training.
 
     Raises:
-        ValueError: it cannot be read, is shorter than a window, or the model has not all of its tokens.
+        ValueError: the text cannot be read, is shorter than a window, or the model lacks some of its tokens.
     """
-    length, limit = arguments.seq_length, arguments.eval_sequences
-    parts: list[np.ndarray] = []
+    length = arguments.seq_length
+    limit = arguments.eval_sequences
+    # 1. Read no more text than is scored.
+    batches: list[np.ndarray] = []
     tokens = skipped = 0
-    with _naming_our_flags():
-        for batch in tokenise(source.read(), tokenizer, arguments.document_frame, *source.marks):
-            parts.append(batch.token)
-            tokens, skipped = tokens + len(batch.token), skipped + batch.skipped
+    with _rename_flags_in_errors():
+        for batch in tokenise(source.read(), tokenizer, arguments.document_frame, *source.flags):
+            batches.append(batch.token)
+            tokens += len(batch.token)
+            skipped += batch.skipped
             if limit and tokens >= limit * length:
                 break
         if not tokens:
             raise no_text_error(source.name, skipped)
+    # 2. Cut it into windows.
     windows = min(tokens // length, limit or tokens)
     if not windows:
         raise ValueError(
             f"--eval_dataset {source.name}: has {tokens:,} tokens, less than one window of --seq_length {length}; give "
             "more text"
         )
-    token_NS = np.concatenate(parts)[: windows * length].reshape(windows, length)
+    token_NS = np.concatenate(batches)[: windows * length].reshape(windows, length)
+    # 3. Check that the model can score them.
     if (largest := int(token_ids(token_NS).max())) >= vocabulary:
         raise unknown_token_error(largest, vocabulary)
     if token_NS.dtype.names is not None and not trained_flags(token_NS)[:, 1:].any():
@@ -88,11 +94,11 @@ def read_held_out(
 
 
 @contextlib.contextmanager
-def _naming_our_flags() -> Iterator[None]:
-    """Sources are found and read by the names of training's flags."""
+def _rename_flags_in_errors() -> Iterator[None]:
+    """Name the flags of evaluation in errors about sources, which name those of training."""
     try:
         yield
     except ValueError as error:
-        said = re.sub(r"--(dataset|split)\b", r"--eval_\1", str(error))
-        said = said.replace(f"or {EMBEDDED_TEXT}; in a mixture with =WEIGHT", f"or {HELD_OUT_TEXT}")
-        raise ValueError(said) from None
+        message = re.sub(r"--(dataset|split)\b", r"--eval_\1", str(error))
+        message = message.replace(f"or {EMBEDDED_TEXT}; in a mixture with =WEIGHT", f"or {HELD_OUT_TEXT}")
+        raise ValueError(message) from None

@@ -1,7 +1,6 @@
-"""Datasets of the hub, read over the network while the run goes on, always at the revision that the run began with.
+"""Datasets of the hub, read over the network while the run goes on, at the revision that the run began with.
 
-`datasets` says which files a dataset has; they are read as local files are. So shards of one dataset may differ in all
-their other fields.
+`datasets` lists the files of a dataset, and we read them as local files. So shards may differ in fields without text.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from sparseforge_ds.data.splits import choose, describe, patterns_of_card, split_named_in
+from sparseforge_ds.data.splits import choose_split, describe_files, read_card_patterns, split_named_in
 from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
 from sparseforge_ds.data.text_formats import KINDS, is_readable
 from sparseforge_ds.model.hub_access import why_unreachable
@@ -24,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HubText(Source):
-    """A split of `owner/name`, `owner/name:config` or `owner/name:folder/of/it`."""
+    """Split of `owner/name`, `owner/name:config` or `owner/name:folder/subfolder`."""
 
     name: str
     options: TextOptions = DEFAULTS
@@ -33,32 +32,34 @@ class HubText(Source):
     @property
     @override
     def facts(self) -> dict[str, Any]:
-        """Without the revision, which the reader's state has."""
+        """See `Source`. The revision is not among them: the reader's state has it."""
         return {"hub dataset": self.name, **{f"--{name}": value for name, value in vars(self.options).items()}}
 
     @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """Of the state's `revision`, or today's without one."""
+        """See `Source`. Reads the revision of `state`, or today's without one."""
         if state is None or state["revision"] is None:
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
-        _log.info("--dataset %s: %s", self.name, describe(files, self.options.split))
+        _log.info("--dataset %s: %s", self.name, describe_files(files, self.options.split))
         return Reader(files, self.options, state)
 
     def _find_files(self, revision: str | None) -> list[str]:
-        """Addresses of the split's files, in the order of their names."""
+        """Return the addresses of the split's files, sorted by name."""
         import datasets  # heavy, and needed for the hub only
 
         who = f"--dataset {self.name}"
         name, _, part = self.name.partition(":")
-        is_folder = "/" in part  # all of it: by names of files, `datasets` would guess at splits and leave some out
-        which: dict[str, Any] = {"data_files": {"train": f"{part}/**"}} if is_folder else {"name": part or None}
+        # 1. List the files. All of a folder: `datasets` would guess at splits by names, and leave files out.
+        is_folder = "/" in part
+        options: dict[str, Any] = {"data_files": {"train": f"{part}/**"}} if is_folder else {"name": part or None}
         if not Path(name).exists():
             self._check_card(name, revision)
         try:
-            builder = datasets.load_dataset_builder(name, **which, revision=revision)
+            builder = datasets.load_dataset_builder(name, **options, revision=revision)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             raise self._unreachable(error) from error
+        # 2. Choose those of the split.
         splits: dict[str, frozenset[str]] = {}
         for split, files in (builder.config.data_files or {}).items():
             for file in map(str, files):
@@ -66,7 +67,7 @@ class HubText(Source):
                     splits[file] = split_named_in(file.partition(f"/{part}/")[2])
                 elif not is_folder:
                     splits[file] = splits.get(file, frozenset()) | {str(split)}
-        chosen, _ = choose(splits, self.options.split, who)
+        chosen, _ = choose_split(splits, self.options.split, who)
         for file in chosen:
             if not is_readable(file):
                 raise ValueError(
@@ -76,7 +77,7 @@ class HubText(Source):
         return chosen
 
     def _check_card(self, name: str, revision: str | None) -> None:
-        """Refuse a dataset card that names files elsewhere: `datasets` would look for them on this machine."""
+        """Refuse a dataset card whose patterns leave the dataset: `datasets` would look for them on this machine."""
         import huggingface_hub
 
         try:
@@ -88,10 +89,11 @@ class HubText(Source):
                 local_files_only=why_unreachable() is not None,
             )
         except (OSError, ValueError, huggingface_hub.errors.HTTPError):
-            return  # it has none; if it cannot be had at all, `datasets` says why
-        patterns_of_card(Path(card), f"--dataset {self.name}")
+            return  # there is no card; if the dataset cannot be reached at all, `datasets` says why
+        read_card_patterns(Path(card), f"--dataset {self.name}")
 
     def _latest_revision(self) -> str | None:
+        """Return today's revision on the hub, or None for a local folder of that name."""
         import huggingface_hub
 
         name = self.name.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Files that lie here, or have an address of their own, by the builders of `datasets`."""
+"""Rows of files by the builders of `datasets`, without requests to the hub."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 
 def load_rows(builder: str, **options: Any) -> Any:
-    """`datasets.load_dataset` by a builder of its own, without asking anybody.
+    """Call `datasets.load_dataset` with a builder that it has itself, without a request to the hub.
 
-    `datasets` counts every call, those of its text and parquet builders too, by a request to the hub, and waits for it:
-    ten seconds a file where names cannot be resolved.
+    `datasets` counts every call by a request to the hub, even calls of its text and parquet builders. It waits for the
+    answer: ten seconds a file where names cannot be resolved.
 
     Args:
         builder: text, json, parquet or arrow.
-        **options: of `load_dataset`.
+        **options: passed on to `load_dataset`.
     """
     import datasets  # heavy
 

@@ -1,6 +1,6 @@
-"""What a rank has of a global batch: some of its sequences, or an equal part of each of them.
+"""Division of a global batch over ranks: whole sequences, or an equal part of each sequence.
 
-Legend of shape suffixes: B sequences, S tokens of a sequence, or of the part of it that a rank has.
+Legend of shape suffixes: B sequences, S tokens of a sequence, or of one rank's part of it.
 """
 
 from __future__ import annotations
@@ -18,71 +18,83 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a global batch is divided."""
+    """Place of one rank in a global batch."""
 
     micro_batch: int
+    """Sequences of one rank, or of one group of ranks that share sequences, in a micro-batch."""
     accumulation: int
+    """Micro-batches of an optimizer step."""
     world_size: int
     rank: int
     sequence_parallel: int = 1
     """Consecutive ranks that share their sequences, each with an equal part of the tokens."""
 
     @property
-    def at_once(self) -> int:
-        """Sequences of a micro-batch, over all ranks."""
+    def sequences_at_once(self) -> int:
+        """Return the sequences of a micro-batch over all ranks."""
         return self.micro_batch * self.world_size // self.sequence_parallel
 
     @property
     def global_batch(self) -> int:
-        """Sequences of an optimizer step, over all ranks."""
-        return self.at_once * self.accumulation
+        """Return the sequences of an optimizer step over all ranks."""
+        return self.sequences_at_once * self.accumulation
 
     @property
-    def reader(self) -> int:
-        """Number of this rank's sequences among those of a micro-batch: that of its group."""
+    def group(self) -> int:
+        """Return the index of the group of ranks that shares sequences with this rank."""
         return self.rank // self.sequence_parallel
 
-    def part(self, seq_length: int) -> slice:
-        """Which tokens of its sequences this rank has."""
-        length, number = seq_length // self.sequence_parallel, self.rank % self.sequence_parallel
-        return slice(number * length, (number + 1) * length)
+    def token_slice(self, seq_length: int) -> slice:
+        """Return the range of a sequence's tokens that this rank computes."""
+        length = seq_length // self.sequence_parallel
+        start = self.rank % self.sequence_parallel * length
+        return slice(start, start + length)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of a rank that go through the model together, and what of them is trained on."""
+    """Sequences that one rank sends through the model together, and their labels."""
 
     token_BS: Tensor
     """(B, S) int64 ids."""
     label_BS: Tensor
-    """(B, S) the same ids, -100 where they are not trained on; with `shifted` the ids that the tokens predict."""
+    """(B, S) int64: the same ids, or -100 where a token is not trained on. If `shifted`, entry i is the id that token i
+    predicts."""
     trained: float | None = None
-    """What a sum over its trained tokens is divided by, so that the mean over all micro-batches of a batch is the mean
-    over the trained tokens of that batch: their number, over that of its micro-batches, parts of sequences counted one
-    by one. None where all are trained on, as many in each."""
+    """Divisor of the summed loss of the trained tokens, or None where every token is trained on.
+
+    It is the number of trained tokens of the whole global batch over its number of micro-batches. A part of a sequence
+    counts as a micro-batch. With it, the mean over micro-batches is the mean over the batch's trained tokens."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """Other inputs of the forward pass, such as an attention mask; the launcher's are position_ids, (B, S), which begin
-    anew with each document where attention stays inside documents, and none elsewhere."""
+    """Other inputs of the forward pass, like an attention mask. The launcher has only `position_ids` (B, S), which
+    restart at 0 with each document, where attention stays inside documents."""
     shifted: bool = False
-    """Whether S is a part of the sequences, whose last token predicts the first of the next."""
+    """True if S is a part of the sequences. The last token of a part predicts the first token of the next part."""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """All of the forward pass."""
+        """Return all keyword arguments of the forward pass."""
         return {"input_ids": self.token_BS, **self.more}
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """On another device; does not wait for it."""
+        """Copy to another device, without waiting for the copy."""
         token_BS = self.token_BS.to(device, non_blocking=True)
         same = self.label_BS is self.token_BS
         label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
         more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
         return MicroBatch(token_BS, label_BS, self.trained, more, self.shifted)
 
-    def of(self, part: slice, parts: int) -> MicroBatch:
-        """The micro-batch of a rank that has these tokens of every sequence, of so many ranks."""
+    def take_tokens(self, part: slice, parts: int) -> MicroBatch:
+        """Return the share of one rank in sequences that several ranks compute together.
+
+        Args:
+            part: range of the tokens that the rank has.
+            parts: number of ranks that share the sequences.
+        """
         B, S = self.token_BS.shape
         trained = B * (S - 1) if self.trained is None else self.trained
+        # Labels are shifted before they are cut, since a part's last token predicts a token of the next part.
         label_BS = F.pad(self.label_BS[:, 1:], (0, 1), value=IGNORED)[:, part]
-        token_BS, more = self.token_BS[:, part].contiguous(), {key: _BS[:, part] for key, _BS in self.more.items()}
+        token_BS = self.token_BS[:, part].contiguous()
+        more = {key: value_BS[:, part] for key, value_BS in self.more.items()}
         return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, more, shifted=True)

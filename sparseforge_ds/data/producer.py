@@ -1,7 +1,7 @@
-"""The process that tokenises a stream while ranks train, and the handle by which rank 0 directs it.
+"""Process that tokenises a stream while ranks train, and the handle by which rank 0 directs it.
 
-A process and not a thread: it must not take the interpreter from a rank that others wait for. It ends with rank 0,
-however that ends, and whatever moment it ends at, the chunks are whole and the next one continues from them.
+It is a process and not a thread, since it must not take the interpreter from a rank that others wait for. It ends with
+rank 0, however that ends. Whenever it ends, the chunks are intact and the next process continues from them.
 """
 
 from __future__ import annotations
@@ -28,89 +28,99 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.stream_chunks import Chunks, ChunkSizes, Record
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.tokenization import Batch, no_text_error, token_dtype, tokenise, unknown_token_error
+from sparseforge_ds.data.tokenization import TokenBatch, no_text_error, token_dtype, tokenise, unknown_token_error
 from sparseforge_ds.data.windows import token_ids
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
 _PATIENCE_SECONDS = 60.0
+"""Time after which a rank that waits for a chunk says so."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What makes the chunks of a stream; can be pickled."""
+    """Recipe for the chunks of a stream; it can be pickled."""
 
     source: Source
     tokenizer: PreTrainedTokenizerBase
     folder: Path
+    """Folder of the chunks."""
     sizes: ChunkSizes
     vocabulary: int
-    """Ids that the model knows."""
+    """Number of ids that the model knows."""
     frame: DocumentFrame = "auto"
-    """Which of the tokenizer's tokens stand around every document."""
+    """Tokens around every document."""
     revision: str | None = None
-    """Of a hub dataset, where a checkpoint names it; None is that of the chunks, or today's."""
+    """Revision of a hub dataset that a checkpoint names; None: the revision of the chunks, or today's."""
 
     @property
     def chunks(self) -> Chunks:
-        """The folder that the chunks lie in."""
-        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, *self.source.marks))
+        """Return the chunks."""
+        return Chunks(self.folder, self.sizes, token_dtype(self.tokenizer, *self.source.flags))
 
 
 class ChunkWriter:
-    """Makes chunks in their order, from where the folder ends: an endless row of tokens, cut into chunks.
+    """Writer of chunks, in their order, beginning after the last finished one.
 
-    After the last document comes the first again. The tokens behind a chunk are on no disk: the next maker tokenises
-    the documents once more that they are of.
+    The text is an endless row of tokens, cut into chunks: after the last document comes the first again. Tokens that
+    were read beyond the last chunk are not saved. The next writer tokenises their documents once more.
+
+    Args:
+        spec: recipe for the chunks.
 
     Raises:
         ValueError: the text cannot be read.
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, job: ChunkSpec) -> None:
-        self._job = job
-        self.chunks = job.chunks
+    def __init__(self, spec: ChunkSpec) -> None:
+        self._spec = spec
+        self.chunks = spec.chunks
         self.chunks.prepare()
         self.finished = self.chunks.finished()
         record = self.chunks.record(self.finished - 1) if self.finished else None
         if record is None:
-            record = {"reader": {"revision": job.revision}, "began": [0, 0], "used": 0}
+            record = {"reader": {"revision": spec.revision}, "began": [0, 0], "used": 0}
         self._epoch, self._skipped = record["began"]
-        self._reader = job.source.read(record["reader"])
+        self._reader = spec.source.read(record["reader"])
         self._batches = self._tokenise()
         self._left = np.empty(0, dtype=self.chunks.dtype)
+        """Tokens that were read beyond the last chunk."""
         self._used = record["used"]
-        """Tokens that chunks have of those that are made next."""
+        """Tokens still to be read that finished chunks already hold."""
 
-    def make(self) -> None:
-        """Make the next chunk.
+    def write_next(self) -> None:
+        """Write the next chunk.
 
         Raises:
             ValueError: the text cannot be read, has no text, or does not suit the model.
             OSError: the disk is full.
         """
-        wanted, parts, had = self.chunks.tokens(self.finished), [self._left], len(self._left)
-        while had < wanted:
+        # 1. Read until the chunk is full, past the tokens that finished chunks hold.
+        size = self.chunks.tokens(self.finished)
+        parts = [self._left]
+        available = len(self._left)
+        while available < size:
             token = self._next_tokens()
             parts.append(token[self._used :])
             self._used = max(0, self._used - len(token))
-            had += len(parts[-1])
+            available += len(parts[-1])
         token = np.concatenate(parts)
         largest = int(token_ids(token).max())
-        if largest >= self._job.vocabulary:
-            raise unknown_token_error(largest, self._job.vocabulary)
-        self._left = token[wanted:]
-        read = {"used": self._length - len(self._left), "epoch": self._epoch, "skipped": self._skipped}
-        self.chunks.write(self.finished, token[:wanted], {**self._newest, **read})
+        if largest >= self._spec.vocabulary:
+            raise unknown_token_error(largest, self._spec.vocabulary)
+        # 2. The record says where in the text the next chunk continues.
+        self._left = token[size:]
+        progress = {"used": self._length - len(self._left), "epoch": self._epoch, "skipped": self._skipped}
+        self.chunks.write(self.finished, token[:size], {**self._newest, **progress})
         self.finished += 1
 
-    def _tokenise(self) -> Iterator[Batch]:
-        return tokenise(self._reader, self._job.tokenizer, self._job.frame, *self._job.source.marks)
+    def _tokenise(self) -> Iterator[TokenBatch]:
+        return tokenise(self._reader, self._spec.tokenizer, self._spec.frame, *self._spec.source.flags)
 
     def _next_tokens(self) -> np.ndarray:
-        """Of some documents, and remember where they begin; the first ones again after the last."""
+        """Return the tokens of the next documents, and note where these begin. After the last comes the first again."""
         skipped = ends = 0
         while ends < 2:
             begin = {"reader": self._reader.state(), "began": [self._epoch, self._skipped]}
@@ -118,45 +128,49 @@ class ChunkWriter:
             if batch is None:
                 self._reader.rewind()
                 self._batches = self._tokenise()
-                self._epoch, ends = self._epoch + 1, ends + 1
+                self._epoch += 1
+                ends += 1
                 continue
-            skipped, self._skipped = skipped + batch.skipped, self._skipped + batch.skipped
+            skipped += batch.skipped
+            self._skipped += batch.skipped
             if len(batch.token):
-                self._newest, self._length = begin, len(batch.token)
+                self._newest = begin
+                self._length = len(batch.token)
                 return batch.token
-        raise no_text_error(self._job.source.name, skipped)
+        # A whole pass over the text has found no token.
+        raise no_text_error(self._spec.source.name, skipped)
 
 
 class Producer:
-    """A maker in a process of its own, which starts when a chunk is wanted for the first time.
+    """Handle of a `ChunkWriter` in a process of its own, which starts at the first request.
 
     Args:
-        job: what it makes.
+        spec: recipe for the chunks.
     """
 
-    def __init__(self, job: ChunkSpec) -> None:
-        self.job = job
-        self._wanted = -1
+    def __init__(self, spec: ChunkSpec) -> None:
+        self.spec = spec
+        self._requested = -1
         self._failure: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self._connection, self._theirs = Pipe()
+        self._connection, self._child_connection = Pipe()
 
-    def want(self, chunk: int) -> None:
-        """Have a chunk made, and some ahead, if that was not done before. Does not wait."""
+    def request(self, chunk: int) -> None:
+        """Request a chunk and the next ones after it. Does not wait."""
         if self.process is None:
             self._start()
-        if chunk + AHEAD > self._wanted:
-            self._wanted = chunk + AHEAD
-            self._send(self._wanted)
+        if chunk + AHEAD > self._requested:
+            self._requested = chunk + AHEAD
+            self._send(self._requested)
 
     def wait(self, chunk: int) -> Record:
-        """The record of a chunk, when it is there and its tokens are whole.
+        """Wait for a chunk, check its hash, and return its record.
 
         Raises:
             ValueError: it cannot be made; the message says why.
         """
-        self.want(chunk)
-        chunks = self.job.chunks
+        self.request(chunk)
+        chunks = self.spec.chunks
         while True:
             record = chunks.record(chunk)
             if record is not None:
@@ -165,10 +179,10 @@ class Producer:
             if self._failure is not None:
                 raise ValueError(self._failure)
             if self._connection.poll(_PATIENCE_SECONDS):
-                self._listen()
+                self._receive()
             else:
                 _log.info(
-                    "waiting for text: --dataset %s comes more slowly than the run reads it", self.job.source.name
+                    "waiting for text: --dataset %s comes more slowly than the run reads it", self.spec.source.name
                 )
 
     def close(self) -> None:
@@ -184,24 +198,24 @@ class Producer:
             "CUDA_VISIBLE_DEVICES": "",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(self._theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", __name__, str(self._child_connection.fileno()), str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
-            pass_fds=[self._theirs.fileno()],
+            pass_fds=[self._child_connection.fileno()],
             start_new_session=True,  # Ctrl-C is for the ranks; this process sees that they are gone
         )
-        self._theirs.close()
+        self._child_connection.close()
         self._end = weakref.finalize(self, _end, self.process)
-        self._send(self.job)
+        self._send(self.spec)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         assert self.process is not None
         try:
             self._failure = self._connection.recv()
         except (EOFError, ConnectionResetError):
             code = self.process.wait()
             self._failure = (
-                f"--dataset {self.job.source.name}: the process that tokenises it ended "
+                f"--dataset {self.spec.source.name}: the process that tokenises it ended "
                 f"({f'signal {-code}' if code < 0 else f'exit code {code}'}); its last words are further up; "
                 "continue with --resume"
             )
@@ -210,30 +224,30 @@ class Producer:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` finds out why
             self._connection.send(message)
         while self._failure is None and self._connection.poll():  # so that the pipe does not fill up
-            self._listen()
+            self._receive()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # chunks appear whole, at whatever moment
+    process.kill()  # chunks appear atomically, so any moment will do
     process.wait()
 
 
 def serve(connection: Connection, parent: int) -> None:
-    """The producer's own life: make what is wanted, say after each chunk that it is there, and end with the parent.
+    """Run the producer's process: write requested chunks, report each, and end with the parent.
 
     Args:
-        connection: gives the job and then the last chunk that is wanted, again and again; takes None for a chunk that
-            was made, or why none can be.
+        connection: gives the `ChunkSpec`, then numbers of the last requested chunk. Takes None after each chunk, or the
+            message of the error that ended the work.
         parent: process id of rank 0.
     """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    wanted = -1
+    requested = -1
     try:
-        maker = ChunkWriter(connection.recv())
+        writer = ChunkWriter(connection.recv())
         while True:
-            while maker.finished > wanted or connection.poll():
-                wanted = connection.recv()
-            maker.make()
+            while writer.finished > requested or connection.poll():
+                requested = connection.recv()
+            writer.write_next()
             connection.send(None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # rank 0 is gone, and nobody is left to tell

@@ -1,4 +1,4 @@
-"""The demo's text: the documentation of Python 3.11's standard library, shipped in the package.
+"""Text of the demo: the documentation of Python 3.11's standard library, shipped in the package.
 
 `assets/stdlib_text/README.md` says where it comes from.
 """
@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).resolve().parents[1] / "assets" / "stdlib_text"
 
 
 def stdlib_file(split: Split) -> Path:
-    """The file of one split, a record with the field `text` a line.
+    """Return the path of a split: one JSON record a line, with the field `text`.
 
     Raises:
         ValueError: there is no such split.
@@ -27,6 +27,6 @@ def stdlib_file(split: Split) -> Path:
 
 
 def stdlib_documents(split: Split) -> list[str]:
-    """The documents of one split, one per module or topic, in the order of their names; errors as `stdlib_file`."""
+    """Return the documents of a split, one per module or topic, sorted by name; errors as `stdlib_file`."""
     with gzip.open(stdlib_file(split), "rt", encoding="utf-8", newline="\n") as lines:
         return [json.loads(line)["text"] for line in lines]

@@ -1,9 +1,9 @@
-"""The token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
+"""Token cache of a stream: a folder of chunks that grows while the run goes on, and stays.
 
-    chunk_000003.bin    tokens as in `token_cache`: a whole number of windows
-    chunk_000003.json   its record, which appears last: from where in the text the next chunk goes on
+    chunk_000003.bin    tokens of `tokenization.token_dtype`, a whole number of windows
+    chunk_000003.json   its record, which appears last: the position in the text where the next chunk continues
 
-The first chunks are small, so that training starts soon, and each is twice its predecessor up to the largest size.
+The first chunks are small, so that training starts soon. Each is twice its predecessor, up to the largest size.
 """
 
 from __future__ import annotations
@@ -20,48 +20,51 @@ from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.data.token_cache import open_tokens, remove_leftovers
 
 Record = dict[str, Any]
-"""What is known of a chunk, as JSON types.
+"""Record of a chunk, as JSON types.
 
-reader   where the documents that were tokenised last begin, in the reader's own terms
-began    epoch and skipped, below, when they did
-used     how many of the tokens from there on the chunks have
-epoch    how often the last document of the text has been passed, with what was read ahead for the next chunk
-skipped  documents without text, in all epochs, likewise
-sha256   of the chunks so far
+reader   position of the first document of the last `TokenBatch` that was read, from `Reader.state()`
+began    [epoch, skipped] at that position
+used     tokens from that position on that this chunk and its predecessors hold
+epoch    passes over the text so far, including what was read ahead for the next chunk
+skipped  documents without text in all epochs, likewise
+sha256   hash over this chunk and all before it
 """
 _FIELDS = ("reader", "began", "used", "epoch", "skipped", "sha256")
 
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """How many windows of `seq_length` tokens each chunk has; a chunk is what is shuffled."""
+    """Sizes of the chunks of a stream. Windows are shuffled within a chunk."""
 
     seq_length: int
+    """Tokens of a window."""
     smallest: int = 2**18
-    """Tokens of the first chunk, at most."""
+    """Most tokens of the first chunk, unless a single window has more."""
     largest: int = 2**24
+    """Most tokens of any chunk, unless a single window has more."""
 
     def windows(self, chunk: int) -> int:
-        """Windows of a chunk."""
+        """Return the number of windows of a chunk."""
         return max(1, self._size(chunk) // self.seq_length)
 
-    def place(self, sample: int) -> tuple[int, int]:
-        """The chunk that has the `sample`-th window of the stream, and which of its windows that is."""
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return the chunk that holds the stream's window `sample`, and the index of the window in the chunk."""
         chunk = 0
         while self._size(chunk) < self.largest:
             if sample < self.windows(chunk):
                 return chunk, sample
             sample -= self.windows(chunk)
             chunk += 1
-        later, place = divmod(sample, self.windows(chunk))
-        return chunk + later, place
+        # From here on all chunks have the same size.
+        later, index = divmod(sample, self.windows(chunk))
+        return chunk + later, index
 
     def _size(self, chunk: int) -> int:
         return min(self.smallest << min(chunk, 64), self.largest)
 
 
 class Chunks:
-    """The folder of one stream's chunks."""
+    """Chunks of one stream, in a folder."""
 
     def __init__(self, folder: Path, sizes: ChunkSizes, dtype: str) -> None:
         self.folder = folder
@@ -69,25 +72,25 @@ class Chunks:
         self.dtype = dtype
 
     def prepare(self) -> None:
-        """Make the folder, and remove what a killed writer left."""
+        """Make the folder, and remove temporary files of killed writers."""
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
     def tokens(self, chunk: int) -> int:
-        """Tokens of a chunk's windows."""
+        """Return the number of tokens of a chunk."""
         return self.sizes.windows(chunk) * self.sizes.seq_length
 
     def finished(self) -> int:
-        """How many chunks there are, without a gap."""
-        there = {int(path.stem.removeprefix("chunk_")) for path in self.folder.glob("chunk_*.json")}
-        return next(chunk for chunk in range(len(there) + 1) if chunk not in there)
+        """Return the number of finished chunks, up to the first gap."""
+        numbers = {int(path.stem.removeprefix("chunk_")) for path in self.folder.glob("chunk_*.json")}
+        return next(chunk for chunk in range(len(numbers) + 1) if chunk not in numbers)
 
     def open(self, chunk: int) -> np.memmap:
-        """(tokens,) of a chunk that exists; errors as `open_tokens`."""
+        """Map the (tokens,) of a finished chunk into memory; errors as `open_tokens`."""
         return open_tokens(self._path(chunk, "bin"), self.dtype, self.tokens(chunk))
 
     def record(self, chunk: int) -> Record | None:
-        """What is known of a chunk; None where there is none.
+        """Return the record of a chunk, or None if the chunk is not finished.
 
         Raises:
             ValueError: the file is damaged.
@@ -102,18 +105,19 @@ class Chunks:
             raise self._damaged(path, repr(error)) from None
 
     def check(self, chunk: int) -> None:
-        """Read a chunk that exists and compare its hash.
+        """Read a finished chunk and compare its hash with the record.
 
         Raises:
             ValueError: it is damaged.
         """
-        record, path = self.record(chunk), self._path(chunk, "bin")
+        record = self.record(chunk)
+        path = self._path(chunk, "bin")
         content = path.read_bytes() if path.exists() else b""
         if record is None or self._digest(chunk, content) != record["sha256"]:
             raise self._damaged(path, "its hash is another")
 
     def write(self, chunk: int, token: np.ndarray, record: Record) -> None:
-        """Write a chunk, the first that is not there yet: the tokens of its windows, then its record, without a hash.
+        """Write the first chunk that is missing: its tokens, then its record, to which the hash is added.
 
         Raises:
             OSError: the disk is full.

@@ -1,7 +1,7 @@
-"""Windows of a stream: the windows of a chunk in a seeded order, chunk after chunk, while later ones are being made.
+"""Windows of a stream: those of each chunk in a seeded order, chunk after chunk, while later chunks are being made.
 
-The order is a function of the stream, the tokenizer, the frame of documents, the sequence length and the seed, and of
-nothing else. All ranks wait for a chunk together, and what the producer cannot make is an error of all ranks.
+The order is a function of the stream, the tokenizer, the frame of documents, the sequence length and the seed alone.
+All ranks wait for a chunk together. A chunk that the producer cannot make is an error of all ranks.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from sparseforge_ds.data.windows import ReadProgress
 from sparseforge_ds.ranks import Ranks
 
 _OPEN = 8
-"""Chunks that a rank has mapped at a time, unless a batch needs more."""
+"""Chunks that a rank keeps mapped, unless a batch needs more."""
 
 
 class StreamedWindows:
-    """The windows of a stream on this rank; see `Windows`.
+    """Windows of a stream on this rank; see `Windows`.
 
     Args:
-        job: what makes the chunks, the same on every rank.
-        facts: what the name of their folder stands for.
+        spec: recipe for the chunks, the same on every rank.
+        facts: settings that the name of their folder was hashed from.
         seed: seed of the order.
         ranks: the processes of the run.
     """
 
-    def __init__(self, job: ChunkSpec, facts: Mapping[str, Any], seed: int, ranks: Ranks) -> None:
-        self.key = job.folder.name
+    def __init__(self, spec: ChunkSpec, facts: Mapping[str, Any], seed: int, ranks: Ranks) -> None:
+        self.key = spec.folder.name
         self.facts = facts
-        self.seq_length = job.sizes.seq_length
+        self.seq_length = spec.sizes.seq_length
         self.seed = seed
-        self.name = job.source.name
-        self.producer = Producer(job) if ranks.first else None
-        """Has the process that makes the chunks, on rank 0."""
-        self._sizes = job.sizes
+        self.name = spec.source.name
+        self.producer = Producer(spec) if ranks.first else None
+        """Handle of the process that writes the chunks, on rank 0; None on other ranks."""
+        self._sizes = spec.sizes
         self._ranks = ranks
-        self._chunks = job.chunks
+        self._chunks = spec.chunks
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # tokens and order, least recently used first
         self._newest: tuple[int, Record] | None = None
 
-    def summary(self, wanted: int) -> str:
+    def summary(self, tokens: int) -> str:
         """See `Windows`."""
-        return f"tokenised while the run reads it; the run reads {wanted:,} tokens"
+        return f"tokenised while the run reads it; the run reads {tokens:,} tokens"
 
     def prepare(self, first: int, stop: int) -> None:
-        """See `Windows`; waits until they are made."""
-        needed = range(self._sizes.place(first)[0], self._sizes.place(stop - 1)[0] + 1)
+        """See `Windows`. Waits until their chunks are written."""
+        needed = range(self._sizes.locate(first)[0], self._sizes.locate(stop - 1)[0] + 1)
         for chunk in needed:
             self._open[chunk] = self._open.pop(chunk) if chunk in self._open else self._wait(chunk)
         for chunk in list(self._open)[: -max(_OPEN, len(needed))]:
@@ -65,19 +65,19 @@ class StreamedWindows:
 
     def window(self, sample: int) -> np.ndarray:
         """See `Windows`."""
-        chunk, place = self._sizes.place(sample)
+        chunk, index = self._sizes.locate(sample)
         token, order = self._open[chunk]
-        start = int(order[place]) * self.seq_length
+        start = int(order[index]) * self.seq_length
         return token[start : start + self.seq_length]
 
     def state(self) -> dict[str, Any]:
-        """See `Windows`; with the newest chunk that was read, whose record says what came before it."""
+        """See `Windows`. The record of the newest chunk that was read pins all tokens before it."""
         return {"key": self.key, "facts": dict(self.facts), "newest": self._newest}
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
-        """See `Windows`; has the chunk of `position` made, and does not wait for it.
+        """See `Windows`. Requests the chunk of `position`, and does not wait for it.
 
-        Where the folder of chunks was lost, and of another text's state, the stream is tokenised from its first
+        Where the folder of chunks was lost, or the state is of another text, the stream is tokenised from its first
         document up to the position.
         """
         newest = state.get("newest")
@@ -90,31 +90,31 @@ class StreamedWindows:
             ) from None
         self._open.clear()
         if self.producer is not None:
-            self.producer.job = dataclasses.replace(self.producer.job, revision=revision)
-            self.producer.want(self._sizes.place(position)[0])
+            self.producer.spec = dataclasses.replace(self.producer.spec, revision=revision)
+            self.producer.request(self._sizes.locate(position)[0])
 
-    def reading(self, position: int) -> ReadProgress:
-        """See `Windows`; with what was read ahead for the chunk behind the newest."""
+    def progress(self, position: int) -> ReadProgress:
+        """See `Windows`. Counts also what was read ahead for the chunk after the newest."""
         record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
         return ReadProgress(self.name, position, float(record["epoch"]), record["skipped"])
 
     def _wait(self, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        record = self._ranks.on_first(lambda: self._made(chunk))
+        record = self._ranks.on_first(lambda: self._wait_on_first(chunk))
         token = self._ranks.all_or_raise(lambda: self._chunks.open(chunk))
         if self._newest is None or chunk >= self._newest[0]:
-            self._newest = chunk, record
+            self._newest = (chunk, record)
         order = np.random.default_rng([self.seed, chunk]).permutation(self._sizes.windows(chunk))
         return token, order
 
-    def _made(self, chunk: int) -> Record:
-        """The record of a chunk, when it is made and the checkpoint knows no other one of it."""
+    def _wait_on_first(self, chunk: int) -> Record:
+        """Wait for a chunk on rank 0, and return its record. Refuse one that differs from the checkpoint's."""
         assert self.producer is not None
         record = self.producer.wait(chunk)
         if self._newest is not None and self._newest[0] == chunk and self._newest[1]["sha256"] != record["sha256"]:
             raise ValueError(
-                f"--dataset {self.name}: chunk {chunk} of its tokens in {self._chunks.folder} has come out differently "
-                "from before: text, tokenizer or the version of tokenizers have changed; bring the old ones back, or "
-                "start in a new --output_dir"
+                f"--dataset {self.name}: chunk {chunk} of its tokens in {self._chunks.folder} differs from the one "
+                "that the checkpoint was trained on: text, tokenizer or the version of tokenizers have changed; bring "
+                "the old ones back, or start in a new --output_dir"
             )
         return record
 
@@ -129,20 +129,24 @@ def open_stream(
     ranks: Ranks,
     frame: DocumentFrame = "auto",
 ) -> StreamedWindows:
-    """The windows of a stream, at its beginning. Reads no text yet. Every rank calls it with the same arguments.
+    """Return the windows of a stream, at its beginning, without reading text yet.
+
+    Every rank calls it with the same arguments.
 
     Args:
         source: the text.
         tokenizer: its tokenizer.
-        folder: where token caches lie.
-        sizes: of the chunks.
-        vocabulary: ids that the model knows.
+        folder: folder of all token caches.
+        sizes: sizes of the chunks.
+        vocabulary: number of ids that the model knows.
         seed: seed of the order.
         ranks: the processes of the run.
-        frame: which of the tokenizer's tokens stand around every document.
+        frame: tokens around every document.
 
     Raises:
-        AgreedError: the tokenizer cannot frame documents so.
+        AgreedError: the tokenizer lacks the tokens of the frame.
     """
+    # Rank 0 hashes the files for all ranks.
     key, facts = ranks.on_first(lambda: cache_key(source, tokenizer, frame, asdict(sizes)))
-    return StreamedWindows(ChunkSpec(source, tokenizer, folder / key, sizes, vocabulary, frame), facts, seed, ranks)
+    spec = ChunkSpec(source, tokenizer, folder / key, sizes, vocabulary, frame)
+    return StreamedWindows(spec, facts, seed, ranks)

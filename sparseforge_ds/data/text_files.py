@@ -1,4 +1,4 @@
-"""Sources of text, a reader that continues from any of their documents, and local files as a source."""
+"""Sources of text, a reader that continues from any document, and local files as a source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparseforge_ds.data.text_formats import check_size, is_plain_text, iter_doc
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How files become documents, and documents tokens: the run flags of the same names."""
+    """Run flags that decide how files become documents, and documents tokens; fields are named as the flags."""
 
     text_field: str = "text"
     split: str = "train"
@@ -29,27 +29,26 @@ class TextOptions:
 
     @classmethod
     def from_arguments(cls, arguments: RunArguments, split: str | None = None) -> TextOptions:
-        """Those of a run, with another split if one is given."""
-        found = cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
-        return found if split is None else replace(found, split=split)
+        """Take the options from the flags of a run; `split`, if given, replaces `--split`."""
+        options = cls(**{item.name: getattr(arguments, item.name) for item in fields(cls)})
+        return options if split is None else replace(options, split=split)
 
 
 DEFAULTS = TextOptions()
 
 
 class Reader:
-    """An iterator over the documents of files that knows where it is.
+    """Iterator over the documents of files that knows its position.
 
     Args:
         files: paths or addresses.
-        options: how they are read.
-        state: where to begin, as `state` gave it; without a file at the first document.
+        options: how files are read.
+        state: position to begin at, from `state()`. Without an entry `file` it is the first document.
     """
 
     def __init__(self, files: Sequence[str], options: TextOptions, state: Mapping[str, Any]) -> None:
         self._files = files
-        self._how = options.text_field, options.sample_by, options.loss_on
-        self._is_whole = options.sample_by == "document"
+        self._options = options
         self._pinned = {name: value for name, value in state.items() if name not in ("file", "record")}
         self._go_to(state.get("file", 0), state.get("record", 0))
 
@@ -60,7 +59,7 @@ class Reader:
         while self._file < len(self._files):
             document = next(self._documents, None)
             if document is not None:
-                if self._is_whole and is_plain_text(self._files[self._file]):
+                if self._options.sample_by == "document" and is_plain_text(self._files[self._file]):
                     check_size(self._files[self._file], len(str(document).encode()))
                 self._record += 1
                 return document
@@ -68,7 +67,7 @@ class Reader:
         raise StopIteration
 
     def state(self) -> dict[str, Any]:
-        """Where the next document is, as JSON types: which file, which record of it, and of which revision."""
+        """Return the position of the next document as JSON types: file, record, and revision of a hub dataset."""
         return {**self._pinned, "file": self._file, "record": self._record}
 
     def rewind(self) -> None:
@@ -76,41 +75,47 @@ class Reader:
         self._go_to(0, 0)
 
     def _go_to(self, file: int, record: int) -> None:
-        self._file, self._record = file, record
-        documents = iter_documents(self._files[file], *self._how) if file < len(self._files) else iter(())
+        self._file = file
+        self._record = record
+        options = self._options
+        documents = (
+            iter_documents(self._files[file], options.text_field, options.sample_by, options.loss_on)
+            if file < len(self._files)
+            else iter(())
+        )
         self._documents = itertools.islice(documents, record, None)
 
 
 class Source(ABC):
-    """One text that `--dataset` names."""
+    """Text that one value of `--dataset` names."""
 
     name: str
-    """What users call it."""
+    """The value of the flag, without its weight."""
     options: TextOptions = DEFAULTS
     streamed: bool
-    """Whether it is tokenised while the run goes on, and not whole before it starts."""
+    """True if the text is tokenised while the run goes on, False if before it starts."""
 
     @property
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What decides the documents, by names that users know; `files` has the content of each file by its name."""
+        """Return the settings that decide the documents, by flag; `files` maps each file to its content's hash."""
 
     @abstractmethod
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """The documents from the start, or from where a reader's `state` was taken.
+        """Return a reader of the documents, from the first one or from a reader's `state()`.
 
         Raises:
-            ValueError: they cannot be found or read.
+            ValueError: the files cannot be found or read.
         """
 
     @property
-    def marks(self) -> tuple[LossOn, bool]:
-        """What its tokens say beside their ids: which are trained on, and which begin a document."""
+    def flags(self) -> tuple[LossOn, bool]:
+        """Return which flags accompany a token: `loss_on` and `document_attention`, as `tokenise` takes them."""
         return self.options.loss_on, self.options.document_attention
 
     @property
     def identity(self) -> str:
-        """Sources with equal identity give the same documents, a hub dataset at the same revision."""
+        """Return a string that is equal for sources with equal documents (hub datasets: at the same revision)."""
         return json.dumps({**self.facts, "files": list(self.facts.get("files", {}).values())})
 
 
@@ -126,8 +131,8 @@ class LocalText(Source):
     @property
     @override
     def facts(self) -> dict[str, Any]:
-        how = {f"--{name}": getattr(self.options, name) for name in ("text_field", "sample_by", "loss_on")}
-        return {**how, "--document_attention": self.options.document_attention, "files": self.files.contents}
+        flags = {f"--{name}": getattr(self.options, name) for name in ("text_field", "sample_by", "loss_on")}
+        return {**flags, "--document_attention": self.options.document_attention, "files": self.files.contents}
 
     @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:

@@ -1,7 +1,7 @@
-"""The documents of one file, plain or compressed, here or on the hub, as the builders of `datasets` read it.
+"""Documents of one file, plain or compressed, on this machine or on the hub, as the builders of `datasets` read it.
 
-Of a record only the text is used. So records of lines are parsed here, one at a time: the json builder of `datasets`
-casts all of them to the fields of the first, and fails where they differ.
+Only the text of a record is used. Therefore lines of JSON are parsed here, one at a time: the json builder of
+`datasets` casts all records to the fields of the first one, and fails where fields differ.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _COLUMNS = (".parquet", ".arrow")
 _SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
 KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}"
-"""The files that can be read, for people."""
+"""Kinds of files that can be read, for messages."""
 _PIECE = 2**18
-"""Characters that are read at a time, few because of each file of a folder the first record is looked at."""
+"""Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
 _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
-"""Bytes of a .txt file that is one document, and characters of a record. It is tokenised at once, with up to 160 times
-as much memory: 2.6 GB."""
+"""Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenised at once,
+with up to 160 times as much memory: 2.6 GB."""
 _WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
-"""Seconds before each new attempt at a file of the hub, after the attempts that huggingface_hub makes by itself."""
+"""Seconds before each new attempt to read a file of the hub, after those that huggingface_hub makes by itself."""
 _log = logging.getLogger(__name__)
 
 
 def is_readable(name: str) -> bool:
-    """Whether files of this name can be read."""
+    """Return True if files of this name can be read."""
     return name.lower().endswith(_SUFFIXES)
 
 
 def is_plain_text(name: str) -> bool:
-    """Whether it is text without records."""
+    """Return True if a file of this name is text without records."""
     return file_kind(name)[0] == ".txt"
 
 
 def file_kind(file: str) -> tuple[str, str]:
-    """('.jsonl', '.gz') of c4-train.00000.jsonl.gz."""
-    kind, compression = PurePath(file.lower()).suffix, ""
-    if kind in _COMPRESSED:
-        kind, compression = PurePath(file.lower()).with_suffix("").suffix, kind
-    return kind, compression
+    """Return the suffixes of kind and compression: ('.jsonl', '.gz') for c4-train.00000.jsonl.gz."""
+    path = PurePath(file.lower())
+    if path.suffix in _COMPRESSED:
+        return path.with_suffix("").suffix, path.suffix
+    return path.suffix, ""
 
 
 def check_size(file: str, size: int, largest: int = LARGEST_DOCUMENT) -> None:
-    """Raise ValueError unless a .txt file is small enough to be one document."""
+    """Refuse a .txt file of `size` bytes that is too large to be one document."""
     if size > largest:
         raise ValueError(
             f"{file}: is one document of more than {largest:,} bytes, which would be tokenised at once, with over 100 "
@@ -75,40 +75,41 @@ def iter_documents(
     loss_on: LossOn = "all",
     longest_text: int = LARGEST_DOCUMENT,
 ) -> Iterator[Document]:
-    """The documents of one file, "" for each without text.
+    """Yield the documents of one file, "" for each without text.
+
+    After a failure of the network it waits, reads the file again, and continues with the next document.
 
     Args:
         file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
         text_field: field of a record that holds the text or the messages of a conversation. Records without it may
             have `messages`, or `prompt` and `completion`.
-        sample_by: what is a document of a .txt file: a line, a paragraph, or the file.
-        loss_on: with `completion` plain text is refused.
-        longest_text: characters of a .txt file that is one document; records have `LARGEST_DOCUMENT` at most.
-
-    After a failure of the network it goes on with the next document.
+        sample_by: unit of a .txt file that is one document: a line, a paragraph, or the whole file.
+        loss_on: `completion` refuses plain text.
+        longest_text: most characters of a .txt file that is one document; records have at most `LARGEST_DOCUMENT`.
 
     Raises:
-        ValueError: it cannot be read, or has a record with something else than text, or one that is too long; the
-            message names line or row.
+        ValueError: the file cannot be read, or a record is too long or holds no text; the message names line or row.
     """
     import pyarrow
     from huggingface_hub import errors
 
     if "::" in file:
-        raise ValueError(f"{file}: fsspec takes what stands behind :: for another file; rename it, or leave it out")
+        raise ValueError(f"{file}: fsspec takes the part after :: for another file; rename it, or leave it out")
     gone = (FileNotFoundError, PermissionError, errors.RepositoryNotFoundError, errors.EntryNotFoundError)
-    done, failures = 0, 0
+    done = failures = 0
     while True:
         try:
+            # After a failure, documents that were yielded before are skipped.
             for document in itertools.islice(_iter_documents(file, text_field, sample_by, longest_text), done, None):
                 if loss_on == "completion" and _is_plain(document):
                     raise ValueError(
                         f"{file}, document {done + 1}: is plain text, which --loss_on completion cannot divide; give "
-                        "records with messages, or with prompt and completion, or leave the flag out (a field that "
-                        "holds messages is named by --text_field)"
+                        "records with messages, or with prompt and completion, or leave the flag out (--text_field "
+                        "names a field that holds messages)"
                     )
                 yield document
-                done, failures = done + 1, 0
+                done += 1
+                failures = 0
             return
         except UnicodeDecodeError as error:
             raise ValueError(
@@ -133,11 +134,11 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
 def _iter_documents(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
     kind = file_kind(file)[0]
     if kind in _COLUMNS:
-        yield from _of_columns(file, kind, text_field)
+        yield from _iter_columns(file, kind, text_field)
     elif kind != ".txt":
-        yield from _of_json(file, kind, text_field)
+        yield from _iter_json(file, kind, text_field)
     elif sample_by == "document":
-        yield _whole(file, longest_text)
+        yield _read_all(file, longest_text)
     elif sample_by == "paragraph":
         yield from (text for text in _paragraphs(file) if text.strip())
     else:
@@ -145,14 +146,14 @@ def _iter_documents(file: str, text_field: str, sample_by: SampleBy, longest_tex
 
 
 def _rows(builder: str, file: str, **options: Any) -> Any:
-    """The rows of a file as dicts, by a builder of `datasets`."""
+    """Return the rows of a file as dicts, by a builder of `datasets`."""
     _register_zstd()
     name = file if "://" in file else glob.escape(file)
     return load_rows(builder, data_files={"train": [name]}, split="train", streaming=True, **options)
 
 
 def _register_zstd() -> None:
-    """Also where fsspec has one: that of the package zstandard reads a file that breaks off without an error."""
+    """Replace fsspec's zstd: that of the package zstandard reads a truncated file without an error."""
     import fsspec
 
     fsspec.compression.register_compression("zstd", _zstd, "zst", force=True)
@@ -165,7 +166,7 @@ def _zstd(content: Any, mode: str = "rb") -> Any:
     return stream(content, compression="zstd")
 
 
-def _opened(file: str) -> Any:
+def _open_text(file: str) -> Any:
     """Return a context manager that opens a file, plain or compressed, as text."""
     import fsspec
 
@@ -174,8 +175,8 @@ def _opened(file: str) -> Any:
 
 
 def _lines(file: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file and their numbers, of which the first is 1. No more than the longest is in memory."""
-    with _opened(file) as content:
+    """Yield (number, line) from 1 on. No more than one line is in memory, and a line that is too long is refused."""
+    with _open_text(file) as content:
         number = 1
         while line := content.readline(LARGEST_DOCUMENT + 1):
             if len(line) > LARGEST_DOCUMENT:
@@ -185,9 +186,10 @@ def _lines(file: str) -> Iterator[tuple[int, str]]:
 
 
 def _paragraphs(file: str) -> Iterator[str]:
-    """Yield what empty lines divide."""
+    """Yield the paragraphs of a file: runs of lines between empty lines."""
     lines: list[str] = []
     size = 0
+    # An empty line after the last one ends the last paragraph.
     for number, line in itertools.chain(_lines(file), [(0, "")]):
         if line:
             lines.append(line)
@@ -196,12 +198,13 @@ def _paragraphs(file: str) -> Iterator[str]:
                 raise _too_long(f"{file}, the paragraph before line {number}")
         elif lines:
             yield "\n".join(lines)
-            lines, size = [], 0
+            lines = []
+            size = 0
 
 
-def _whole(file: str, longest: int) -> str:
-    """Return all text of a file, if it is not too long."""
-    with _opened(file) as content:
+def _read_all(file: str, longest: int) -> str:
+    """Return all text of a file; refuse more than `longest` characters."""
+    with _open_text(file) as content:
         text: str = content.read(longest + 1)
     if len(text) > longest:
         check_size(file, longest + 1, longest)
@@ -215,8 +218,8 @@ def _too_long(where: str) -> ValueError:
     )
 
 
-def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
-    """A .json file is one array of objects, or has one object a line, as C4 and Dolmino have it."""
+def _iter_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
+    """Yield the documents of JSON lines, or of a .json file that is one array; C4 and Dolmino have lines in .json."""
     if kind == ".json" and _is_array(file):
         for number, record in enumerate(_records_of_array(file), start=1):
             yield document_from_record(record, text_field, f"{file}, record {number}")
@@ -235,8 +238,8 @@ def _of_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
 
 
 def _is_array(file: str) -> bool:
-    """Return whether the first character of a file that is no white space opens an array."""
-    with _opened(file) as content:
+    """Return True if the first character of a file that is no white space opens an array."""
+    with _open_text(file) as content:
         while piece := content.read(_PIECE):
             if text := piece.lstrip():
                 return bool(text[0] == "[")
@@ -244,34 +247,39 @@ def _is_array(file: str) -> bool:
 
 
 def _records_of_array(file: str) -> Iterator[Any]:
-    """Yield the records of an array, which is often one long line. No more than one record, and a piece, is in memory.
+    """Yield the records of a JSON array, which is often one long line, with one record in memory at a time.
 
-    Raises ValueError for what is no array, from its first wrong record on.
+    Raises:
+        ValueError: the file is no array; sound records before the first wrong one have been yielded.
     """
     decoder = json.JSONDecoder()
-    text, at, number, wanted = "", 0, 1, "["
-    with _opened(file) as content:
+    text = ""  # the part of the file that is in memory
+    at = 0  # position in it
+    number = 1  # of the next record
+    expected = "["  # characters that may follow; empty: a record
+    with _open_text(file) as content:
         while True:
             at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # matches anything
-            # 1. What stands before a record, between two, and after the last.
-            if at < len(text) and wanted:
-                if text[at] not in wanted:
-                    raise _no_array(file, number, f"{text[at]!r} in the place of {' or '.join(wanted)}")
+            # 1. A bracket or comma before a record, between two, or after the last.
+            if at < len(text) and expected:
+                if text[at] not in expected:
+                    raise _no_array(file, number, f"{text[at]!r} in the place of {' or '.join(expected)}")
                 if text[at] == "]":
                     if text[at + 1 :].strip() or content.read(_PIECE).strip():
                         raise _no_array(file, number, "something follows its end")
                     return
-                wanted, at = "", at + 1
+                expected = ""
+                at += 1
                 continue
             if at < len(text) and text[at] == "]" and number == 1:
-                wanted = "]"
+                expected = "]"
                 continue
-            # 2. A record, if all of it is there.
+            # 2. A record, if all of it is in memory.
             why: Exception | str = "it breaks off"
             if at < len(text):
                 try:
                     record, end = decoder.raw_decode(text, at)
-                except json.JSONDecodeError as error:  # it goes on behind the piece, or there is none
+                except json.JSONDecodeError as error:  # more of the file may complete it
                     why = error
                 except (ValueError, RecursionError) as error:  # a number of thousands of digits
                     raise _no_array(file, number, error) from None
@@ -279,10 +287,13 @@ def _records_of_array(file: str) -> Iterator[Any]:
                     if end - at > LARGEST_DOCUMENT:
                         raise _too_long(f"{file}, record {number}")
                     yield record
-                    number, at, wanted = number + 1, end, ",]"
+                    number += 1
+                    at = end
+                    expected = ",]"
                     continue
             # 3. More of the file.
-            text, at = text[at:], 0
+            text = text[at:]
+            at = 0
             if len(text) > LARGEST_DOCUMENT:
                 raise _too_long(f"{file}, record {number}")
             piece = content.read(max(_PIECE, len(text)))
@@ -295,13 +306,14 @@ def _no_array(file: str, number: int, why: object) -> ValueError:
     return ValueError(f"{file}: not a JSON array (record {number}: {why}); repair or remove it")
 
 
-def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
+def _iter_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
+    """Yield the documents of a parquet or arrow file."""
     try:
         rows = _rows(kind[1:], file, **({"batch_size": 2**10} if kind == ".parquet" else {}))
     except ValueError as error:
-        if type(error) is not ValueError:  # of pyarrow, about damage
+        if type(error) is not ValueError:  # a class of pyarrow, about damage
             raise
-        # A column of a type that `datasets` does not have, like a map; it need not be one with text.
+        # Some column, perhaps not the text, has a type that `datasets` does not know, like a map.
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     fields = _fields(list(rows.features), text_field, file)
     for number, row in enumerate(rows.select_columns(fields)):
@@ -312,31 +324,39 @@ def _of_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
 
 
 def document_from_record(record: object, text_field: str, where: str) -> Document:
-    """The document of a record; "" where its text is null.
+    """Return the document of a record, "" where its text is null.
+
+    Args:
+        record: an object with fields.
+        text_field: see `iter_documents`.
+        where: file and record, for errors.
 
     Raises:
-        ValueError: it has no text.
+        ValueError: the record is no object, lacks the fields, or they hold something else than text or messages.
     """
+    # 1. Fields by their conventional names.
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
     fields = _fields(list(record), text_field, where)
     values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
+    # 2. Text, or messages.
     if all(isinstance(value, str) for value in values):
         return PromptAndCompletion(*values) if len(values) > 1 else str(values[0])
     if all(map(_is_conversation, values)):
         prompt = len(values[0]) if len(values) > 1 else None
         messages = itertools.chain.from_iterable(values)
         return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt)
+    # 3. Anything else is an error.
     for name, value in zip(fields, values, strict=True):
         if not isinstance(value, str) and not _is_conversation(value):
-            what = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
+            problem = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
             cure = "make it one of these, or name another field by --text_field"
             if _is_sharegpt(value):
                 cure = (
                     "its messages have from and value, as ShareGPT's: write them as role (user for human, assistant "
                     "for gpt) and content"
                 )
-            raise ValueError(f"{where}: field {name!r} {what}; {cure}")
+            raise ValueError(f"{where}: field {name!r} {problem}; {cure}")
     raise ValueError(
         f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
         "messages"
@@ -348,7 +368,7 @@ def _is_plain(document: Document) -> bool:
 
 
 def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
-    """The fields that make a document, by the conventions of `datasets`."""
+    """Return the fields that make a document, by the conventions of `datasets`."""
     for fields in ([text_field], ["messages"], ["prompt", "completion"]):
         if set(fields) <= set(names):
             return fields
@@ -359,21 +379,21 @@ def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
 
 
 def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """A message whose content is text, or null beside a tool call: most chat templates print a list as it is."""
+    """Join the text parts of a message's content, since most chat templates print a list as it is. Keep null."""
     content = message["content"]
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text") or "") for part in content)
     if content is not None and not isinstance(content, str):
         raise ValueError(
-            f"{where}: the content of a message is {type(content).__name__} of more than text; remove what is no "
-            "text, or name another field by --text_field"
+            f"{where}: the content of a message is {type(content).__name__} with more than text; remove the rest, or "
+            "name another field by --text_field"
         )
     return {**message, "content": content}
 
 
 def _is_sharegpt(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, dict) and {"from", "value"} <= each.keys() for each in value
+        isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value
     )
 
 

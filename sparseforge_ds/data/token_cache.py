@@ -1,9 +1,12 @@
-"""A text that is tokenised whole before training starts: one file of ids, mapped into memory.
+"""Token cache of a text that is tokenised before training starts: one file of tokens, mapped into memory.
 
-A finished cache is two files: `<key>.bin`, the ids as uint16 or uint32, each with a byte that says whether it is
-trained on where not all are, and one that says whether it begins a document where attention stays inside documents; and
-`<key>.json`, its record, which appears last. The record has a checksum of every block of the file. A start compares its
-size and some blocks, all of a small file, and makes a cache that is not as it was written again.
+A finished cache is two files:
+
+    <key>.bin     tokens of `tokenization.token_dtype`: ids as uint16 or uint32, each with up to two bytes of flags
+    <key>.json    its record, which appears last, with a checksum of every block of the first file
+
+A start compares the file's size and some of its blocks, all of them if it is small. A cache with other bytes than were
+written is made again.
 """
 
 from __future__ import annotations
@@ -29,43 +32,47 @@ from sparseforge_ds.data.windows import token_ids, trained_flags
 
 _LOG = logging.getLogger(__name__)
 _BLOCK = 2**20
-"""Bytes that a checksum is of."""
+"""Bytes of a block, which has one checksum."""
 _SAMPLED = 62
-"""Blocks that a start compares, besides the first and the last."""
+"""Blocks that a start compares, beside the first and the last."""
 _LEFTOVER_SECONDS = 600
-"""A temporary file that nobody has written to for so long belongs to a run that was killed."""
+"""Age from which a temporary file counts as left by a killed run, since its last write."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A finished cache."""
+    """Finished token cache."""
 
     path: str
+    """Path of the .bin file."""
     key: str
+    """Name of the files, from `tokenization.cache_key`."""
     dtype: str
+    """`tokenization.token_dtype` of a token."""
     tokens: int
     documents: int
+    """Documents with text."""
     largest_id: int
     skipped: int
-    """Documents without any text."""
+    """Documents without text."""
     trained: int | None
-    """Tokens that are trained on; None for all."""
+    """Number of tokens that are trained on; None if all are."""
     facts: Mapping[str, Any]
-    """What the key stands for."""
+    """Settings that the key was hashed from."""
 
     def open(self) -> np.memmap:
-        """(tokens,) of `token_dtype`, read only; errors as `open_tokens`."""
+        """Map the (tokens,) into memory, read only; errors as `open_tokens`."""
         return open_tokens(Path(self.path), self.dtype, self.tokens)
 
-    def counted(self) -> str:
-        """Of its documents, for the banner."""
+    def describe(self) -> str:
+        """Return the number of documents and of trained tokens, for the banner."""
         skipped = f" ({self.skipped:,} without text were skipped)" if self.skipped else ""
         loss = "" if self.trained is None else f"loss on {self.trained:,} of "
         return f"{self.documents:,} documents{skipped}, {loss}"
 
 
 def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
-    """(tokens,) of a file, read only.
+    """Map the (tokens,) of a file into memory, read only.
 
     Raises:
         ValueError: this process cannot see the file.
@@ -82,101 +89,120 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
 def ensure_token_cache(
     source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
 ) -> TokenCache:
-    """The token cache of a text, made if it is not there yet.
+    """Return the token cache of a text. Tokenise the text if there is no intact cache yet.
 
     Args:
         source: the text.
         tokenizer: its tokenizer.
-        folder: where caches lie.
-        frame: which of its tokens stand around every document.
+        folder: folder of all caches.
+        frame: tokens around every document.
 
     Raises:
-        ValueError: the text cannot be read or is empty, or the tokenizer cannot frame documents so.
+        ValueError: the text cannot be read or is empty, or the tokenizer lacks the tokens of the frame.
         OSError: the disk is full.
     """
     key, facts = cache_key(source, tokenizer, frame)
-    record, path = folder / f"{key}.json", folder / f"{key}.bin"
+    record = folder / f"{key}.json"
+    path = folder / f"{key}.bin"
+    # 1. An intact cache is used as it is.
     if record.exists():
         try:
             return _read(record, path, facts)
         except ValueError as error:
             _LOG.warning("the token cache is made again from the text: %s", error)
+    # 2. Tokens are written as they come, and counted.
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = token_dtype(tokenizer, *source.marks)
-    marked = "," in dtype
     remove_leftovers(folder)
-    tokens = count = largest = skipped = trained = 0
+    dtype = token_dtype(tokenizer, *source.flags)
+    has_flags = "," in dtype
+    tokens = documents = largest = skipped = trained = 0
     checksums = _Checksums()
     with atomic_file(path) as file:
-        for batch in tokenise(source.read(), tokenizer, frame, *source.marks):
+        for batch in tokenise(source.read(), tokenizer, frame, *source.flags):
             content = batch.token.tobytes()
             file.write(content)
             checksums.add(content)
-            tokens, count, skipped = tokens + len(batch.token), count + batch.documents, skipped + batch.skipped
-            trained += int(np.count_nonzero(trained_flags(batch.token))) if marked else 0
+            tokens += len(batch.token)
+            documents += batch.documents
+            skipped += batch.skipped
+            trained += int(np.count_nonzero(trained_flags(batch.token))) if has_flags else 0
             largest = max(largest, int(token_ids(batch.token).max(initial=0)))
         if not tokens:
             raise no_text_error(source.name, skipped)
-    packed = TokenCache(str(path), key, dtype, tokens, count, largest, skipped, trained if marked else None, facts)
+    # 3. The record appears last, so a cache without one is unfinished.
+    cache = TokenCache(
+        path=str(path),
+        key=key,
+        dtype=dtype,
+        tokens=tokens,
+        documents=documents,
+        largest_id=largest,
+        skipped=skipped,
+        trained=trained if has_flags else None,
+        facts=facts,
+    )
     with atomic_file(record) as file:
-        file.write(json.dumps({**asdict(packed), "checksums": checksums.of_blocks()}).encode())
-    return packed
+        file.write(json.dumps({**asdict(cache), "checksums": checksums.finish()}).encode())
+    return cache
 
 
 class _Checksums:
-    """CRC-32 of every block of `_BLOCK` bytes of what is written."""
+    """CRC-32 of each block of `_BLOCK` bytes of a stream of bytes."""
 
     def __init__(self) -> None:
-        self._whole: list[str] = []
+        self._finished: list[str] = []
         self._crc = self._length = 0
 
     def add(self, content: bytes) -> None:
-        """Go on with the bytes that follow."""
+        """Take the next bytes of the stream."""
         rest = memoryview(content)
         while rest:
             part = rest[: _BLOCK - self._length]
             rest = rest[len(part) :]
-            self._crc, self._length = zlib.crc32(part, self._crc), self._length + len(part)
+            self._crc = zlib.crc32(part, self._crc)
+            self._length += len(part)
             if self._length == _BLOCK:
-                self._whole.append(f"{self._crc:08x}")
+                self._finished.append(f"{self._crc:08x}")
                 self._crc = self._length = 0
 
-    def of_blocks(self) -> list[str]:
+    def finish(self) -> list[str]:
         """Return the checksum of each block, the last of which may be shorter."""
-        return [*self._whole, f"{self._crc:08x}"] if self._length else self._whole
+        return [*self._finished, f"{self._crc:08x}"] if self._length else self._finished
 
 
 def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
-    """Return a cache that is as it was written. The folder may have moved, and the text files have other names now.
+    """Read the record of a cache, and compare the file with it.
+
+    Path and facts are those of today: the folder may have moved, and the text files may have other names now.
 
     Raises:
-        ValueError: how it differs.
+        ValueError: the record is damaged, or the file is not as it was written.
     """
     try:
         content = json.loads(record.read_bytes())
         checksums = content.pop("checksums", None)
-        packed = TokenCache(**{**content, "path": str(path), "facts": facts})
-        size = packed.tokens * np.dtype(packed.dtype).itemsize
-        sound = isinstance(checksums, list) and len(checksums) == -(-size // _BLOCK)
+        cache = TokenCache(**{**content, "path": str(path), "facts": facts})
+        size = cache.tokens * np.dtype(cache.dtype).itemsize
+        has_checksums = isinstance(checksums, list) and len(checksums) == -(-size // _BLOCK)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{record} is damaged ({error!r:.100})") from None
-    if not sound:
+    if not has_checksums:
         raise ValueError(f"{record} has no checksums of {path.name}, or not those of its blocks")
-    there = path.stat().st_size if path.is_file() else 0
-    if there != size:
-        raise ValueError(f"{path} has {there:,} bytes instead of {size:,}")
-    # Both ends, and others by chance: no two starts look at the same ones of a large file.
+    actual = path.stat().st_size if path.is_file() else 0
+    if actual != size:
+        raise ValueError(f"{path} has {actual:,} bytes instead of {size:,}")
+    # Both ends are compared, and others by chance, so each start of a large file looks at others.
     middle = random.SystemRandom().sample(range(1, len(checksums) - 1), min(_SAMPLED, max(len(checksums) - 2, 0)))
     with path.open("rb") as file:
         for block in sorted({0, *middle, len(checksums) - 1}):
             file.seek(block * _BLOCK)
             if f"{zlib.crc32(file.read(_BLOCK)):08x}" != checksums[block]:
                 raise ValueError(f"{path} has other bytes in block {block} than were written")
-    return packed
+    return cache
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs were writing."""
+    """Remove temporary files of killed runs."""
     for leftover in folder.glob("*.tmp"):
         if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
             leftover.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Documents to tokens, framed by the tokenizer's BOS, its EOS or both; conversations by its chat template."""
+"""Documents to tokens: text framed by the tokenizer's BOS, EOS or both, conversations by its chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
-from sparseforge_ds.data.documents import Conversation, Document, is_blank, tokenizable, trained_spans
+from sparseforge_ds.data.documents import Conversation, Document, is_blank, text_with_spans, tokenizable
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.windows import document_starts, token_ids, trained_flags
 from sparseforge_ds.model.chat_template import Span
@@ -21,127 +21,133 @@ from sparseforge_ds.model.tokenizer import run_tokenizer
 
 _DOCUMENTS_AT_A_TIME = 256
 _CHARACTERS_AT_A_TIME = 2**22
-"""Documents are tokenised together up to one of these, so that a batch of books fits into memory."""
+"""Documents are tokenised together until one of these two limits is reached, so that a batch of books fits memory."""
 
 
 def frame_tokens(
     tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids in front of every document, and those behind it.
+    """Return the ids before every document, and the ids after it.
 
     Args:
         tokenizer: has the tokens.
-        frame: which of them; `auto` is BOS, or EOS where there is no BOS.
+        frame: tokens to use; `auto` is BOS, or EOS where there is no BOS.
 
     Raises:
         ValueError: the tokenizer lacks one of them, or both are the same token.
     """
-    found = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
-    there = [role for role, number in found.items() if number is not None]
-    if not there:
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    available = [role for role, number in ids.items() if number is not None]
+    if not available:
         raise ValueError(
             "the tokenizer has neither a BOS nor an EOS token to separate documents; set one in its folder"
         )
-    wanted = ["bos", "eos"] if frame == "both" else there[:1] if frame == "auto" else [frame]
-    for role in wanted:
-        if role not in there:
+    # The tokens that the frame needs must be there.
+    roles = ["bos", "eos"] if frame == "both" else available[:1] if frame == "auto" else [frame]
+    for role in roles:
+        if role not in available:
             raise ValueError(
-                f"--document_frame {frame}: the tokenizer has no {role.upper()} token; use {there[0]}, or set "
+                f"--document_frame {frame}: the tokenizer has no {role.upper()} token; use {available[0]}, or set "
                 f"{role}_token in its tokenizer_config.json"
             )
-    if len(wanted) == 2 and found["bos"] == found["eos"]:
+    if len(roles) == 2 and ids["bos"] == ids["eos"]:
         raise ValueError(
             f"--document_frame both: the tokenizer's BOS and EOS are one token ({tokenizer.bos_token}), which would "
             "stand twice between documents; use bos or eos"
         )
-    front, behind = ((int(found[role]),) if role in wanted else () for role in ("bos", "eos"))
-    return front, behind
+    before, after = ((int(ids[role]),) if role in roles else () for role in ("bos", "eos"))
+    return before, after
 
 
 def encode(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[list[int]]:
-    """The ids of every document. A document's ids do not depend on the others.
+    """Return the ids of every document. A document's ids do not depend on the other documents.
 
-    Half of a surrogate pair alone, which JSON can have and no tokenizer takes, becomes U+FFFD.
+    JSON can hold one half of a surrogate pair, which no tokenizer takes: it becomes U+FFFD.
 
     Raises:
-        ValueError: the tokenizer cannot frame documents so, or has no chat template for a conversation.
+        ValueError: the tokenizer lacks the tokens of the frame, or has no chat template for a conversation.
     """
-    front, behind = frame_tokens(tokenizer, frame)
-    texts = [each.render(tokenizer) if isinstance(each, Conversation) else each for each in documents]
-    texts = [tokenizable(text) for text in texts]
+    before, after = frame_tokens(tokenizer, frame)
+    texts = [
+        tokenizable(document.render(tokenizer) if isinstance(document, Conversation) else document)
+        for document in documents
+    ]
     batch = run_tokenizer(tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return [
-        list(ids) if isinstance(each, Conversation) else [*front, *ids, *behind]
-        for each, ids in zip(documents, batch["input_ids"], strict=True)
+        list(ids) if isinstance(document, Conversation) else [*before, *ids, *after]
+        for document, ids in zip(documents, batch["input_ids"], strict=True)
     ]
 
 
 def encode_trained(
     documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[tuple[list[int], np.ndarray]]:
-    """The ids of every document, those of `encode`, and which of them `--loss_on completion` trains on, as booleans.
+    """Return the ids of every document, and for each id whether `--loss_on completion` trains on it.
 
-    A token counts when it begins inside the completion; a token behind a document, which ends it, counts too.
+    A token is trained on if it begins inside the completion, or follows the document to end it.
 
     Raises:
         ValueError: as `encode`; or the tokenizer or its template does not say which tokens these are.
     """
-    front, behind = frame_tokens(tokenizer, frame)
+    before, after = frame_tokens(tokenizer, frame)
     if not tokenizer.is_fast:
         raise ValueError(
             f"--loss_on completion: the tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) is a slow "
             "one, which does not say where in the text its tokens begin; put a tokenizer.json into its folder, or "
             "leave the flag out"
         )
-    pairs = [trained_spans(each, tokenizer) for each in documents]
-    texts = [tokenizable(text) for text, _ in pairs]
+    # 1. Texts, with their trained spans in characters.
+    texts_with_spans = [text_with_spans(document, tokenizer) for document in documents]
     batch = run_tokenizer(
         tokenizer,
-        texts,
+        [tokenizable(text) for text, _ in texts_with_spans],
         add_special_tokens=False,
         return_attention_mask=False,
         return_offsets_mapping=True,
         verbose=False,
     )
-    found = []
+    # 2. Spans in characters become flags of tokens.
+    encoded = []
     for document, (_, spans), ids, offsets in zip(
-        documents, pairs, batch["input_ids"], batch["offset_mapping"], strict=True
+        documents, texts_with_spans, batch["input_ids"], batch["offset_mapping"], strict=True
     ):
-        trained = _begin_inside(offsets, spans)
+        trained = _begins_inside(offsets, spans)
         if isinstance(document, Conversation):
-            found.append((list(ids), trained))
+            encoded.append((list(ids), trained))
         else:
-            around = np.array([*([False] * len(front)), *trained, *([True] * len(behind))], dtype=bool)
-            found.append(([*front, *ids, *behind], around))
-    return found
+            framed = np.array([*([False] * len(before)), *trained, *([True] * len(after))], dtype=bool)
+            encoded.append(([*before, *ids, *after], framed))
+    return encoded
 
 
 def check_trained(source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> None:
-    """Look at the first document of a text, so that what `encode_trained` refuses is found early; errors as there."""
+    """Encode the first document of a text, so that errors of `encode_trained` come before a run starts."""
     first = next((document for document in source.read() if not is_blank(document)), None)
     if first is not None:
         encode_trained([first], tokenizer, frame)
 
 
-def _begin_inside(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+def _begins_inside(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    """Return True for each token whose first character lies in one of the spans."""
     begin = np.array([first for first, _ in offsets], dtype=np.int64)
-    trained = np.zeros(len(begin), dtype=bool)
+    inside = np.zeros(len(begin), dtype=bool)
     for start, stop in spans:
-        trained |= (start <= begin) & (begin < stop)
-    return trained
+        inside |= (start <= begin) & (begin < stop)
+    return inside
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Some documents in a row, as tokens."""
+class TokenBatch:
+    """Tokens of some consecutive documents."""
 
     token: np.ndarray
     """(tokens,) of `token_dtype`."""
     documents: int
+    """Documents with text."""
     skipped: int
-    """Documents without text, which are not among `documents`."""
+    """Documents without text; they have no tokens."""
 
 
 def tokenise(
@@ -150,41 +156,49 @@ def tokenise(
     frame: DocumentFrame = "auto",
     loss_on: LossOn = "all",
     document_attention: bool = False,
-) -> Iterator[Batch]:
-    """All documents, some at a time; takes no more from the iterator than it has given; errors as `encode`.
+) -> Iterator[TokenBatch]:
+    """Yield the tokens of all documents, some documents at a time; errors as `encode`.
 
-    With `document_attention` the first token of a document is not trained on: no token before it is in its sight.
+    Nothing is read ahead: the iterator stands at the first document whose tokens have not been yielded.
+    With `document_attention` the first token of a document is not trained on, since it sees no token before it.
     """
     dtype = token_dtype(tokenizer, loss_on, document_attention)
-    while True:
-        batch, characters = [], 0
-        for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
-            batch.append(document)
-            characters += len(document)
-            if characters >= _CHARACTERS_AT_A_TIME:
-                break
-        if not batch:
-            return
-        used = [document for document in batch if not is_blank(document)]
+    while batch := _take_documents(documents):
+        filled = [document for document in batch if not is_blank(document)]
+        # 1. Ids, and trained flags if only completions are trained on.
         ids: Sequence[list[int]] = ()
         trained: Sequence[np.ndarray] = ()
-        if used and loss_on == "completion":
-            ids, trained = zip(*encode_trained(used, tokenizer, frame), strict=True)
-        elif used:
-            ids = encode(used, tokenizer, frame)
-        lengths = [len(each) for each in ids]
+        if filled and loss_on == "completion":
+            ids, trained = zip(*encode_trained(filled, tokenizer, frame), strict=True)
+        elif filled:
+            ids = encode(filled, tokenizer, frame)
+        # 2. One array of all tokens.
+        lengths = [len(document_ids) for document_ids in ids]
         token = np.zeros(sum(lengths), dtype=dtype)
         token_ids(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
         if token.dtype.names is not None:
             trained_flags(token)[:] = np.concatenate(trained) if trained else True
-        if (first := document_starts(token)) is not None:
-            first[[stop - length for stop, length in zip(np.cumsum(lengths), lengths, strict=True) if length]] = True
-            trained_flags(token)[first] = False
-        yield Batch(token, len(used), len(batch) - len(used))
+        # 3. Starts of documents; no token predicts them.
+        if (starts := document_starts(token)) is not None:
+            starts[[stop - length for stop, length in zip(np.cumsum(lengths), lengths, strict=True) if length]] = True
+            trained_flags(token)[starts] = False
+        yield TokenBatch(token, len(filled), len(batch) - len(filled))
+
+
+def _take_documents(documents: Iterator[Document]) -> list[Document]:
+    """Return the next documents, as many as are tokenised together; none at the end."""
+    batch: list[Document] = []
+    characters = 0
+    for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
+        batch.append(document)
+        characters += len(document)
+        if characters >= _CHARACTERS_AT_A_TIME:
+            break
+    return batch
 
 
 def no_text_error(name: str, skipped: int) -> ValueError:
-    """The error of a source that has no text."""
+    """Return the error about a source without any text."""
     return ValueError(
         f"--dataset {name}: there is no text in it ({skipped:,} documents, all of them null or blank); give another "
         "text, or name the field that holds it with --text_field"
@@ -192,7 +206,7 @@ def no_text_error(name: str, skipped: int) -> ValueError:
 
 
 def unknown_token_error(largest: int, vocabulary: int) -> ValueError:
-    """The error of a tokenizer that gives ids which the model does not know."""
+    """Return the error about ids that are beyond the model's vocabulary."""
     return ValueError(
         f"the tokenizer gives token {largest}, but the model knows {vocabulary}; tokenizer and weights do not belong "
         "together"
@@ -200,31 +214,37 @@ def unknown_token_error(largest: int, vocabulary: int) -> ValueError:
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", document_attention: bool = False) -> str:
-    """Return the numpy dtype of a token: an id, and the flags that `windows.token_ids` and its neighbours read.
+    """Return the numpy dtype of a token: an id, and the flags that `windows.trained_flags` and `document_starts` read.
 
-    The id is uint16 where every id of the tokenizer fits, else uint32. `completion` adds a flag "trained on",
-    `document_attention` adds that one and "first of its document".
+    The id is uint16 where every id of the tokenizer fits, else uint32. `completion` adds the flag "trained on".
+    `document_attention` adds that flag and "first of its document".
     """
-    marks = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
+    flags = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
     largest = max(tokenizer.get_vocab().values(), default=0)  # a count would not do: ids may have gaps
-    return ("uint16" if largest < 2**16 else "uint32") + marks
+    return ("uint16" if largest < 2**16 else "uint32") + flags
 
 
 def cache_key(
-    source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *more: object
+    source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *extra: object
 ) -> tuple[str, dict[str, Any]]:
-    """A name for the tokens of a text, of all that decides them; and what it stands for, by names that users know.
+    """Return the cache key of a tokenised text, and the settings it was hashed from, by names that users know.
+
+    Args:
+        source: the text.
+        tokenizer: its tokenizer.
+        frame: tokens around every document.
+        *extra: more values to hash.
 
     Raises:
-        ValueError: the tokenizer cannot frame documents so, or a file cannot be read.
+        ValueError: the tokenizer lacks the tokens of the frame, or a file cannot be read.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    named = f"{type(tokenizer).__name__}, hash {_hash([vocabulary, tokenizer.chat_template])}"
-    ids = frame_tokens(tokenizer, frame)
-    front, behind = (" ".join(tokenizer.convert_ids_to_tokens(list(each))) for each in ids)
-    facts = {**source.facts, "--document_frame": f"{front} ... {behind}".strip(), "tokenizer": named}
-    return _hash([source.identity, named, ids, *more]), facts
+    tokenizer_name = f"{type(tokenizer).__name__}, hash {_hash([vocabulary, tokenizer.chat_template])}"
+    frame_ids = frame_tokens(tokenizer, frame)
+    before, after = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in frame_ids)
+    facts = {**source.facts, "--document_frame": f"{before} ... {after}".strip(), "tokenizer": tokenizer_name}
+    return _hash([source.identity, tokenizer_name, frame_ids, *extra]), facts
 
 
 def _hash(parts: object) -> str:

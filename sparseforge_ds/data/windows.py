@@ -1,4 +1,7 @@
-"""Windows of one source, each of S tokens, in an endless seeded order; and those of a text that is there whole."""
+"""Windows of one source, each of S tokens, in an endless seeded order; and those of a cached text.
+
+A token is an id, or an id with flags: `tokenization.token_dtype` has the numpy dtypes.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +13,53 @@ import numpy as np
 
 
 def token_ids(token: np.ndarray) -> np.ndarray:
-    """The ids of tokens, a view; `tokenization.token_dtype` says what tokens are."""
+    """Return a view of the ids of tokens."""
     return token if token.dtype.names is None else token["f0"]
 
 
 def trained_flags(token: np.ndarray) -> np.ndarray:
-    """Which of the tokens are trained on, a view of booleans; only where `tokenization.token_dtype` has them."""
+    """Return a view of the flags "trained on". Tokens without flags have none: check `dtype.names` before."""
     trained: np.ndarray = token["f1"]
     return trained
 
 
 def document_starts(token: np.ndarray) -> np.ndarray | None:
-    """Which of the tokens are the first of a document, a view of booleans; None without `--document_attention`."""
+    """Return a view of the flags "first of its document", or None without `--document_attention`."""
     return token["f2"] if "f2" in (token.dtype.names or ()) else None
 
 
 @dataclass(frozen=True)
 class ReadProgress:
-    """How far a source of text has been read."""
+    """Amount of one source that a run has read."""
 
     name: str
+    """Name of the source, as in `--dataset`."""
     windows: int
-    """Consumed by the run, over all ranks."""
+    """Windows that the run has consumed, over all ranks."""
     epochs: float
-    """How often its end has been passed; of a text that is there whole, with the part of the present one."""
+    """Passes over the source. A stream counts whole passes, a cached text counts fractions too."""
     skipped: int = 0
     """Documents without text that were passed while a stream was read."""
 
 
 class Windows(Protocol):
-    """An endless order of windows of one source: `CachedWindows` or `StreamedWindows`."""
+    """Endless order of windows of one source: `CachedWindows` or `StreamedWindows`."""
 
     name: str
-    """What users call the source."""
+    """Name of the source, as in `--dataset`."""
     key: str
-    """Name of its tokens; a position in them is worth nothing in others."""
+    """Name of the source's tokens. A position is valid for this key only."""
     seq_length: int
     """S."""
     seed: int
     """Seed of the order."""
 
-    def summary(self, wanted: int) -> str:
-        """What a run of `wanted` tokens of it reads, for the banner."""
+    def summary(self, tokens: int) -> str:
+        """Return the banner's line about a run that reads so many tokens."""
         ...
 
     def prepare(self, first: int, stop: int) -> None:
-        """Have the windows from `first` to before `stop` at hand. Every rank calls it with the same numbers.
+        """Make the windows `first` to `stop - 1` available. Every rank calls it with the same numbers.
 
         Raises:
             AgreedError: they cannot be made, or a rank cannot see them.
@@ -63,38 +67,38 @@ class Windows(Protocol):
         ...
 
     def window(self, sample: int) -> np.ndarray:
-        """(S,) tokens of a window that is at hand: ids, perhaps with what `trained_flags` and `document_starts` get."""
+        """Return the (S,) tokens of a window that `prepare` made available."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The key, the facts that it stands for, and what is needed to find a position again, as JSON types."""
+        """Return the key, its facts, and whatever finds a position again, as JSON types."""
         ...
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
-        """Continue at `position`, with what `state` returned, here or of another text. Does not communicate.
+        """Continue at `position`, from a `state()` of this or another text. Does not communicate.
 
         Raises:
             ValueError: `state` is damaged.
         """
         ...
 
-    def reading(self, position: int) -> ReadProgress:
-        """How far it has been read when the run has consumed `position` windows of it."""
+    def progress(self, position: int) -> ReadProgress:
+        """Return the progress after the run has consumed `position` windows."""
         ...
 
 
 class CachedWindows:
-    """Window i is window `permutation(seed, epoch)[i]` of a text that is there whole; see `Windows`.
+    """Windows of a tokenised text: window i is window `permutation(seed, epoch)[i]` of it. See `Windows`.
 
     Args:
-        token: (tokens,) the packed text, in memory or mapped.
+        token: (tokens,) the text, in memory or mapped.
         key: name of the text.
         seq_length: S.
         seed: seed of the order.
         at_least: windows that the text must have.
-        name: what users call it.
-        facts: what the key stands for.
-        counted: of its documents, for the banner.
+        name: name of the source, as in `--dataset`.
+        facts: settings that the key was hashed from.
+        description: number of documents, for the banner.
 
     Raises:
         ValueError: the text is shorter than `at_least` windows.
@@ -109,7 +113,7 @@ class CachedWindows:
         at_least: int,
         name: str = "text",
         facts: Mapping[str, Any] | None = None,
-        counted: str = "",
+        description: str = "",
     ) -> None:
         self.windows = len(token) // seq_length
         if self.windows < at_least:
@@ -123,34 +127,36 @@ class CachedWindows:
         self.seed = seed
         self.name = name
         self.facts = dict(facts or {})
-        self._counted = counted
+        self._description = description
         self._orders: dict[int, np.ndarray] = {}
+        """Permutations of neighbouring epochs, by epoch."""
 
-    def summary(self, wanted: int) -> str:
+    def summary(self, tokens: int) -> str:
         """See `Windows`."""
-        tokens = len(self.token)
-        return f"{self._counted}{tokens:,} tokens; the run reads {wanted:,} ({wanted / tokens:.2f} epochs)"
+        available = len(self.token)
+        epochs = tokens / available
+        return f"{self._description}{available:,} tokens; the run reads {tokens:,} ({epochs:.2f} epochs)"
 
     def prepare(self, first: int, stop: int) -> None:
-        """Nothing: all windows are at hand."""
+        """Do nothing: all windows are available."""
 
     def window(self, sample: int) -> np.ndarray:
         """See `Windows`."""
-        epoch, place = divmod(sample, self.windows)
+        epoch, index = divmod(sample, self.windows)
         if epoch not in self._orders:
-            # Two, because a mixture goes back and forth across the end of an epoch.
+            # Two epochs are kept, because a mixture goes back and forth across the end of an epoch.
             self._orders = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-        start = int(self._orders[epoch][place]) * self.seq_length
+        start = int(self._orders[epoch][index]) * self.seq_length
         return self.token[start : start + self.seq_length]
 
     def state(self) -> dict[str, Any]:
-        """See `Windows`; with the position that is all."""
+        """See `Windows`. Beside the position nothing else is needed."""
         return {"key": self.key, "facts": self.facts}
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
-        """Nothing."""
+        """Do nothing: a position is all that is needed."""
 
-    def reading(self, position: int) -> ReadProgress:
+    def progress(self, position: int) -> ReadProgress:
         """See `Windows`."""
         return ReadProgress(self.name, position, position / self.windows)

@@ -145,11 +145,11 @@ class Evaluation:
             make_micro_batch(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)
         ]
         layout, mine = self.context.batches.layout, []
-        parts, part = layout.sequence_parallel, layout.part(token_NS.shape[1])
+        parts, part = layout.sequence_parallel, layout.token_slice(token_NS.shape[1])
         for first in range(0, len(passes), ranks.world_size // parts):
-            number = first + layout.reader
+            number = first + layout.group
             whole = passes[min(number, len(passes) - 1)]  # weights are gathered by all ranks together
-            found = self._sum(whole if parts == 1 else whole.of(part, parts)) / parts
+            found = self._sum(whole if parts == 1 else whole.take_tokens(part, parts)) / parts
             mine += [found] if number < len(passes) else []
         scored = sum(int((each.label_BS[:, 1:] >= 0).sum()) for each in passes)
         return [one for share in ranks.gather(mine) for one in share], max(1, scored)

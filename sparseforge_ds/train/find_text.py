@@ -38,4 +38,4 @@ def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretra
 def _check_not_empty(flag: str, source: Source) -> None:
     """Whether any file of a text has a byte; one shard of many may be empty."""
     if isinstance(source, LocalText) and not any(path.stat().st_size for path in source.files.paths):
-        raise ValueError(f"{flag} {source.name}: {source.files.line()}: there is no text in it; give another text")
+        raise ValueError(f"{flag} {source.name}: {source.files.describe()}: there is no text in it; give another text")

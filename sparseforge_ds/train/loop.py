@@ -79,7 +79,7 @@ def train(
             lost_at = first_step if step == first_step + 1 else None
             raise _diverged(checkpoints, what, step, rate(max(step - 1, 0)), lost_at) from error
 
-    whole = context.objective.why_whole_logits(batches.at(batches.position)[:1, :1].to(context.device))
+    whole = context.objective.why_whole_logits(batches.batch_at(batches.position)[:1, :1].to(context.device))
     if whole:
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {whole}")
     saved, failures, skipped = first_step if spec.arguments.resume else None, 0, 0
@@ -276,7 +276,7 @@ class ProbeBatches:
 def _sequences_of_start(context: TrainContext) -> int | None:
     """Return the sequences of a step of the start, rounded up to those of a micro-batch of all ranks; None without
     one."""
-    start, spec, at_once = context.spec.config.start, context.spec, context.batches.layout.at_once
+    start, spec, at_once = context.spec.config.start, context.spec, context.batches.layout.sequences_at_once
     if start is None:
         return None
     tokens = start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
@@ -290,7 +290,7 @@ def _look_closer(context: TrainContext, monitor: Monitor, step: int) -> None:
         monitor.histograms(step, context.forge.histograms())
     if every.gap_every and step % every.gap_every == 0:
         layout, position = context.batches.layout, context.batches.position
-        (batch,) = context.batches.micro_batches(range(position - layout.at_once, position))  # read just now
+        (batch,) = context.batches.micro_batches(range(position - layout.sequences_at_once, position))  # read just now
         batch = batch.to(context.device)
         gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(batch))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})

@@ -53,7 +53,7 @@ def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows
             at_least,
             source.name,
             packed.facts,
-            packed.counted(),
+            packed.describe(),
         )
 
     return ranks.all_or_raise(open_packed)

@@ -34,7 +34,7 @@ def main_on_small_chunks(command_line, dies_at):
     def die_or_wait(self, chunk):
         if chunk == dies_at:
             self.close()
-            for path in self.job.folder.glob("chunk_*"):  # what was made ahead
+            for path in self.spec.folder.glob("chunk_*"):  # what was made ahead
                 if int(path.stem[6:]) >= chunk:
                     path.unlink()
         return wait(self, chunk)

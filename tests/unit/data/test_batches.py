@@ -77,7 +77,7 @@ def test_a_position_is_all_there_is_to_resume(consumed, world_size):
 
 def test_looking_ahead_consumes_nothing():
     stream = batches()
-    ahead = stream.at(2)
+    ahead = stream.batch_at(2)
     next(stream)
     assert torch.equal(next(stream), ahead)
     assert stream.position == 4

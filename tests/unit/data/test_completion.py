@@ -27,7 +27,7 @@ from sparseforge_ds.model import chat_template
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
-from tests.tiny_streams import job
+from tests.tiny_streams import chunk_spec
 
 PAIR = {"prompt": "ab", "completion": "cde"}
 CHAT = [
@@ -95,7 +95,7 @@ def test_a_conversation_with_a_completion_needs_no_marks():
     record = {"prompt": CHAT[:3], "completion": CHAT[1:2]}
     assert trained_text(record, tokenizer_with(PLAIN)) == "." * len("ua|abc|ud|a") + "bc|"
     counted = "{{ messages | length }}" + PLAIN
-    with pytest.raises(ValueError, match="line 1: the chat template of .* renders the prompt otherwise"):
+    with pytest.raises(ValueError, match="line 1: the chat template of .* renders the prompt differently"):
         trained_text(record, tokenizer_with(counted))
 
 
@@ -109,7 +109,7 @@ def test_what_says_nothing_of_its_turns_is_refused():
         encode_trained([conversation], tokenizer_with())
     tokenizer = tokenizer_with("{{ strftime_now('%f') }}" + MARKED)
     tokenizer.name_or_path = "tiny"
-    with pytest.raises(ValueError, match="line 3: the chat template of tiny makes another text .*time.*constant"):
+    with pytest.raises(ValueError, match="line 3: the chat template of tiny renders another text .*time.*constant"):
         encode_trained([conversation], tokenizer)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) is a slow one.*tokenizer.json"):
         encode_trained([document_from_record(PAIR, "text", "x")], ByT5Tokenizer())
@@ -183,7 +183,7 @@ def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
     assert token_ids(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
     assert np.array_equal(trained_flags(token), np.isin(token_ids(token), byte_tokenizer()("c</s>")["input_ids"]))
     assert whole.trained is None and marked.trained == np.count_nonzero(trained_flags(token))
-    assert marked.counted() == f"40 documents, loss on {marked.trained:,} of "
+    assert marked.describe() == f"40 documents, loss on {marked.trained:,} of "
     again = ensure_token_cache(
         find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data", "both"
     )
@@ -197,10 +197,12 @@ def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
     ).open()
     endless, row = np.tile(packed, 6), []
     for chunk in range(6):
-        maker = ChunkWriter(job(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks"))
-        maker.make()
-        maker.chunks.check(chunk)
-        row.append(maker.chunks.open(chunk))
+        writer = ChunkWriter(
+            chunk_spec(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks")
+        )
+        writer.write_next()
+        writer.chunks.check(chunk)
+        row.append(writer.chunks.open(chunk))
     found = np.concatenate(row)
     assert found.dtype == np.dtype("uint16,?") and len(found) > len(packed)
     assert np.array_equal(found, endless[: len(found)])

@@ -67,9 +67,9 @@ def test_documents_of_every_kind_begin_where_they_begin(tmp_path, loss_on, frame
     stream = ChunkSpec(
         find_source(f"stream:{path}", TextOptions(**how)), tokenizer, tmp_path / "chunks", SIZES, 264, frame
     )
-    maker = ChunkWriter(stream)
-    maker.make()
-    row = maker.chunks.open(0)
+    writer = ChunkWriter(stream)
+    writer.write_next()
+    row = writer.chunks.open(0)
     assert shown(row) == (expected * 10)[: len(shown(row))]
 
 
@@ -82,7 +82,7 @@ def test_positions_begin_anew_and_nothing_predicts_a_first_token():
     assert batch.more["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 0]]
     assert batch.label_BS.tolist() == [[0, 1, IGNORED, IGNORED, 4, 5], [IGNORED, 7, 8, 9, 10, IGNORED]]
     assert batch.inputs.keys() == {"input_ids", "position_ids"} and batch.trained == 3.0
-    parts = [batch.of(slice(3 * part, 3 * part + 3), 2) for part in range(2)]
+    parts = [batch.take_tokens(slice(3 * part, 3 * part + 3), 2) for part in range(2)]
     assert [part.more["position_ids"].tolist() for part in parts] == [[[0, 1, 0], [0, 1, 2]], [[0, 1, 2], [3, 4, 0]]]
     assert "position_ids" in batch.to("cpu").more
     assert make_micro_batch(token["f0"], None).more == {}

@@ -59,7 +59,12 @@ def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: b
 
 def test_a_rank_knows_its_group_and_its_part() -> None:
     layout = BatchLayout(micro_batch=2, accumulation=3, world_size=6, rank=4, sequence_parallel=3)
-    assert (layout.at_once, layout.global_batch, layout.reader, layout.part(12)) == (4, 12, 1, slice(4, 8))
+    assert (layout.sequences_at_once, layout.global_batch, layout.group, layout.token_slice(12)) == (
+        4,
+        12,
+        1,
+        slice(4, 8),
+    )
 
 
 def test_a_state_of_parts_continues_whole_ones() -> None:

@@ -136,12 +136,12 @@ def test_what_each_source_has_given_is_logged():
     batches = mixed(windows=(40, 70, 9))
     for _ in range(160):
         next(batches)
-    assert batches.reading() == [
+    assert batches.progress() == [
         ReadProgress("source/0", 96, 96 / 40),
         ReadProgress("source/1", 160, 160 / 70),
         ReadProgress("source/2", 64, 64 / 9),
     ]
-    assert sum(RoundRobin(PARTS).before(77)) == 77
+    assert sum(RoundRobin(PARTS).counts_before(77)) == 77
     assert batches.scalars()["data/2_source_2/tokens"] == 320 and batches.scalars()["data/0_source_0/epochs"] == 2.4
 
 
@@ -172,7 +172,7 @@ def in_place(folder, layout=ONE_RANK):
     sources = [packed(0, 30)]
     for stream in streams(folder):
         windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, Ranks())
-        windows.producer = InPlace(windows.producer.job)
+        windows.producer = InPlace(windows.producer.spec)
         sources.append(windows)
     return Batches(sources, (2, 5, 3), layout)
 
@@ -192,8 +192,8 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
             for start in range(position, position + 18, 6):
                 assert torch.equal(torch.cat([next(rank) for rank in ranks]), expected[start : start + 6])
         next(batches)
-    assert RoundRobin((2, 5, 3)).before(640) == [128, 320, 192]
-    for name, reading in zip(("one", "two"), batches.reading()[1:], strict=True):
+    assert RoundRobin((2, 5, 3)).counts_before(640) == [128, 320, 192]
+    for name, reading in zip(("one", "two"), batches.progress()[1:], strict=True):
         once = sum(1 + len(text) for text in documents(name) if text.strip())
         assert abs(reading.epochs - reading.windows * 5 / once) < 1.5 + 80 / once, "with what was read ahead"
 

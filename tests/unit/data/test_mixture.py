@@ -10,7 +10,7 @@ import pytest
 
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines, find_source, find_text
-from sparseforge_ds.data.round_robin import whole_parts
+from sparseforge_ds.data.round_robin import integer_weights
 from sparseforge_ds.data.text_files import LocalText, TextOptions
 from tests.resident import peak_growth
 
@@ -57,12 +57,12 @@ def test_one_source_needs_no_weight_and_what_exists_under_its_whole_name_has_non
 
 def test_many_digits_are_rounded_to_a_share_of_65536():
     weights = [Fraction("0.333333333"), Fraction("0.666666667"), Fraction("0.0001")]
-    parts = whole_parts(["a", "b", "c"], weights)
+    parts = integer_weights(["a", "b", "c"], weights)
     for part, weight in zip(parts, weights, strict=True):
         assert abs(part / sum(parts) - float(weight / sum(weights))) < 1 / 65536
-    assert whole_parts(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
+    assert integer_weights(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
     with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
-        whole_parts(["a", "b"], [Fraction(1), Fraction("1e-9")])
+        integer_weights(["a", "b"], [Fraction(1), Fraction("1e-9")])
 
 
 def test_dividing_needs_plain_text(folder):

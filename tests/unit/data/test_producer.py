@@ -23,7 +23,7 @@ from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.producer import AHEAD, ChunkWriter, Producer
 from sparseforge_ds.data.stream_chunks import ChunkSizes
 from tests.distributed import PATIENCE, ROOT
-from tests.tiny_streams import SIZES, job, row_of, texts, write_stream
+from tests.tiny_streams import SIZES, chunk_spec, row_of, texts, write_stream
 
 CHUNKS = 14
 
@@ -34,8 +34,8 @@ def expected(chunk, sizes=SIZES):
 
 
 @contextlib.contextmanager
-def producing(some_job):
-    producer = Producer(some_job)
+def producing(spec):
+    producer = Producer(spec)
     try:
         yield producer
     finally:
@@ -50,16 +50,16 @@ def until(condition):
         time.sleep(0.02)
 
 
-def make(some_job, count):
-    """The chunks before `count`, by a maker that goes on where the folder ends."""
-    maker = ChunkWriter(some_job)
-    while maker.finished < count:
-        maker.make()
-    return maker.chunks
+def make(spec, count):
+    """The chunks before `count`, by a writer that goes on where the folder ends."""
+    writer = ChunkWriter(spec)
+    while writer.finished < count:
+        writer.write_next()
+    return writer.chunks
 
 
 def test_chunks_are_the_row_without_a_gap(tmp_path):
-    chunks = make(job(write_stream(tmp_path / "text"), tmp_path / "data"), CHUNKS)
+    chunks = make(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data"), CHUNKS)
     for chunk in range(CHUNKS):
         assert chunks.open(chunk).tolist() == expected(chunk)
         chunks.check(chunk)
@@ -85,11 +85,11 @@ def hub_stream(folder):
 def test_every_chunk_may_be_made_by_another_maker(tmp_path, monkeypatch, write, documents, frame):
     """In the middle of a document, of a batch and of a file, before and after the end of the text."""
     monkeypatch.setattr(tokenization, "_DOCUMENTS_AT_A_TIME", documents)
-    some_job = dataclasses.replace(job(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
+    spec = dataclasses.replace(chunk_spec(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
     count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
     for finished in range(count):
-        make(some_job, finished + 1)
-    chunks = some_job.chunks
+        make(spec, finished + 1)
+    chunks = spec.chunks
     row = [token for chunk in range(count) for token in chunks.open(chunk).tolist()]
     assert row == row_of(texts(), end, frame)
     length = sum(len(text) + 1 + (frame == "both") for text in texts() if text.strip())
@@ -105,66 +105,66 @@ def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
     encode = tokenization.encode
     monkeypatch.setattr(tokenization, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
     documents = ["x" * 60] * 5 + ["y"] * 20
-    chunks = make(job(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
+    chunks = make(chunk_spec(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
     row = [token for chunk in range(6) for token in chunks.open(chunk).tolist()]
     assert row == row_of(documents, 380)
     assert set(sizes) == {1, 20}
 
 
 def test_a_long_document_lies_once_on_the_disk(tmp_path):
-    some_job = job(write_stream(tmp_path / "text", ["x" * 5000]), tmp_path / "data")
+    spec = chunk_spec(write_stream(tmp_path / "text", ["x" * 5000]), tmp_path / "data")
     for finished in range(30):
-        make(some_job, finished + 1)
+        make(spec, finished + 1)
     tokens = sum(SIZES.windows(chunk) for chunk in range(30)) * SIZES.seq_length
     assert sum(path.stat().st_size for path in (tmp_path / "data").glob("*.bin")) == 2 * tokens
-    assert [token for chunk in range(30) for token in some_job.chunks.open(chunk)] == row_of(["x" * 5000], tokens)
+    assert [token for chunk in range(30) for token in spec.chunks.open(chunk)] == row_of(["x" * 5000], tokens)
 
 
 def test_a_stream_without_text_is_refused(tmp_path):
     for name, documents in (("blank", ["", " ", "\n"]), ("none", [])):
-        some_job = job(write_stream(tmp_path / name, documents), tmp_path / f"{name} data")
+        spec = chunk_spec(write_stream(tmp_path / name, documents), tmp_path / f"{name} data")
         with pytest.raises(ValueError, match=rf"--dataset stream:.*{name}: there is no text in it"):
-            make(some_job, 1)
+            make(spec, 1)
 
 
 def test_a_damaged_chunk_is_refused(tmp_path):
-    some_job = job(write_stream(tmp_path / "text"), tmp_path / "data")
-    make(some_job, 4)
+    spec = chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")
+    make(spec, 4)
     path = tmp_path / "data" / "chunk_000002.bin"
     path.write_bytes(path.read_bytes()[::-1])
-    with producing(some_job) as producer:
+    with producing(spec) as producer:
         producer.wait(3)
         with pytest.raises(ValueError, match="chunk_000002.bin is damaged.*--resume"):
             producer.wait(2)
 
 
 def test_the_process_makes_what_is_wanted_and_a_bit_ahead(tmp_path):
-    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
+    with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
         assert producer.wait(3)["used"] >= 0
         until((tmp_path / "data" / f"chunk_{3 + AHEAD:06d}.json").exists)
         time.sleep(0.3)
         assert not (tmp_path / "data" / f"chunk_{3 + AHEAD + 1:06d}.json").exists()
         producer.wait(12)
         producer.wait(2)  # all of them stay
-    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
-        assert producer.wait(12) == producer.job.chunks.record(12), "what is there is not made again"
-        assert producer.job.chunks.open(12).tolist() == expected(12)
+    with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
+        assert producer.wait(12) == producer.spec.chunks.record(12), "what is there is not made again"
+        assert producer.spec.chunks.open(12).tolist() == expected(12)
 
 
 def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path):
     """The producer is killed again and again while it makes chunks of some milliseconds each."""
     stream = write_stream(tmp_path / "text", texts(4000))
     sizes = ChunkSizes(5, 20_000, 20_000)
-    some_job, count, rng = job(stream, tmp_path / "data", sizes), 30, random.Random(0)
+    spec, count, rng = chunk_spec(stream, tmp_path / "data", sizes), 30, random.Random(0)
     kills, done = 0, 0
     while done <= count:
-        producer = Producer(some_job)
+        producer = Producer(spec)
         last = done
         producer.wait(last)
         if kills < 5:
             moment = time.monotonic() + rng.uniform(0, 0.12)
             while time.monotonic() < moment and last < count:
-                producer.want(last)
+                producer.request(last)
                 last += 1
                 time.sleep(0.005)
             producer.process.kill()
@@ -176,7 +176,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
             producer.wait(count)
             done = count + 1
         producer.close()
-    chunks = some_job.chunks
+    chunks = spec.chunks
     reference = np.array(row_of(texts(4000), (count + 1) * 20_000)).reshape(-1, 20_000)
     for chunk in range(count + 1):
         chunks.check(chunk)
@@ -186,7 +186,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
 def test_what_cannot_be_read_is_told_and_stays_told(tmp_path):
     stream = write_stream(tmp_path / "text")
     (tmp_path / "text" / "2.jsonl").write_text('{"text": "fine"}\n{"text": \n')
-    with producing(job(stream, tmp_path / "data")) as producer:
+    with producing(chunk_spec(stream, tmp_path / "data")) as producer:
         for _ in range(2):
             with pytest.raises(ValueError, match=r"2\.jsonl, line 2: not JSON"):
                 producer.wait(50)
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_told_and_stays_told(tmp_path):
 
 def test_a_tokenizer_that_does_not_suit_the_model_is_refused(tmp_path):
     with (
-        producing(job(write_stream(tmp_path / "text"), tmp_path / "data", vocabulary=256)) as producer,
+        producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data", vocabulary=256)) as producer,
         pytest.raises(ValueError, match="gives token 256, but the model knows 256"),
     ):
         producer.wait(0)
@@ -203,7 +203,7 @@ def test_a_tokenizer_that_does_not_suit_the_model_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "data").write_text("in the way")
     with (
-        producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer,
+        producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer,
         pytest.raises(ValueError, match="FileExistsError.*--resume"),
     ):
         producer.wait(0)
@@ -212,8 +212,8 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 def test_a_slow_text_is_said(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(producer_module, "_PATIENCE_SECONDS", 0.1)
-    with producing(job(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
-        producer.want(0)
+    with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
+        producer.request(0)
         os.kill(producer.process.pid, signal.SIGSTOP)
         timer = subprocess.Popen(
             [
@@ -230,9 +230,9 @@ def test_a_slow_text_is_said(tmp_path, monkeypatch, caplog):
 PARENT = """
 import sys
 from pathlib import Path
-from tests.tiny_streams import job, write_stream
+from tests.tiny_streams import chunk_spec, write_stream
 from sparseforge_ds.data.producer import Producer
-producer = Producer(job(write_stream(Path(sys.argv[1]) / "text"), Path(sys.argv[1]) / "data"))
+producer = Producer(chunk_spec(write_stream(Path(sys.argv[1]) / "text"), Path(sys.argv[1]) / "data"))
 producer.wait(0)
 print(producer.process.pid, flush=True)
 producer.wait(10**9)

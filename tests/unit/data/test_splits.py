@@ -53,7 +53,7 @@ def test_a_saved_dataset_dict_is_read_by_its_splits(tmp_path, stream):
         texts("validation")
     shutil.copytree(folder, tmp_path / "more" / "deep")
     assert texts("train", tmp_path / "more") == ["one", "two"]
-    line = find_files(folder).line()
+    line = find_files(folder).describe()
     assert line.startswith("1 file of split train: train/data-00000-of-00001.arrow, ")
     assert line.endswith("; left out: 1 of no split, 1 of split test")
 
@@ -165,8 +165,8 @@ def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path):
 
 def test_a_long_list_is_shortened_on_the_screen(tmp_path):
     write(tmp_path, *(f"{i:03d}.jsonl" for i in range(100)))
-    assert find_files(tmp_path).line() == ("100 files of split train: 000.jsonl to 099.jsonl, 1,400 bytes")
-    assert find_files(tmp_path / "000.jsonl").line() == "000.jsonl, 14 bytes"
+    assert find_files(tmp_path).describe() == ("100 files of split train: 000.jsonl to 099.jsonl, 1,400 bytes")
+    assert find_files(tmp_path / "000.jsonl").describe() == "000.jsonl, 14 bytes"
 
 
 @pytest.mark.parametrize("place", [0, 700_000, 1_999_999])

@@ -40,13 +40,13 @@ def test_chunks_double_up_to_the_largest_and_every_window_has_one_place(sizes, w
     assert [sizes.windows(chunk) for chunk in range(len(windows))] == windows
     places = ((chunk, place) for chunk in itertools.count() for place in range(sizes.windows(chunk)))
     for sample in range(sum(windows) + 3):
-        assert sizes.place(sample) == next(places)
+        assert sizes.locate(sample) == next(places)
 
 
 def test_a_far_place_is_found_at_once():
     sizes = ChunkSizes(8192)
     began = time.process_time()
-    chunk, place = sizes.place(10**12)
+    chunk, place = sizes.locate(10**12)
     assert time.process_time() - began < 0.1
     assert sum(map(sizes.windows, range(6))) + (chunk - 6) * 2048 + place == 10**12
 

@@ -29,7 +29,7 @@ ONE_RANK = BatchLayout(2, 1, 1, 0)
 def in_place(folder, layout=ONE_RANK, seed=SEED, sizes=SIZES):
     source = write_once(folder / "text")
     windows = open_stream(source, byte_tokenizer(), folder / "data", sizes, BYTE_VOCABULARY, seed, Ranks())
-    windows.producer = InPlace(windows.producer.job)
+    windows.producer = InPlace(windows.producer.spec)
     return Batches([windows], [1], layout)
 
 
@@ -91,11 +91,11 @@ def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
 def test_probes_look_ahead_and_back_without_consuming(tmp_path):
     expected, batches = order(1000), in_place(tmp_path)
     for ahead in range(40):
-        assert torch.equal(batches.at(2 * ahead), expected[2 * ahead : 2 * ahead + 2])
+        assert torch.equal(batches.batch_at(2 * ahead), expected[2 * ahead : 2 * ahead + 2])
     for _ in range(450):
         next(batches)
     for position in range(898, 0, -6):
-        assert torch.equal(batches.at(position), expected[position : position + 2])
+        assert torch.equal(batches.batch_at(position), expected[position : position + 2])
     assert torch.equal(next(batches), expected[900:902])
 
 
@@ -138,7 +138,7 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplo
 
 def test_renamed_files_are_the_same_text_and_cost_nothing(tmp_path):
     batches = in_place(tmp_path)
-    while batches.reading()[0].epochs < 2:
+    while batches.progress()[0].epochs < 2:
         next(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     for path in (tmp_path / "text").iterdir():
@@ -160,14 +160,14 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(tokenization, "encode", lambda *how: [ids[::-1] for ids in encode(*how)])
     batches = in_place(tmp_path)
     batches.load_state_dict(state)
-    with pytest.raises(ValueError, match="has come out differently from before: text, tokenizer or the version"):
+    with pytest.raises(ValueError, match="differs from the one that the checkpoint was trained on: text,"):
         next(batches)
 
 
 def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
     blank = sum(not text.strip() for text in texts())
     batches, logged = in_place(tmp_path), []
-    while batches.reading()[0].epochs < 5:
+    while batches.progress()[0].epochs < 5:
         next(batches)
         logged.append(batches.scalars().get("data/without_text", 0))
         if batches.position % 50 == 0:
@@ -180,7 +180,7 @@ def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
 def test_resuming_has_the_chunk_made_at_once(tmp_path):
     batches = in_place(tmp_path)
     batches.load_state_dict({**batches.state_dict(), "position": 100})
-    assert batches.sources[0].producer.wanted == [SIZES.place(100)[0]]
+    assert batches.sources[0].producer.requested == [SIZES.locate(100)[0]]
 
 
 def test_a_tokenizer_that_cannot_separate_documents_is_refused(tmp_path):
@@ -215,8 +215,8 @@ def read_on_ranks(folder, micro, steps, state):
         batches.prepare_step()
         stride = micro * batches.layout.world_size
         for probe in range(5):  # what the curvature needs before the first step
-            batches.at(batches.position + probe * stride)
-        ahead = batches.at(batches.position + (steps - 1) * stride)
+            batches.batch_at(batches.position + probe * stride)
+        ahead = batches.batch_at(batches.position + (steps - 1) * stride)
         rows = torch.stack([next(batches) for _ in range(steps)])
         assert torch.equal(ahead, rows[-1])
         return rows, batches.state_dict()

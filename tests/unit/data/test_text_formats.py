@@ -258,7 +258,7 @@ def test_a_file_of_any_name_is_read(tmp_path, name):
 def test_a_name_that_fsspec_takes_for_two_says_so(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(ValueError, match=f"{name}: fsspec takes what stands behind :: for another file; rename it"):
+    with pytest.raises(ValueError, match=f"{name}: fsspec takes the part after :: for another file; rename it"):
         find_source(str(tmp_path / name))
 
 
@@ -302,8 +302,8 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"prompt": "x", "completion": CHAT}, "of prompt and completion one is text and .*make both text, or both"),
         ({"prompt": CHAT, "completion": 3}, "field 'completion' is int, not text nor"),
         ({"prompt": "x"}, "no field 'text', nor messages, nor prompt and completion"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is list of more than text; remove what is"),
-        ({"messages": [{"role": "user", "content": 4}]}, "is int of more than text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is list with more than text; remove"),
+        ({"messages": [{"role": "user", "content": 4}]}, "is int with more than text"),
     ],
 )
 def test_what_is_no_conversation_names_record_and_field(tmp_path, record, what):

@@ -166,7 +166,7 @@ def test_a_moved_cache_is_found_where_it_is(tmp_path):
 def test_documents_without_text_are_counted(tmp_path):
     packed = ensure_token_cache(documents(), byte_tokenizer(), tmp_path)
     assert packed.skipped == 2
-    assert packed.counted() == "2 documents (2 without text were skipped), "
+    assert packed.describe() == "2 documents (2 without text were skipped), "
     assert ensure_token_cache(documents(), byte_tokenizer(), tmp_path).skipped == 2
 
 
@@ -267,7 +267,7 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
         with pytest.raises(ValueError, match=r"line 3: the tokenizer's chat template refuses .*repair the template"):
             encode([chat("user")], tokenizer)
     tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
-    with pytest.raises(ValueError, match=r"line 3: .* templates \(rag, tool_use\) none is the default; put one into"):
+    with pytest.raises(ValueError, match=r"line 3: .*, and none of the .* \(rag, tool_use\) is the default; put one"):
         encode([chat("user")], tokenizer)
     tokenizer.chat_template = TEMPLATE.upper()
     assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"
