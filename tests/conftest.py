@@ -22,7 +22,7 @@ EXTRAS = (
     "unit/extras",
     "unit/launch",  # dry runs of the recipes
     "zero/test_planned_memory.py",
-    *(f"end_to_end/test_{name}.py" for name in ("bench", "compare", "rehearsal", "vllm")),
+    *(f"end_to_end/test_{name}.py" for name in ("bench", "closer", "compare", "permute", "rehearsal", "rotate", "vllm")),
 )
 """Tests that need `sparseforge_ds/extras`, and nothing else does: they have the `extras` marker."""
 

@@ -10,9 +10,9 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
-    from sparseforge_ds.permutation.dense_folder import DenseFolder
-    from sparseforge_ds.permutation.find import SearchSettings
-    from sparseforge_ds.permutation.record import Permutation
+    from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
+    from sparseforge_ds.extras.basis.permutation.find import SearchSettings
+    from sparseforge_ds.extras.basis.permutation.record import Permutation
 
 DIMENSIONS = ("mlp", "mlp+heads", "all")
 
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
-        from sparseforge_ds.permutation.dense_folder import DenseFolder
-        from sparseforge_ds.permutation.find import SearchSettings
+        from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
+        from sparseforge_ds.extras.basis.permutation.find import SearchSettings
 
     parse_size(args.max_shard_size)  # for its error, before the search
     for flag in ("workers", "sequences", "rows"):
@@ -110,7 +110,7 @@ def _find(
     with large_imports():
         from sparseforge_ds.evaluate.calibration import calibration
         from sparseforge_ds.evaluate.finished_model import load_model
-        from sparseforge_ds.permutation.activations import find_by_activations
+        from sparseforge_ds.extras.basis.permutation.activations import find_by_activations
 
     sequences = 32 if args.sequences is None else args.sequences
     batches = calibration(args.model, dense.config, args.text, sequences, args.seq_length)

@@ -56,9 +56,9 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
+        from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
+        from sparseforge_ds.extras.basis.rotation.rotate import rotate
         from sparseforge_ds.model.basis import ROTATION
-        from sparseforge_ds.permutation.dense_folder import DenseFolder
-        from sparseforge_ds.rotation.rotate import rotate
 
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     shard_bytes = parse_size(args.max_shard_size)

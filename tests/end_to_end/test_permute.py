@@ -17,7 +17,7 @@ from sparseforge_ds.model.basis import PERMUTATION, basis_of
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
 from tests.tiny_models import BUILDERS
-from tests.unit.permutation.test_channels import randomized
+from tests.unit.extras.basis.permutation.test_channels import randomized
 
 ONE_SHOT = {"method": "oneshot", "max_steps": 0, "importance": "magnitude"}
 

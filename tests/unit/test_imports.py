@@ -32,17 +32,16 @@ MAY_IMPORT: dict[str, str] = {
     "saved_state": "config checkpoint zero model methods",
     "forge": "mask config checkpoint zero model methods saved_state",
     "export": "transformers_internals mask config checkpoint model",
-    "permutation": "mask config checkpoint zero model export",
-    "rotation": "mask config checkpoint zero model permutation",
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
     "forge",
     "integrations": "extension_locks config checkpoint zero model data forge train",
+    "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.planner": "transformers_internals mask config zero model data train",
     "extras.studies": "config checkpoint data export evaluate train",
-    "cli": "ranks mask config checkpoint model permutation rotation export evaluate prune train",
+    "cli": "ranks mask config checkpoint model export evaluate prune train",
 }
 # All libraries of the rooms that shall need few.
 LIBRARIES_OF: dict[str, str] = {

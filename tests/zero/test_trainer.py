@@ -25,10 +25,10 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
+from sparseforge_ds.extras.basis.permutation.channels import dimensions
+from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.integrations.trainer_settings import refuse_length, whole_checkpoint
 from sparseforge_ds.model.basis import basis_of
-from sparseforge_ds.permutation.channels import dimensions
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model

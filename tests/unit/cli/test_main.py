@@ -19,8 +19,8 @@ from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.config import block_sections
 from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
+from sparseforge_ds.extras.basis.permutation import channels
 from sparseforge_ds.extras.packed24 import graph_speed, speed
-from sparseforge_ds.permutation import channels
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
+from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.permutation.channel_table import CHANNELS
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
-from tests.unit.permutation.test_channels import randomized
+from tests.unit.extras.basis.permutation.test_channels import randomized
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.run_source import _run_of
+from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.stored_config import config_sha256
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
 
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.pretrained import empty_model, load_model
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text

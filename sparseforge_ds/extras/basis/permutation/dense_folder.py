@@ -15,15 +15,15 @@ from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.source import read_model_config
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import parse_size, write_tensors
+from sparseforge_ds.extras.basis.permutation.channels import check_family, dimensions
+from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.extras.basis.permutation.record import Permutation
+from sparseforge_ds.extras.basis.permutation.reordering import Reordering
 from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
 from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.sound_weights import require_float_weights
-from sparseforge_ds.permutation.channels import check_family, dimensions
-from sparseforge_ds.permutation.find import SearchSettings, find_permutation
-from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.permutation.reordering import Reordering
 
 
 class DenseFolder:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseforge_ds.permutation.channels import Axis, dimensions
-from sparseforge_ds.permutation.record import Permutation
+from sparseforge_ds.extras.basis.permutation.channels import Axis, dimensions
+from sparseforge_ds.extras.basis.permutation.record import Permutation
 
 
 class Reordering:

@@ -7,7 +7,7 @@ that have such a vector along an axis. The channels of queries and keys have no 
 
 from __future__ import annotations
 
-from sparseforge_ds.permutation.channel_rows import (
+from sparseforge_ds.extras.basis.permutation.channel_rows import (
     Along,
     Channels,
     FamilyChannels,
@@ -20,7 +20,7 @@ from sparseforge_ds.permutation.channel_rows import (
     plain,
     residual,
 )
-from sparseforge_ds.permutation.layouts import (
+from sparseforge_ds.extras.basis.permutation.layouts import (
     attended,
     each_head,
     embedded,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparseforge_ds.extras.basis.permutation.search import best_order, kept_score
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.permutation.search import best_order, kept_score
 
 
 def scores(blocks: int, channels: int, rows: int, seed: int = 0) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
-from sparseforge_ds.permutation.find import SearchSettings, find_permutation
-from sparseforge_ds.permutation.record import Permutation
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.permutation.channels import Dimension
-from sparseforge_ds.rotation.rotate import rotate
-from sparseforge_ds.rotation.stream import _subtracts_mean
+from sparseforge_ds.extras.basis.permutation.channels import Dimension
+from sparseforge_ds.extras.basis.rotation.rotate import rotate
+from sparseforge_ds.extras.basis.rotation.stream import _subtracts_mean
 from tests.tiny_models import token_batch
-from tests.unit.permutation.test_channels import logits
-from tests.unit.rotation.test_turn import built
+from tests.unit.extras.basis.permutation.test_channels import logits
+from tests.unit.extras.basis.rotation.test_turn import built
 
 
 class OffsetNorm(nn.Module):

@@ -7,14 +7,14 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.basis.rotation.moments import Scored, measure
+from sparseforge_ds.extras.basis.rotation.search import Search
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream, find_stream, untie
+from sparseforge_ds.extras.basis.rotation.turn import rotate_model
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.rotation.moments import Scored, measure
-from sparseforge_ds.rotation.search import Search
-from sparseforge_ds.rotation.stream import RESIDUAL, Stream, find_stream, untie
-from sparseforge_ds.rotation.turn import rotate_model
 from tests.tiny_models import token_batch
-from tests.unit.rotation.test_turn import built
+from tests.unit.extras.basis.rotation.test_turn import built
 
 CONFIG = SparseForgeConfig()
 

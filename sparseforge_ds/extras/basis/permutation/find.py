@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from sparseforge_ds.config.run_state import SparseWeight
+from sparseforge_ds.extras.basis.permutation.channels import Axis, Dimension, dimensions
+from sparseforge_ds.extras.basis.permutation.record import Permutation
+from sparseforge_ds.extras.basis.permutation.search import best_order, kept_score
 from sparseforge_ds.mask.pattern import NM, Pattern
-from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
-from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.permutation.search import best_order, kept_score
 
 
 @dataclass(frozen=True)

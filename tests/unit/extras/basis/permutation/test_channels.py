@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
+from sparseforge_ds.extras.basis.permutation.channels import PARTS, Dimension, dimensions
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.permutation.channel_table import CHANNELS
-from sparseforge_ds.permutation.channels import PARTS, Dimension, dimensions
 from tests.tiny_models import BUILDERS, token_batch
 
 BIASES = {

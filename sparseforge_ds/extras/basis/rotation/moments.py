@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from sparseforge_ds.extras.basis.permutation.channels import Axis
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream
+from sparseforge_ds.extras.basis.rotation.turn import Rotations
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.permutation.channels import Axis
-from sparseforge_ds.rotation.stream import RESIDUAL, Stream
-from sparseforge_ds.rotation.turn import Rotations
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import token_gradients
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparseforge_ds.permutation.channel_table import CHANNELS
-from sparseforge_ds.rotation.stream import RESIDUAL, Stream, find_stream, untie
-from sparseforge_ds.rotation.turn import rotate_model
+from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream, find_stream, untie
+from sparseforge_ds.extras.basis.rotation.turn import rotate_model
 from tests.tiny_models import BUILDERS, token_batch
-from tests.unit.permutation.test_channels import BIASES, logits, randomized
+from tests.unit.extras.basis.permutation.test_channels import BIASES, logits, randomized
 
 BEHIND_LAYERS = {"gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"}
 """Families with norms whose output is added to the residual stream."""

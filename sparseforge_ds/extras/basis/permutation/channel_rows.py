@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sparseforge_ds.permutation.layouts import Layout, stacked, whole
+from sparseforge_ds.extras.basis.permutation.layouts import Layout, stacked, whole
 
 Part = Literal["mlp", "heads", "residual"]
 

@@ -10,15 +10,15 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.basis.permutation.activations import input_squares
+from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
+from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.extras.basis.permutation.record import Permutation
+from sparseforge_ds.extras.basis.permutation.reordering import Reordering
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.permutation.activations import input_squares
-from sparseforge_ds.permutation.channel_table import CHANNELS
-from sparseforge_ds.permutation.find import SearchSettings, find_permutation
-from sparseforge_ds.permutation.record import Permutation
-from sparseforge_ds.permutation.reordering import Reordering
 from tests.tiny_models import BUILDERS, token_batch
-from tests.unit.permutation.test_channels import logits, randomized, shapes_of
+from tests.unit.extras.basis.permutation.test_channels import logits, randomized, shapes_of
 
 
 def find(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparseforge_ds.permutation.channels import Axis, Dimension, dimensions
+from sparseforge_ds.extras.basis.permutation.channels import Axis, Dimension, dimensions
 
 RESIDUAL = "residual"
 

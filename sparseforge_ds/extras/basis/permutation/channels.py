@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.permutation.channel_rows import Along, Channels, Part
-from sparseforge_ds.permutation.channel_table import CHANNELS
+from sparseforge_ds.extras.basis.permutation.channel_rows import Along, Channels, Part
+from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
 
 PARTS: dict[str, tuple[Part, ...]] = {
     "mlp": ("mlp",),
@@ -73,7 +73,7 @@ def check_family(model_type: str) -> None:
         raise ValueError(
             f"the channels of a {model_type!r} model are not known, so that it is neither permuted nor rotated; known "
             f'are {", ".join(CHANNELS)}. Add a line "{model_type}" to CHANNELS in '
-            "sparseforge_ds/permutation/channel_table.py, or train the model as it is"
+            "sparseforge_ds/extras/basis/permutation/channel_table.py, or train the model as it is"
         )
 
 
@@ -93,8 +93,8 @@ def dimensions(model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...
         if not places and not any(_regex(glob).fullmatch(name) for glob in family.others):
             raise ValueError(
                 f"{name} of shape {shape} has no line in the row {model_type!r} of "
-                "sparseforge_ds/permutation/channel_table.py, so that its channels are not known and the model is "
-                "neither permuted nor rotated; add it there, or train the model as it is"
+                "sparseforge_ds/extras/basis/permutation/channel_table.py, so that its channels are not known and the "
+                "model is neither permuted nor rotated; add it there, or train the model as it is"
             )
         for dimension, part, along, block in places:
             if part not in PARTS[which]:

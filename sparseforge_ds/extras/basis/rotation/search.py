@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from sparseforge_ds.extras.basis.rotation.moments import Scored, sides_of
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream
+from sparseforge_ds.extras.basis.rotation.turn import Rotations, residual_axis, scaled, turned
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.rotation.moments import Scored, sides_of
-from sparseforge_ds.rotation.stream import RESIDUAL, Stream
-from sparseforge_ds.rotation.turn import Rotations, residual_axis, scaled, turned
 
 _RATE = 0.4
 """Largest step, as an angle times the root of the channels: a rotation's own size grows like that root."""

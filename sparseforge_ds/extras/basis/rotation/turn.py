@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparseforge_ds.checkpoint.tensors import tensor_bytes
-from sparseforge_ds.permutation.channels import Axis
-from sparseforge_ds.rotation.stream import RESIDUAL, Stream
+from sparseforge_ds.extras.basis.permutation.channels import Axis
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream
 
 Rotations = Mapping[str, Tensor]
 """(blocks, C, C) orthogonal, by the name of a dimension; new channel j is the sum over i of channel i times [i, j]."""

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.basis.rotation.moments import measure
+from sparseforge_ds.extras.basis.rotation.search import Search
+from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, find_stream, untie
+from sparseforge_ds.extras.basis.rotation.turn import rotate_model, sha256_of
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.basis import FORMAT
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.sound_weights import first_not_finite
-from sparseforge_ds.rotation.moments import measure
-from sparseforge_ds.rotation.search import Search
-from sparseforge_ds.rotation.stream import RESIDUAL, find_stream, untie
-from sparseforge_ds.rotation.turn import rotate_model, sha256_of
 
 _KL = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Nats between the next tokens of the model before and after, at most, by the dtype that both are rounded to."""

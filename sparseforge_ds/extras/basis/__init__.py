@@ -1,0 +1,1 @@
+"""A dense model in another basis, in which a pattern costs less; its function stays."""
