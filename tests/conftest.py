@@ -20,9 +20,10 @@ FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_impo
 """What of tests/unit has the `fast` marker; single tests elsewhere have it at their definition."""
 EXTRAS = (
     "unit/extras",
-    "unit/launch",  # dry runs of the recipes
+    "unit/launch/test_recipes.py",  # by dry runs
     "zero/test_planned_memory.py",
-    *(f"end_to_end/test_{name}.py" for name in ("bench", "closer", "compare", "permute", "rehearsal", "rotate", "vllm")),
+    *(f"end_to_end/test_{name}.py" for name in ("bench", "closer", "compare", "permute")),
+    *(f"end_to_end/test_{name}.py" for name in ("rehearsal", "rotate", "vllm")),
 )
 """Tests that need `sparseforge_ds/extras`, and nothing else does: they have the `extras` marker."""
 
