@@ -98,9 +98,9 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _masks(status: RunStatus) -> list[tuple[str, str]]:
-    from sparseforge_ds.export.inspection import UNDECIDED, whole
+    from sparseforge_ds.export.inspection import UNDECIDED, summarize
 
-    total = whole(status.masks)
+    total = summarize(status.masks)
     low, high = UNDECIDED
     lines = [
         ("mask", f"{total.binary:.2%} exactly 0 or 1, {total.undecided:.2%} undecided ({low} to {high})"),

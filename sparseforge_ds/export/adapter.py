@@ -1,4 +1,4 @@
-"""The low-rank branch (SLoRB, design eq. 13) as a PEFT LoRA adapter.
+"""PEFT LoRA adapters that hold low-rank branches (SLoRB, design eq. 13).
 
 Ours is y = x (w^T + P^T B^T) with P (rank, in) a fixed sum over runs of k inputs, or learned; LoRA's is
 y = x w^T + s x A^T B^T. So lora_A is P, lora_B is B, and lora_alpha equals the rank of each layer, which makes the
@@ -28,7 +28,7 @@ CONFIG = "adapter_config.json"
 
 
 def require_adapter(folder: Path) -> None:
-    """Raise where the adapter of an exported folder is not beside its weights."""
+    """Raise ValueError unless the adapter of an exported folder lies beside its weights."""
     if not ((folder / CONFIG).is_file() and (folder / TENSORS).is_file()):
         raise ValueError(
             f"{folder}: its low-rank adapter is missing ({CONFIG}, {TENSORS}), without which the weights compute "
@@ -37,26 +37,26 @@ def require_adapter(folder: Path) -> None:
 
 
 def block_sum(inputs: int, k: int, dtype: torch.dtype) -> Tensor:
-    """P (ceil(inputs / k), inputs): row j has ones where the j-th run of k inputs lies, the last of which may be
-    shorter."""
+    """Return a fixed P, (ceil(inputs / k), inputs): row j has ones for the j-th run of at most k inputs."""
     return torch.eye(math.ceil(inputs / k), dtype=dtype).repeat_interleave(k, dim=1)[:, :inputs].contiguous()
 
 
 _PREFIX = "base_model.model."
 _MATRICES = {LOW_RANK: "lora_B.weight", PROJECTION: "lora_A.weight"}
+"""End of a tensor's name in an adapter, by its end in the model."""
 
 
 def key_of(name: str) -> str:
-    """The name in an adapter of a tensor of `Source.branch_specs`."""
-    module, _, which = name.rpartition(".")
-    return f"{_PREFIX}{module}.{_MATRICES[which]}"
+    """Return the name in an adapter of a tensor of `Source.branch_specs`."""
+    module, _, leaf = name.rpartition(".")
+    return f"{_PREFIX}{module}.{_MATRICES[leaf]}"
 
 
 def name_of(key: str) -> str | None:
-    """The reverse of `key_of`; None of what no adapter of ours has."""
-    for which, matrix in _MATRICES.items():
+    """Return the name in `Source.branch_specs` of an adapter's tensor, or None if no adapter of ours has such a key."""
+    for leaf, matrix in _MATRICES.items():
         if key.startswith(_PREFIX) and key.endswith(f".{matrix}"):
-            return key.removeprefix(_PREFIX).removesuffix(matrix) + which
+            return key.removeprefix(_PREFIX).removesuffix(matrix) + leaf
     return None
 
 
@@ -65,17 +65,18 @@ def write_adapter(source: Source, folder: Path) -> None:
     weights = {name: source.prunable[f"{name}.weight"] for name in source.branches}
     inputs = {name: weight.shape[weight.input_axis] for name, weight in weights.items()}
     ranks = {name: shape[1] for name, shape in source.branches.items()}
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    unusual = {name: rank for name, rank in ranks.items() if rank != usual}
+    # PEFT has one rank for all layers, and patterns for the layers with another.
+    common_rank = Counter(ranks.values()).most_common(1)[0][0]
+    other_ranks = {name: rank for name, rank in ranks.items() if rank != common_rank}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "inference_mode": True,
-        "r": usual,
-        "lora_alpha": usual,
-        "rank_pattern": unusual,
-        "alpha_pattern": unusual,
+        "r": common_rank,
+        "lora_alpha": common_rank,
+        "rank_pattern": other_ranks,
+        "alpha_pattern": other_ranks,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": next(iter(weights.values())).input_axis == -2,  # GPT-2's Conv1D
@@ -91,19 +92,18 @@ def write_adapter(source: Source, folder: Path) -> None:
     low_rank = source.low_rank
 
     def make(name: str) -> dict[str, Tensor]:
-        p = f"{name}.{PROJECTION}"
-        fixed = None if low_rank.learned else block_sum(inputs[name], low_rank.k, source.dtype)
-        return {
-            key_of(p): source.read_branch(p) if fixed is None else fixed,
-            key_of(f"{name}.{LOW_RANK}"): source.read_branch(f"{name}.{LOW_RANK}"),
-        }
+        """Return both matrices of a layer."""
+        p_name = f"{name}.{PROJECTION}"
+        b_name = f"{name}.{LOW_RANK}"
+        p = source.read_branch(p_name) if low_rank.learned else block_sum(inputs[name], low_rank.k, source.dtype)
+        return {key_of(p_name): p, key_of(b_name): source.read_branch(b_name)}
 
     write_tensors(folder, ADAPTER, specs, make, list(source.branches))
     write_json(folder / CONFIG, config)
 
 
 def adapter_rank(folder: Path) -> int:
-    """The largest rank in the adapter of a folder: what an inference engine must be told of."""
+    """Return the largest rank in a folder's adapter, which an inference engine must be told."""
     adapter = read_json(folder / CONFIG)
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
     return max((rank for rank in ranks if isinstance(rank, int)), default=0)

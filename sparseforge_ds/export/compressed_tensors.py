@@ -1,7 +1,7 @@
-"""Weights that llm-compressor quantized, in dense shapes: the compressed-tensors library turns them back.
+"""Weights that llm-compressor quantized, dequantized by the compressed-tensors library.
 
-A module `m` lies in a folder as `m.weight` in int8 or fp8, or `m.weight_packed`, beside `m.weight_scale` and whatever
-its format needs. To whoever reads a folder by `StoredWeights` it is `m.weight` in the dtype of its scale.
+A module `m` lies in a folder as `m.weight` in int8 or fp8, or as `m.weight_packed`, beside `m.weight_scale` and
+whatever its format needs. `StoredWeights` shows it as `m.weight`, dense, in the dtype of its scale.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ _BESIDE = ("scale", "zero_point", "shape", "global_scale", "g_idx")
 
 
 class QuantizedWeights:
-    """The quantized weights of a folder, each by the name that it has in the dense model. Raises ValueError where the
-    library is missing, or the folder is not what its config.json says."""
+    """Quantized weights of a folder, by their names in the dense model."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: TensorFolder) -> None:
+        """Find the weights.
+
+        Args:
+            folder: for messages.
+            config: content of its config.json.
+            tensors: of its files.
+
+        Raises:
+            ValueError: the library is missing, or the folder is not what its config.json says.
+        """
         if importlib.util.find_spec("compressed_tensors") is None:
             raise ValueError(
                 f"{folder}: its weights are quantized, and the library that reads them is missing; pip install "
@@ -32,11 +41,12 @@ class QuantizedWeights:
         from compressed_tensors.quantization import QuantizationConfig
         from pydantic import ValidationError
 
-        self._folder, self._tensors = folder, tensors
+        self._folder = folder
+        self._tensors = tensors
         try:
             known = QuantizationConfig.model_fields
-            held = {key: value for key, value in config["quantization_config"].items() if key in known}
-            self._config = QuantizationConfig(**held)
+            settings = {key: value for key, value in config["quantization_config"].items() if key in known}
+            self._config = QuantizationConfig(**settings)
         except (ValidationError, TypeError, KeyError) as error:
             raise ValueError(f"{folder}/config.json: its quantization_config is damaged ({error})") from None
         modules = [name.removesuffix(".weight_scale") for name in tensors.specs if name.endswith(".weight_scale")]
@@ -44,20 +54,23 @@ class QuantizedWeights:
         self.belongs = {
             f"{weight.rpartition('.')[0]}.{leaf}" for weight, parts in self._parts.items() for leaf in parts
         }
-        """Every tensor of the files that is a part of one."""
+        """Names of all tensors in the files that are parts of quantized weights."""
         self.specs = {name: self._spec(name) for name in self._parts}
         """Shape and dtype of every quantized weight, dense."""
 
     def read(self, name: str) -> Tensor:
-        """One weight as its kernels see it. A zero is +0.0: what underflows in fp8 keeps its sign there."""
+        """Return one weight as its kernels see it, dense, with +0.0 for every zero.
+
+        A value that underflows in fp8 would keep its sign.
+        """
         from compressed_tensors.compressors import BaseCompressor
 
         module = name.removesuffix(".weight")
         scheme = self._scheme(module)
-        held = {leaf: self._tensors.read(f"{module}.{leaf}") for leaf in self._parts[name]}
+        parts = {leaf: self._tensors.read(f"{module}.{leaf}") for leaf in self._parts[name]}
         try:
             compressor: Any = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
-            weight: Tensor = compressor.decompress(held, scheme)["weight"]
+            weight: Tensor = compressor.decompress(parts, scheme)["weight"]
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(f"{self._folder}: {name} cannot be read by compressed-tensors ({error!r:.200})") from None
         if tuple(weight.shape) != self.specs[name].shape:
@@ -65,27 +78,28 @@ class QuantizedWeights:
         return weight.to(self.specs[name].dtype) + 0.0
 
     def _stored(self, module: str) -> list[str]:
-        """The names behind the module's of all tensors that its weight is stored in."""
-        leaves = [*_WEIGHTS, *(f"weight_{end}" for end in _BESIDE)]
-        found = [leaf for leaf in leaves if f"{module}.{leaf}" in self._tensors.specs]
-        if not set(found) & set(_WEIGHTS):
+        """Return the last parts of the names of all tensors that a module's weight is stored in."""
+        known = [*_WEIGHTS, *(f"weight_{end}" for end in _BESIDE)]
+        leaves = [leaf for leaf in known if f"{module}.{leaf}" in self._tensors.specs]
+        if not set(leaves) & set(_WEIGHTS):
             raise ValueError(f"{self._folder}: {module}.weight_scale is there without {module}.weight")
-        return found
+        return leaves
 
     def _spec(self, name: str) -> TensorSpec:
+        """Return the dense shape and dtype of a weight."""
         module = name.removesuffix(".weight")
         stored = self._tensors.specs
         dtype = stored[f"{module}.weight_scale"].dtype
         dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
         if f"{module}.weight_shape" in stored:
             return TensorSpec(tuple(self._tensors.read(f"{module}.weight_shape").tolist()), dtype)
-        if f"{module}.weight_packed" in stored:  # two fp4 in a byte
+        if f"{module}.weight_packed" in stored:  # a byte holds two fp4
             *rest, last = stored[f"{module}.weight_packed"].shape
             return TensorSpec((*rest, 2 * last), dtype)
         return TensorSpec(stored[name].shape, dtype)
 
     def _scheme(self, module: str) -> Any:
-        """Of the groups of config.json the one that names the module, else the one for its class."""
+        """Return the group of config.json that names the module, else the one for its class."""
         from compressed_tensors.utils.match import match_name
 
         schemes = [scheme for scheme in self._config.config_groups.values() if not isinstance(scheme, list)]

@@ -1,5 +1,6 @@
-"""Counting in weights, in chunks that stay in the processor's cache and on their integer bits, which is several times
-faster than on floating-point values.
+"""Counts of zeros, groups and non-finite values of weights.
+
+They work on integer bits, in chunks that stay in the processor's cache: several times faster than on floating point.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 from sparseforge_ds.mask.pattern import Pattern
 
 CHUNK = 1 << 18
-"""Elements that are looked at together."""
+"""Elements of a chunk, about."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The smallest magnitude, as bits, that is not finite: infinity, or NaN where there is no infinity.
@@ -28,22 +29,23 @@ _NOT_FINITE = {
 
 
 def chunk_size(span: int) -> int:
-    """About `CHUNK` elements, of whole spans."""
+    """Return the elements of a chunk: about `CHUNK`, and a multiple of `span`."""
     return max(span, CHUNK // max(1, span) * span)
 
 
 def chunks(numel: int, span: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of chunks of `chunk_size` elements."""
+    """Yield start and stop of chunks of `chunk_size(span)` elements."""
     size = chunk_size(span)
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """Infinities and NaN in a tensor of any dtype."""
+    """Count infinities and NaN in a tensor of any dtype."""
     if tensor.dtype not in _NOT_FINITE:
         return 0
-    bits, first = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()]), _NOT_FINITE[tensor.dtype]
+    bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
+    first = _NOT_FINITE[tensor.dtype]
     total = 0
     for start, stop in chunks(bits.numel(), 1):
         magnitude = bits[start:stop] & torch.iinfo(bits.dtype).max
@@ -53,25 +55,25 @@ def count_not_finite(tensor: Tensor) -> int:
 
 
 def nonzero(flat: Tensor) -> tuple[Tensor, int]:
-    """Which elements are not zero, (n,) bool, and how many are -0.0 (which is zero)."""
+    """Return which elements are not zero, (n,) bool, and the number of -0.0, which count as zero."""
     if flat.dtype not in _NOT_FINITE:
         return flat != 0, 0
     bits = flat.view(_INTEGERS[flat.element_size()])
-    negative_zero = torch.iinfo(bits.dtype).min  # only the sign bit
+    negative_zero = torch.iinfo(bits.dtype).min  # the sign bit alone
     if not bits.numel() or int(bits.min()) != negative_zero:
         return bits != 0, 0
     negative = bits == negative_zero
     return (bits != 0) & ~negative, int(negative.sum())
 
 
-def members_left(left: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
-    """(G,) how many members of each group are True, of (n,) bool in whole spans of a weight of `shape`."""
-    return pattern.to_groups(left.view(torch.uint8), shape, input_axis).sum(1)
+def count_members(kept: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
+    """Count the True members of each group, (G,), in (n,) bool of whole spans of a weight of `shape`."""
+    return pattern.to_groups(kept.view(torch.uint8), shape, input_axis).sum(1)
 
 
 @dataclass
 class WeightReport:
-    """What was counted in one weight of a sparse model so far."""
+    """Counts of one weight of a sparse model."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,11 +86,11 @@ class WeightReport:
     nonfinite: int = 0
 
     def add(self, chunk: Tensor, pattern: Pattern) -> None:
-        """Count (n,) consecutive elements, whole spans of the pattern, which fits the weight."""
-        left, negative_zeros = nonzero(chunk)
-        left_G = members_left(left, pattern, self.shape, self.input_axis)
-        self.groups += left_G.numel()
-        self.nonzeros += int(left_G.sum())
-        self.violations += int((left_G > pattern.kept).sum())
+        """Count (n,) consecutive elements, which are whole spans of the pattern."""
+        kept, negative_zeros = nonzero(chunk)
+        kept_G = count_members(kept, pattern, self.shape, self.input_axis)
+        self.groups += kept_G.numel()
+        self.nonzeros += int(kept_G.sum())
+        self.violations += int((kept_G > pattern.kept).sum())
         self.negative_zeros += negative_zeros
         self.nonfinite += count_not_finite(chunk)

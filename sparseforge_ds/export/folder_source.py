@@ -1,8 +1,8 @@
-"""A Hugging Face folder as the source of an export: of ours, dense or packed, or a 2:4 one that somebody else made.
+"""Source of an export that reads a Hugging Face folder: one of ours, dense or packed, or a 2:4 one of somebody else.
 
-Of a folder without `sparsity.json` (Wanda, SparseGPT, Sparse-Llama) nothing says what it must be, so all of it is
-checked as `sparseforge verify --pattern 2:4` does: every weight that the family table names, or, of another family,
-every matrix of a numbered layer.
+A folder without `sparsity.json` (Wanda, SparseGPT, Sparse-Llama) does not say which weights are sparse. So all of it is
+checked as `sparseforge verify --pattern 2:4` does: every weight that the family table names, or, in a family without
+rows, every matrix of a numbered layer.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ _KEYS = ("format", "dtype", *HEAD)
 
 
 class FolderSource(Source):
-    """Final weights of a model in a folder; arguments of `open_source`. Each is checked against the sha256 that is
-    listed for it, as it is read."""
+    """Final weights of a model in a folder; each is checked against its listed sha256 as it is read."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
+        """Open a folder; the arguments are those of `open_source`.
+
+        Raises:
+            ValueError: the folder is damaged, or is not what its `sparsity.json` says.
+        """
         self.folder = Path(path)
         self.model_folder = self.folder if model is None else Path(model)
         self._exported = (self.folder / "sparsity.json").is_file()
@@ -55,51 +59,66 @@ class FolderSource(Source):
             self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
         else:
             self.model_config = read_model_config(self.model_folder)
-        self._sparsity = read_json(self.folder / "sparsity.json") if self._exported else self._found()
+        # The record of the folder, or one that is made from its weights.
+        self._sparsity = read_json(self.folder / "sparsity.json") if self._exported else self._infer_record()
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
         self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
-        stored = self.record["dtype"]
-        if not isinstance(stored, str) or stored not in DTYPES:
-            raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored!r}; export again")
+        # The dtype of all parameters.
+        stored_dtype = self.record["dtype"]
+        if not isinstance(stored_dtype, str) or stored_dtype not in DTYPES:
+            raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored_dtype!r}; export again")
         configured = configured_dtype(self.model_config)
-        if dtype == "auto" and not self._exported and configured is not None and configured != stored:
-            dtype = configured  # transformers computes in that, whatever the files hold
-        self.dtype = DTYPES[stored] if dtype == "auto" else choose_dtype(dtype, self.model_folder, self.model_config)
+        if dtype == "auto" and not self._exported and configured is not None and configured != stored_dtype:
+            dtype = configured  # transformers computes in the dtype of config.json, whatever the files hold
+        if dtype == "auto":
+            self.dtype = DTYPES[stored_dtype]
+        else:
+            self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
+        # Every tensor of the files is listed, with its shape and dtype, and every listed one is there.
         weights, dense, branches = listed_weights(self.folder, self._sparsity)
         self._listed = weights | dense | branches
         if set(self._listed) != set(self._weights.specs):
-            odd = sorted(set(self._listed) ^ set(self._weights.specs))[0]
-            raise ValueError(f"{self.folder}: {odd} is not in both sparsity.json and the safetensors; export again")
-        kept = set[str]() if dtype == "auto" else buffer_names(self.model_folder)
+            unmatched = sorted(set(self._listed) ^ set(self._weights.specs))[0]
+            raise ValueError(
+                f"{self.folder}: {unmatched} is not in both sparsity.json and the safetensors; export again"
+            )
+        uncast = set[str]() if dtype == "auto" else buffer_names(self.model_folder)
         self.specs = {}
         for name, spec in self._weights.specs.items():
             if "shape" not in self._listed[name] or not reads_as(spec, self._listed[name]):
                 raise ValueError(
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
-            casts = dtype != "auto" and spec.dtype.is_floating_point and name not in kept
+            casts = dtype != "auto" and spec.dtype.is_floating_point and name not in uncast
             if name not in branches:
                 self.specs[name] = TensorSpec(spec.shape, self.dtype if casts else spec.dtype)
         where = str(self.folder / "sparsity.json")
         self.prunable = {n: SparseWeight.parse({"name": n, **row}, self.pattern, where) for n, row in weights.items()}
         self.fused_name = {name: str(row["fused_name"]) for name, row in self._listed.items() if "fused_name" in row}
+        # Branches lie among the weights (packed) or in an adapter.
         self._adapter: TensorFolder | None = None
         shapes = {name: self._weights.specs[name].shape for name in branches}
         if self._sparsity.get("adapter"):
             require_adapter(self.folder)
             self._adapter = TensorFolder(self.folder, ADAPTER)
             learned = BRANCH if self.low_rank.learned else (LOW_RANK,)
-            named = ((name_of(key), spec.shape) for key, spec in self._adapter.specs.items())
-            shapes |= {of: shape for of, shape in named if of is not None and of.endswith(learned)}
+            for key, spec in self._adapter.specs.items():
+                branch_name = name_of(key)
+                if branch_name is not None and branch_name.endswith(learned):
+                    shapes[branch_name] = spec.shape
         self._set_branches(shapes)
 
-    def _found(self) -> dict[str, Any]:
-        """What `sparsity.json` would say of a folder without one. Raises ValueError where it is not 2:4."""
+    def _infer_record(self) -> dict[str, Any]:
+        """Return the content that `sparsity.json` would have in a folder without one.
+
+        Raises:
+            ValueError: the weights are not 2:4, or have an adapter.
+        """
         if (self.folder / CONFIG).is_file():
             raise ValueError(
                 f"{self.folder}: has a PEFT adapter beside its weights, which sparseforge export did not write and "
@@ -109,13 +128,14 @@ class FolderSource(Source):
         report = check_folder(self.folder, pattern)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
-            why = (
+            example = (
                 f"{worst.violations:,} of {worst.groups:,} groups of {worst.name}" if worst else "no weight of a layer"
             )
             raise ValueError(
-                f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, why)[0]}; run "
-                f"`sparseforge verify {self.folder}` to see every weight"
+                f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
+                f"run `sparseforge verify {self.folder}` to see every weight"
             )
+        # Everything else about the folder is unknown.
         rows = {name: {"shape": list(spec.shape)} for name, spec in self._weights.specs.items()}
         weights = {row.name: {**rows.pop(row.name), "input_axis": row.input_axis} for row in report.rows}
         return {
@@ -127,7 +147,7 @@ class FolderSource(Source):
             "source": {"folder": self.folder.absolute().name},
             "coverage": {},
             "run": {},
-            "config": {"pattern": str(pattern)},  # nothing says how it was pruned
+            "config": {"pattern": str(pattern)},
             "weights": weights,
             "dense": rows,
         }
@@ -136,7 +156,7 @@ class FolderSource(Source):
     def read(self, name: str) -> Tensor:
         value = self._checked(name).to(self.specs[name].dtype)
         if name in self.prunable:
-            value += 0.0  # no -0.0, of rounding or of others
+            value += 0.0  # rounding gives -0.0, and folders of others may hold them
         require_finite(value, name, self.folder)
         return value
 
@@ -148,7 +168,7 @@ class FolderSource(Source):
         return value
 
     def _checked(self, name: str) -> Tensor:
-        """A tensor of the folder that has its hash."""
+        """Read a tensor of the folder, and compare it with its hash."""
         value = self._weights.read(name)
         if self._exported and hash_tensor(value) != self._listed[name].get("sha256"):
             raise ValueError(
@@ -159,17 +179,21 @@ class FolderSource(Source):
 
     @override
     def check_bytes(self, workers: int | None = None) -> None:
-        """Compare the adapter with its hash; weights are checked whenever they are read."""
+        """Compare the adapter with its hash; weights are compared whenever they are read."""
         expected = self._sparsity.get("adapter_sha256")
         if expected is not None and hash_file(self.folder / TENSORS) != expected:
             raise ValueError(f"{self.folder / TENSORS}: has not the sha256 that sparsity.json gives; export again")
 
     def _set_branches(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`branches`, from the shapes of the tensors that the folder has of them. Raises ValueError where one is not
-        what the weight of its layer and the config make it."""
+        """Fill `branches` from the shapes of their tensors in the folder.
+
+        Raises:
+            ValueError: a shape does not follow from the config and the weight of its layer.
+        """
         self.branches = {}
         if not shapes:
             return
+        # The shapes that the config gives to the branch of each sparse weight.
         low_rank = self.low_rank
         for name in shapes:
             module = name.rpartition(".")[0]
@@ -178,10 +202,11 @@ class FolderSource(Source):
                 outputs = math.prod(weight.shape) // inputs
                 rank = branch_rank(outputs, inputs, low_rank.k, low_rank.learned)
                 self.branches[module] = outputs, rank
+        # They are compared with those in the folder.
         expected = {name: tuple(spec.shape) for name, spec in self.branch_specs.items()}
         for name in sorted(expected.keys() | shapes):
             if name not in expected:
                 raise ValueError(f"{self.folder}: {name} is the branch of no weight of sparsity.json; export again")
             if (shape := shapes.get(name)) != expected[name]:
-                found = "missing" if shape is None else f"of shape {tuple(shape)}"
-                raise ValueError(f"{self.folder}: {name} is {found}, and not {expected[name]}; export again")
+                actual = "missing" if shape is None else f"of shape {tuple(shape)}"
+                raise ValueError(f"{self.folder}: {name} is {actual}, and not {expected[name]}; export again")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
-from sparseforge_ds.export.proof import prove_folder, require
+from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.pattern import NM
@@ -38,7 +38,7 @@ def export(
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
     if not skip_proof:
-        require(source, packed)
+        require_provable(source, packed)
     shard_bytes = parse_size(max_shard_size)
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)

@@ -1,7 +1,7 @@
-"""Where a run stands, from its folder: step and phase, layout, coverage, how its masks are, what is safe on disk.
+"""Status of a run, read from its folder: step and phase, layout, coverage, state of its masks, damage on disk.
 
-Works on a run folder, its `checkpoints`, one checkpoint, or a checkpoint that DeepSpeed saved for somebody else.
-Nothing in it is executed; weights are read one at a time.
+It is read from a run folder, its `checkpoints`, one checkpoint, or a checkpoint that DeepSpeed saved for somebody else.
+Nothing in them is executed, and weights are read one at a time.
 """
 
 from __future__ import annotations
@@ -45,25 +45,26 @@ UNDECIDED = (0.05, 0.95)
 
 @dataclass(frozen=True)
 class MaskReport:
-    """How decided a mask is: shares of its values."""
+    """State of one mask, in shares of its values."""
 
     name: str
     elements: int
     binary: float
+    """Share of values that are 0 or 1."""
     undecided: float
-    """Inside of `UNDECIDED`."""
+    """Share of values inside of `UNDECIDED`."""
     density: float
-    """MaskUpdate by hard(mask), the top N of every group, with a mask above 0."""
+    """Share of values above 0 that are in the top N of their group."""
     magnitude_agreement: float | None
-    """Of what hard(mask) chooses, the share that the N largest |dense| of every group choose too; None once frozen,
-    when what was pruned is gone, and nothing is left to compare with."""
+    """Share of the top N of every group that are also the N largest |dense|. None once the mask is frozen, since the
+    pruned weights are gone then."""
     strange: int
-    """Values that are not in [0, 1]."""
+    """Number of values outside [0, 1]."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What a checkpoint says about itself."""
+    """Content of a checkpoint, in numbers; those of the forge are None or 0 in a foreign checkpoint."""
 
     step: int
     """Applied optimizer steps, as the forge counts them; DeepSpeed's own count in a foreign checkpoint."""
@@ -76,69 +77,81 @@ class RunStatus:
     max_steps: int | None = None
     phase: str | None = None
     hardening: tuple[int, int] | None = None
-    """The window of optimizer steps over which the mask becomes binary."""
+    """Window of optimizer steps over which the mask becomes binary."""
     masked_weights: int = 0
     masked_parameters: int = 0
     branch_parameters: int = 0
     masks: list[MaskReport] = field(default_factory=list)
-    """The most undecided first."""
+    """Reports of all masks, the most undecided first."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that is known about a run or a checkpoint."""
+    """Status of a run or a checkpoint, and the state of its files."""
 
     path: Path
     run: dict[str, Any] | None
-    """`sparseforge.json`: coverage, flags, versions."""
+    """Content of `sparseforge.json`: coverage, flags, versions."""
     result: dict[str, Any] | None
+    """Content of `result.json`."""
     leftovers: list[str]
-    """What interrupted saves left behind."""
+    """Files that interrupted saves left behind."""
     checkpoints: list[SavedCheckpoint]
-    """All of the run, or the one that was asked for."""
+    """All checkpoints of the run, or the single one that was asked for."""
     checkpoint: SavedCheckpoint | None
-    """The one that `status` is of."""
+    """The checkpoint that `status` describes."""
     status: RunStatus | None
     problems: list[str]
-    """Why the checkpoint cannot be resumed or exported, or what else is not in order."""
+    """Reasons why the checkpoint cannot be resumed or exported, and anything else that is not in order."""
 
     @property
     def ok(self) -> bool:
-        """There is a checkpoint, and it is complete; with `checksums` all of them are whole."""
+        """True if there is a checkpoint without problems; with `checksums`, if all of them are intact."""
         return self.status is not None and not self.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, with the masks as one."""
+        """Return the fields as plain JSON types, with a summary of the masks."""
         masks = self.status.masks if self.status else []
-        mask = asdict(whole(masks)) if masks else None
+        mask = asdict(summarize(masks)) if masks else None
         return {"ok": self.ok, **asdict(self), "path": str(self.path), "mask": mask}
 
 
 def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> Inspection:
-    """What can be known, without a process group, of a run's folder, its `checkpoints`, one checkpoint, or the output
-    folder of transformers' Trainer. `quick` reads no masks, `checksums` reads every byte of all checkpoints."""
+    """Inspect a run or a checkpoint without a process group.
+
+    Args:
+        path: a run's folder, its `checkpoints`, one checkpoint, or the output folder of transformers' Trainer.
+        quick: True to read no masks.
+        checksums: True to read every byte of all checkpoints.
+    """
     path = Path(path)
     checkpoints, single = _locate(path)
     run = path if checkpoints is not None and checkpoints.parent == path else find_run(path)
     description = _optional_json(run, "sparseforge.json")
     result = _optional_json(run, "result.json") if checkpoints is not None else None
     problems: list[str] = []
+    # The checkpoints of the run, or the one that was named.
     if checkpoints is not None:
-        beside, found = checkpoints, take_inventory(checkpoints)
-        problems += [found.problem] if found.problem else []
-        problems += [] if found.current else [f"{checkpoints}: no checkpoint yet"]
-        single = checkpoints / found.current.name if found.current else None
+        parent = checkpoints
+        inventory = take_inventory(checkpoints)
+        problems += [inventory.problem] if inventory.problem else []
+        problems += [] if inventory.current else [f"{checkpoints}: no checkpoint yet"]
+        single = checkpoints / inventory.current.name if inventory.current else None
     else:
         assert single is not None
-        beside, entry = single.parent, describe_checkpoint(single)
-        found = Inventory([entry], [], entry, None)
-    entries, current = found.entries, found.current
+        parent = single.parent
+        named_entry = describe_checkpoint(single)
+        inventory = Inventory([named_entry], [], named_entry, None)
+    entries = inventory.entries
+    current = inventory.current
+    # Every byte of them, if that is asked for.
     if checksums:
-        entries = [verify_checkpoint(beside / entry.name) for entry in entries]
+        entries = [verify_checkpoint(parent / entry.name) for entry in entries]
         current = next((entry for entry in entries if current is not None and entry.name == current.name), current)
-    looked_at = entries if checksums else []
-    problems += [entry.problem for entry in (*looked_at, current) if entry is not None and entry.problem is not None]
+    checked = entries if checksums else []
+    problems += [entry.problem for entry in (*checked, current) if entry is not None and entry.problem is not None]
     problems = list(dict.fromkeys(problems))
+    # The content of the current one.
     status = None
     if single is not None and not (current is not None and current.damaged):
         try:
@@ -152,11 +165,11 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
             for mask in status.masks
             if mask.strange
         ]
-    return Inspection(path, description, result, found.leftovers, entries, current, status, problems)
+    return Inspection(path, description, result, inventory.leftovers, entries, current, status, problems)
 
 
 def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
-    """heating, hardening, frozen finetune or finished, of a run of so many steps."""
+    """Return the phase of a run of `steps` steps: heating, hardening, frozen finetune or finished."""
     if step >= steps:
         return "finished"
     name = config.resolved_schedule.phase(step)
@@ -164,7 +177,7 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 
 
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
-    """How decided a mask is, (G, M) fp32 by groups, beside the dense weight of the same groups."""
+    """Describe a mask by groups, (G, M) in fp32, beside the dense weight of the same groups."""
     hard_GM = top_n(mask_GM, pattern.kept)
     largest_GM = top_n(dense_GM.abs(), pattern.kept)
     low, high = UNDECIDED
@@ -180,23 +193,29 @@ def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) 
     )
 
 
-def whole(masks: list[MaskReport]) -> MaskReport:
-    """The masks of a run as one."""
+def summarize(masks: list[MaskReport]) -> MaskReport:
+    """Return one report of all masks of a run, in which each counts by its elements."""
     elements = sum(mask.elements for mask in masks)
 
     def mean(key: str) -> float:
         return math.fsum(getattr(mask, key) * mask.elements for mask in masks) / max(1, elements)
 
     frozen = any(mask.magnitude_agreement is None for mask in masks)
-    shares = {key: mean(key) for key in ("binary", "undecided", "density")}
-    agreement, strange = None if frozen else mean("magnitude_agreement"), sum(mask.strange for mask in masks)
-    return MaskReport("all", elements, magnitude_agreement=agreement, strange=strange, **shares)
+    return MaskReport(
+        name="all",
+        elements=elements,
+        binary=mean("binary"),
+        undecided=mean("undecided"),
+        density=mean("density"),
+        magnitude_agreement=None if frozen else mean("magnitude_agreement"),
+        strange=sum(mask.strange for mask in masks),
+    )
 
 
 def _locate(path: Path) -> tuple[Path | None, Path | None]:
-    """(folder of checkpoints, None) or (None, one checkpoint)."""
+    """Return the folder of checkpoints and None, or None and the checkpoint, that a path stands for."""
     if path.is_file():
-        return None, find_checkpoint(path)  # one that is named by a file, like checkpoints/best
+        return None, find_checkpoint(path)  # a file like checkpoints/best names one
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
     if (path / "sparseforge.json").is_file() or (path / "checkpoints").is_dir():
@@ -224,21 +243,24 @@ def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, quick: bool) -> RunStatus:
-    """Look into one checkpoint."""
+    """Read the status of one checkpoint, without its masks if `quick`."""
     checkpoint = Checkpoint(folder)
     state = checkpoint.client_state.get("sparseforge")
-    of_train = checkpoint.client_state.get("train", {})
-    tokens, longer = of_train.get("tokens"), of_train.get("steps")
+    train_state = checkpoint.client_state.get("train", {})
+    tokens = train_state.get("tokens")
+    train_steps = train_state.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
     dtypes = {str(checkpoint.entries[name].trained_dtype).removeprefix("torch.") for name in trained}
-    known: dict[str, Any] = {}
+    # A foreign checkpoint has no state of a forge.
+    forge_fields: dict[str, Any] = {}
     if state is not None:
         saved = RunState.parse(state, str(folder))
         saved.check_shapes(checkpoint.shapes, str(folder))
-        config, step = saved.config, saved.step
+        config = saved.config
+        step = saved.step
         schedule = config.resolved_schedule
-        steps = longer if type(longer) is int else config.max_steps
-        known = {
+        steps = train_steps if type(train_steps) is int else config.max_steps
+        forge_fields = {
             "step": step,
             "pattern": config.pattern,
             "max_steps": steps,
@@ -252,9 +274,9 @@ def _read(folder: Path, quick: bool) -> RunStatus:
             bar = tqdm(saved.weights, unit=" weights", disable=None)
             released = step >= config.release_step
             masks = [_read_mask(checkpoint, weight, config.parsed_pattern, released) for weight in bar]
-            known["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
+            forge_fields["masks"] = sorted(masks, key=lambda mask: (-mask.strange, -mask.undecided, mask.binary))
     return RunStatus(
-        **{"step": checkpoint.step, **known},
+        **{"step": checkpoint.step, **forge_fields},
         world_size=checkpoint.world_size,
         zero_stage=checkpoint.stage,
         precision=", ".join(sorted(dtypes)),
@@ -264,7 +286,9 @@ def _read(folder: Path, quick: bool) -> RunStatus:
 
 
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
-    name, shape, axis = weight.name, weight.shape, weight.input_axis
-    mask, dense = read_masked(checkpoint, name, released, 0, math.prod(shape))
-    report = mask_report(name, pattern.to_groups(mask, shape, axis), pattern.to_groups(dense, shape, axis), pattern)
+    """Read one mask, which is no longer stored once it is `released`, and describe it."""
+    mask, dense = read_masked(checkpoint, weight.name, released, 0, math.prod(weight.shape))
+    mask_GM = pattern.to_groups(mask, weight.shape, weight.input_axis)
+    dense_GM = pattern.to_groups(dense, weight.shape, weight.input_axis)
+    report = mask_report(weight.name, mask_GM, dense_GM, pattern)
     return replace(report, magnitude_agreement=None) if released else report

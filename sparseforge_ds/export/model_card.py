@@ -1,6 +1,6 @@
-"""The model card of an exported folder: what `sparsity.json` knows of it, its run and its scores, as README.md.
+"""Model card (README.md) of an exported folder: the content of its `sparsity.json`, its run and its scores.
 
-Results that are measured later come from the JSON files of `sparseforge evaluate`.
+Scores that are measured later come from the JSON files of `sparseforge evaluate`.
 """
 
 from __future__ import annotations
@@ -32,100 +32,126 @@ NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _LINKED = re.compile(rf"{_REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
-"""Names that become links: of a repository, perhaps with a part of it."""
+"""Names that become links: a repository, perhaps with a part of it."""
 _HARMLESS = re.compile(r"[\w .,:;+=%()/-]*")
 """Text that is not Markdown."""
 _LONGEST = 200
+"""Most characters of a value."""
 _LARGEST_LOSS = 88.0
-"""Nats per token; the perplexity of more is no fp32 number."""
+"""Nats per token. The perplexity of a larger loss overflows fp32."""
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
+"""Line that marks a card as ours."""
 
 
 def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = None) -> list[EvalResult]:
-    """Scores of the model in a folder, which is `name` on the hub, in files that `sparseforge evaluate` wrote by
-    `--json`. Raises ValueError for those of another model."""
-    found = []
+    """Read scores from files that `sparseforge evaluate` wrote by `--json`.
+
+    Args:
+        paths: of the files.
+        folder: with the model that was measured.
+        name: of that model on the hub.
+
+    Raises:
+        ValueError: a file is missing, damaged, or has the scores of another model.
+    """
+    results = []
     for path in paths:
         if not Path(path).exists():
             raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
         content = read_json(Path(path))
         try:
-            one_text = [] if content.get("perplexity") is None else [content["perplexity"]]
-            for scored in content.get("texts", one_text):
-                said = {"dtype": content.get("dtype"), **scored}
-                how = {
-                    key: said[key]
-                    for key in ("protocol", "seq_length", "stride", "limit", "max_tokens", "dtype")
-                    if said.get(key)
-                }
-                text = published_name(scored["text"])
-                found.append(_result("text-generation", text, "perplexity", scored["perplexity"], how))
-            answered = content.get("zero_shot") or {"tasks": {}}
-            limit = {"limit": answered["limit"]} if answered.get("limit") else {}
-            for task, row in answered["tasks"].items():
-                scores = {metric: row[metric] for metric in ("acc", "acc_norm") if metric in row}
-                found += [_result("multiple-choice", task, metric, score, limit) for metric, score in scores.items()]
+            results += _results_in(content)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
         if not {"perplexity", "zero_shot"} & content.keys():
             raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
-        if (why := _of_another(content, folder, name)) is not None:
-            raise ValueError(f"--results {path}: {why}; give what sparseforge evaluate {folder} writes by --json")
-    return found
+        if (mismatch := _mismatch(content, folder, name)) is not None:
+            raise ValueError(f"--results {path}: {mismatch}; give what sparseforge evaluate {folder} writes by --json")
+    return results
 
 
-def _of_another(content: dict[str, Any], folder: Path, name: str | None) -> str | None:
-    """Why what was measured is not the model in a folder, or None where it is."""
-    model, adapter = content.get("model"), content.get("adapter")
+def _results_in(content: dict[str, Any]) -> list[EvalResult]:
+    """Return the scores in one file of `sparseforge evaluate`."""
+    results = []
+    # Perplexities, of one text or of several.
+    single_text = [] if content.get("perplexity") is None else [content["perplexity"]]
+    for row in content.get("texts", single_text):
+        conditions = {"dtype": content.get("dtype"), **row}
+        arguments = {
+            key: conditions[key]
+            for key in ("protocol", "seq_length", "stride", "limit", "max_tokens", "dtype")
+            if conditions.get(key)
+        }
+        text = published_name(row["text"])
+        results.append(_result("text-generation", text, "perplexity", row["perplexity"], arguments))
+    # Accuracies of zero-shot tasks.
+    zero_shot = content.get("zero_shot") or {"tasks": {}}
+    limit = {"limit": zero_shot["limit"]} if zero_shot.get("limit") else {}
+    for task, row in zero_shot["tasks"].items():
+        scores = {metric: row[metric] for metric in ("acc", "acc_norm") if metric in row}
+        results += [_result("multiple-choice", task, metric, score, limit) for metric, score in scores.items()]
+    return results
+
+
+def _mismatch(content: dict[str, Any], folder: Path, name: str | None) -> str | None:
+    """Return the reason why scores are not those of the model in a folder, or None if they are."""
+    model = content.get("model")
+    adapter = content.get("adapter")
     if content.get("one_shot") is not None:
         return f"its scores are of {model} after --one_shot {content['one_shot']}"
-    if not _is(model, folder, name):
+    if not _means_folder(model, folder, name):
         return f"its scores are of {model}, and not of {folder}{'' if name is None else f' or {name}'}"
     if adapter is None and (folder / ADAPTER).is_file():
         return f"its scores are of {model} without the low-rank adapter that belongs to it"
-    if adapter is not None and not ((folder / ADAPTER).is_file() and _is(adapter, folder, name)):
+    if adapter is not None and not ((folder / ADAPTER).is_file() and _means_folder(adapter, folder, name)):
         return f"its scores are of {model} with another adapter, {adapter}"
     return None
 
 
-def _is(said: Any, folder: Path, name: str | None) -> bool:
-    """Whether a result means a folder, which is `name` on the hub: what is no path from here may have been moved since,
-    or measured from elsewhere, and is known by its last part, unless that is the dense model's too."""
-    if not isinstance(said, str):
+def _means_folder(model: Any, folder: Path, name: str | None) -> bool:
+    """Return True if the model of a result is the one in a folder, which is `name` on the hub.
+
+    A path that does not exist here may have been moved, or be another machine's. Its last part decides then, unless the
+    dense model has the same.
+    """
+    if not isinstance(model, str):
         return False
-    if said == name:
+    if model == name:
         return True
-    if Path(said).exists():
-        return Path(said).resolve() == folder.resolve()
+    if Path(model).exists():
+        return Path(model).resolve() == folder.resolve()
     run = _record(folder).get("run")
     dense = run.get("model") if isinstance(run, dict) else None
-    return Path(said).name == folder.resolve().name and dense not in (said, Path(said).name)
+    return Path(model).name == folder.resolve().name and dense not in (model, Path(model).name)
 
 
 def make_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> ModelCard:
-    """The card of a folder that `consolidate` or `export` wrote, with scores beside that of the run; `name` is
-    owner/name."""
-    record, config = _record(folder), read_json(folder / "config.json")
+    """Make the card of a folder that `consolidate` or `export` wrote.
+
+    Args:
+        folder: with `sparsity.json`.
+        results: scores beside that of the run.
+        license: of the model.
+        name: owner/name on the hub.
+
+    Raises:
+        ValueError: `sparsity.json` is missing or damaged.
+    """
+    record = _record(folder)
+    config = read_json(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
-    sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
-    if odd := next((key for key, section in sections.items() if not isinstance(section, dict)), None):
-        raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
-    run, step = sections["run"], record.get("step")
-    texts = run.get("dataset") or []
-    damaged = {
-        "step": step is not None and type(step) is not int,
-        "run.dataset": not isinstance(texts, list) or not all(isinstance(text, str) for text in texts),
-        "run.model": not isinstance(run.get("model", ""), str),
-    }
-    if odd := next((key for key, is_damaged in damaged.items() if is_damaged), None):
-        raise ValueError(f"{folder / 'sparsity.json'}: {odd} is damaged; export again")
+    sections = _sections(folder, record)
+    run = sections["run"]
     pattern = str(parse_pattern(str(record.get("pattern"))))
-    of_run = _of_run(run.get("evaluation"))
-    others = (result for result in results if result not in of_run and _is_number(result.metric_value))
-    scored = [*of_run, *others]
+    # The run's own score comes first, and only once.
+    of_run = _run_result(run.get("evaluation"))
+    measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
+    all_results = [*of_run, *measured_later]
+    # Metadata that the hub reads.
     title = f"{_plain(Path(run.get('model', 'A model')).name)} {pattern}"
+    texts = run.get("dataset") or []
     data = ModelCardData(
         model_name=title,
         base_model=run.get("model") if _REPOSITORY.fullmatch(run.get("model", "")) else None,
@@ -134,8 +160,9 @@ def make_card(
         license=license,
         pipeline_tag="text-generation",
         tags=["sparse", pattern, *(["sparseforge"] if "method" in sections["config"] else [])],
-        eval_results=scored or None,
+        eval_results=all_results or None,
     )
+    # The text, from a template.
     packed = is_packed(config)
     settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
@@ -147,7 +174,7 @@ def make_card(
         model=run.get("model"),
         ours="method" in sections["config"],
         finished=record.get("finished"),
-        step=step,
+        step=record.get("step"),
         weights=len(weights),
         packed=packed,
         branched=branched,
@@ -155,14 +182,31 @@ def make_card(
         learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
         training=_training(record, sections),
-        evaluation=[_line(each) for each in scored],
+        evaluation=[_row(result) for result in all_results],
         folder=name or "THIS_FOLDER",
         link=_link,
         mark=_OURS,
     )
 
 
+def _sections(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of `sparsity.json` that the card uses, after checking their types."""
+    sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
+    damaged = {key: not isinstance(section, dict) for key, section in sections.items()}
+    if not damaged["run"]:
+        run = sections["run"]
+        step = record.get("step")
+        texts = run.get("dataset") or []
+        damaged["step"] = step is not None and type(step) is not int
+        damaged["run.dataset"] = not isinstance(texts, list) or not all(isinstance(text, str) for text in texts)
+        damaged["run.model"] = not isinstance(run.get("model", ""), str)
+    if key := next((key for key, is_damaged in damaged.items() if is_damaged), None):
+        raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
+    return sections
+
+
 def _record(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `sparsity.json`."""
     if not (folder / "sparsity.json").is_file():
         raise ValueError(
             f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
@@ -173,15 +217,23 @@ def _record(folder: Path) -> dict[str, Any]:
 def write_card(
     folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
 ) -> bool:
-    """Write README.md, unless there is one that somebody else wrote; arguments of `make_card`. Without results or a
-    license, those of the card that is there stay. Returns whether it did. Raises ValueError where that is damaged."""
+    """Write README.md, unless there is one that somebody else wrote.
+
+    Without results or a license, those of our card that is there stay. The arguments are those of `make_card`.
+
+    Returns:
+        True if the card was written.
+
+    Raises:
+        ValueError: the metadata of our card that is there is damaged.
+    """
     path = folder / NAME
     if path.is_file():
         if _OURS not in (text := path.read_text(errors="replace")):
             return False
-        kept = _metadata(text, path)
-        license = license or kept.license
-        results = results or kept.eval_results or ()
+        previous = _metadata(text, path)
+        license = license or previous.license
+        results = results or previous.eval_results or ()
     content = str(make_card(folder, results, license, name))
     with atomic_file(path) as file:
         file.write(content.encode())
@@ -189,20 +241,21 @@ def write_card(
 
 
 def _metadata(text: str, path: Path) -> ModelCardData:
-    """What the hub reads of a card of ours."""
+    """Return the metadata of a card of ours, which the hub reads."""
     try:
         data = ModelCard(text).data
     except (ValueError, YAMLError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{path}: its metadata is damaged ({why:.200}); delete the file") from None
+        headline = str(error).splitlines()[0]
+        raise ValueError(f"{path}: its metadata is damaged ({headline:.200}); delete the file") from None
     assert isinstance(data, ModelCardData)
     return data
 
 
 def push(folder: Path, name: str, private: bool = False) -> str:
-    """Upload a folder to the hub as a model, which is made if it is not there yet, and return its address.
+    """Upload a folder to the hub as a model, which is created if it does not exist, and return its address.
 
-    Raises ValueError where the hub refuses, and for a link that leads out of the folder.
+    Raises:
+        ValueError: the hub refuses, or a link leads out of the folder.
     """
     if not HUB_ID.fullmatch(name) or ":" in name:
         raise ValueError(f"--push {name}: give owner/name")
@@ -222,15 +275,16 @@ def push(folder: Path, name: str, private: bool = False) -> str:
 
 
 def _name_base(folder: Path, name: str) -> None:
-    """Let the adapter's config name the model on the hub: of what is no folder, transformers loads the weights that it
-    names."""
-    path, record = folder / ADAPTER, _record(folder)
+    """Write the model's name on the hub into the adapter's config, from which transformers takes the weights there."""
+    path = folder / ADAPTER
+    record = _record(folder)
     write_json(path, {**read_json(path), "base_model_name_or_path": name})
     if "adapter_config_sha256" in record:
         write_json(folder / "sparsity.json", {**record, "adapter_config_sha256": hash_file(path)})
 
 
-def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]) -> EvalResult:
+def _result(task: str, name: str, metric: str, value: float, arguments: dict[str, Any]) -> EvalResult:
+    """Return one score as the hub's metadata has it."""
     if not math.isfinite(float(value)):
         raise ValueError(f"{metric} is {value}")
     kind = name if HUB_ID.fullmatch(name) else re.sub(r"[^\w.-]+", "-", name)
@@ -241,23 +295,27 @@ def _result(task: str, name: str, metric: str, value: float, how: dict[str, Any]
         metric_type="accuracy" if metric.startswith("acc") else metric,
         metric_name=metric,
         metric_value=round(float(value), 6),
-        dataset_args=how or None,
+        dataset_args=arguments or None,
     )
 
 
-def _of_run(score: Any) -> list[EvalResult]:
-    """The score of the exported step, which the run itself measured."""
+def _run_result(score: Any) -> list[EvalResult]:
+    """Return the score of the exported step that the run itself measured, if there is one."""
     loss = score.get("loss") if isinstance(score, dict) else None
-    if not isinstance(loss, (int, float)) or not 0 <= loss <= _LARGEST_LOSS:  # also of a run that diverged
+    if not isinstance(loss, (int, float)) or not 0 <= loss <= _LARGEST_LOSS:  # a run may have diverged
         return []
-    how = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
-    return [_result("text-generation", published_name(str(score.get("text"))), "perplexity", math.exp(loss), how)]
+    arguments = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
+    text = published_name(str(score.get("text")))
+    return [_result("text-generation", text, "perplexity", math.exp(loss), arguments)]
 
 
 def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the rows of the table of settings, as Markdown."""
-    run, config = sections["run"], sections["config"]
-    method, tokens, teacher = config.get("method"), run.get("tokens"), run.get("teacher")
+    run = sections["run"]
+    config = sections["config"]
+    method = config.get("method")
+    tokens = run.get("tokens")
+    teacher = run.get("teacher")
     values = {
         "method": method.get("name") if isinstance(method, dict) else method,
         "pattern": record.get("pattern"),
@@ -274,28 +332,30 @@ def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> li
     return [(name, shown) for name, shown in rows.items() if shown]
 
 
-def _line(result: EvalResult) -> tuple[str, str]:
-    how = ", ".join(f"{_plain(key)} {_plain(value)}" for key, value in (result.dataset_args or {}).items())
+def _row(result: EvalResult) -> tuple[str, str]:
+    """Return a score as a row of the card's table: name and value."""
+    arguments = ", ".join(f"{_plain(key)} {_plain(value)}" for key, value in (result.dataset_args or {}).items())
     return (
         f"{_plain(result.metric_name or result.metric_type)}, {_plain(result.dataset_name)}",
-        f"{result.metric_value:g} {f'({how})' if how else ''}",
+        f"{result.metric_value:g} {f'({arguments})' if arguments else ''}",
     )
 
 
 def _link(name: str) -> str:
+    """Return a link to a repository on the hub, or the name as code if it is none."""
     hub, _, _ = name.partition(":")
     return f"[{name}](https://huggingface.co/{hub})" if _LINKED.fullmatch(name) else _code(name)
 
 
 def _plain(value: object) -> str:
-    """Return a value from a file as text that Markdown shows as it is: one line, no link and no HTML."""
+    """Return a value from a file as one line of text in which Markdown finds no link and no HTML."""
     text = str(value)
     harmless = _HARMLESS.fullmatch(text) and len(text) <= _LONGEST and "://" not in text and "www." not in text.lower()
     return text if harmless else _code(text)
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a score, which may be of a README.md that somebody changed, is one."""
+    """Return True if a score is a finite number; somebody may have changed README.md."""
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder, one weight at a time in each worker, in one of two storages.
+"""Writing of a model as a Hugging Face folder in one of two storages, one weight at a time in each worker.
 
 `hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
 inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. Beside the weights
@@ -26,6 +26,7 @@ from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pa
 from sparseforge_ds.model.stored_config import config_sha256
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+"""Suffixes of a model's files that belong to every copy of it."""
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", CONFIG)
 
 
@@ -38,16 +39,27 @@ def write_model(
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
-    Masks, masters and finiteness are checked as a weight is read; its hash is of the very bytes that are written, and
-    its groups are counted in what is read back. Raises ValueError where the source is damaged, a weight is not finite
-    in its dtype, or the folder does not verify.
+    Masks, masters and finiteness are checked as a weight is read. Its hash is of the bytes that are written, and its
+    groups are counted in the bytes that are read back.
 
-    Returns what `sparsity.json` is to hold, whose `proof` is null. Hashes are of the weights in their dense shapes.
+    Args:
+        source: of the weights.
+        folder: exists and is empty.
+        packed: True for `packed24`, False for `hf`.
+        max_shard_bytes: most bytes of a file.
+        workers: threads.
+
+    Returns:
+        The content of `sparsity.json`, whose `proof` is null. Hashes are of the weights in their dense shapes.
+
+    Raises:
+        ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
     branches = source.branch_specs if packed else {}
 
     def make(name: str) -> dict[str, Tensor]:
+        """Read one tensor, note its row, and return it as it is stored."""
         value = source.read_branch(name) if name in branches else source.read(name)
         weight = source.prunable.get(name)
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
@@ -63,14 +75,16 @@ def write_model(
         return {name: values, name + POSITIONS: positions}
 
     specs = {**(_packed_specs(source) if packed else source.specs), **branches}
-    # The largest first, so that the workers end together; equal ones stay in the order of the files.
+    # The largest tensors come first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers)
+    # Branches of a packed folder are among its weights; else they are an adapter.
     adapter: dict[str, Any] = {"adapter": None}
     if source.branches and not packed:
         write_adapter(source, folder)
         adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
         adapter["adapter_config_sha256"] = hash_file(folder / CONFIG)
+    # Config, tokenizer and the record beside the weights.
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:
         quantization["low_rank"] = dict.fromkeys(source.branches, source.low_rank.k)
@@ -87,21 +101,22 @@ def write_model(
         "proof": None,
     }
     write_json(folder / "sparsity.json", record)
+    # What lies on the disk is what is verified and counted.
     report = check_folder(folder, workers=workers)
     if not report.ok:
-        odd = [row.name for row in report.rows if row.violations]
-        worst = next(iter([*report.notes, *report.missing, *report.changed, *odd]), "no weight in the pattern")
-        raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {worst})")
-    for found in report.rows:
-        rows[found.name] |= {"groups": found.groups, "nonzeros": found.nonzeros}
+        violating = [row.name for row in report.rows if row.violations]
+        first = next(iter([*report.notes, *report.missing, *report.changed, *violating]), "no weight in the pattern")
+        raise ValueError(f"{folder}: the written folder does not verify ({report.violations} violations, {first})")
+    for counts in report.rows:
+        rows[counts.name] |= {"groups": counts.groups, "nonzeros": counts.nonzeros}
     record["bytes"] = asdict(report.size)
     return record
 
 
 def copy_model_files(source: Source, folder: Path, quantization_config: dict[str, Any] | None = None) -> None:
-    """Config, tokenizer, licence: all that belongs to a model but its weights; config.json with the exported dtype."""
+    """Write config.json with the exported dtype, and copy tokenizer, licence and the like."""
     copy_other_files(source.model_folder, folder)
-    # auto_map names Python files, which are not copied
+    # auto_map names Python files, which are not copied.
     config = {key: value for key, value in source.model_config.items() if key not in ("torch_dtype", "auto_map")}
     config["dtype"] = str(source.dtype).removeprefix("torch.")
     if quantization_config is not None:
@@ -110,21 +125,23 @@ def copy_model_files(source: Source, folder: Path, quantization_config: dict[str
 
 
 def copy_other_files(model_folder: Path, folder: Path) -> None:
-    """Copy tokenizer, licence and the like: what is neither weights nor config.json, nor written by an export.
+    """Copy tokenizer, licence and the like: all files but weights, config.json and those that an export writes.
 
-    Raises ValueError for a link that leads out of the model's folder.
+    Raises:
+        ValueError: a link leads out of the model's folder.
     """
     check_links(model_folder)
     for file in sorted(model_folder.iterdir()):
-        weights = ".safetensors" in file.name or ".bin" in file.name
-        wanted = file.suffix in _COPIED or is_legal_file(file.name)
-        if file.is_file() and wanted and not weights and file.name not in _WRITTEN:
+        has_weights = ".safetensors" in file.name or ".bin" in file.name
+        belongs = file.suffix in _COPIED or is_legal_file(file.name)
+        if file.is_file() and belongs and not has_weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
     if (templates := model_folder / CHAT_TEMPLATES).is_dir():
         shutil.copytree(templates, folder / CHAT_TEMPLATES)
 
 
 def _packed_specs(source: Source) -> dict[str, TensorSpec]:
+    """Return shape and dtype of every tensor in a packed folder."""
     specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
         specs[name] = spec

@@ -1,13 +1,13 @@
-"""A run, or one checkpoint of it, as the source of an export: mask * dense with exact +0.0.
+"""Source of an export that reads a checkpoint of a run: mask * dense with exact +0.0.
 
 The mask of an unfinished run is projected as training would do it at that moment: the N largest of each group stay,
-ties going to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
+and ties go to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.export.counting import chunks, members_left
+from sparseforge_ds.export.counting import chunks, count_members
 from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.effective_mask import is_kept
@@ -34,8 +34,18 @@ from sparseforge_ds.model.registration import load_config
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Elements start..stop of a weight's mask and of its dense weight, in fp32: both (stop - start,). Once
-    `released`, masks are not stored any more: what is not zero is kept."""
+    """Read a part of a weight's mask and of its dense weight, both (stop - start,) in fp32.
+
+    Args:
+        checkpoint: with both.
+        name: of the weight.
+        released: True if the checkpoint stores no masks any more; weights that are not zero are kept then.
+        start: first element, flat.
+        stop: one behind the last element.
+
+    Raises:
+        ValueError: the weight has no mask yet.
+    """
     states = checkpoint.states(name)
     if released:
         dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
@@ -47,93 +57,136 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
 
 
 class RunSource(Source):
-    """Final weights of a checkpoint with masks in it; arguments of `open_source`."""
+    """Final weights of a checkpoint with masks in it."""
 
     def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
+        """Open a checkpoint; the arguments are those of `open_source`.
+
+        Raises:
+            ValueError: the checkpoint is damaged, has no masks, or does not belong to the model.
+        """
         with suggest_intact_checkpoint(find_checkpoint(path)):
-            self.checkpoint = checkpoint = Checkpoint(path)
-        state = checkpoint.client_state.get("sparseforge")
-        saved = RunState.parse(state, str(checkpoint.folder))
-        saved.check_shapes(checkpoint.shapes, str(checkpoint.folder))
+            self.checkpoint = Checkpoint(path)
+        self.folder = self.checkpoint.folder
+        # The state of the forge, and a mask for every weight that it lists.
+        saved = RunState.parse(self.checkpoint.client_state.get("sparseforge"), str(self.folder))
+        saved.check_shapes(self.checkpoint.shapes, str(self.folder))
         self.config = saved.config
         self.pattern = self.config.parsed_pattern
         self.step = saved.step
         self.released = self.step >= self.config.release_step
-        """Whether masks are not stored any more: pruned weights are +0.0."""
+        """True if masks are not stored any more: pruned weights are +0.0."""
+        self.finished = self.step >= self.config.resolved_schedule.freeze_step
+        self.formed = self._has_formed_masks(saved)
+        """True if masks have moved; as long as all values are 1 they decide nothing."""
         masked = {weight.name: weight for weight in saved.weights}
-        for name in masked:
-            read_masked(checkpoint, name, self.released, 0, 0)
-        if unlisted := [name for name in checkpoint.shapes if "mask" in checkpoint.states(name) and name not in masked]:
-            raise ValueError(
-                f"{checkpoint.folder}: {unlisted[0]} has a mask, but its client state does not list it; it is damaged"
-            )
+        self._check_masks(masked)
+        # The model that the weights belong to.
         run = find_run(path)
-        if model is None and run is None:
-            beside = (checkpoint.folder.parent, Path(path))  # where transformers' Trainer saves it
-            model = next((folder for folder in beside if (folder / "config.json").is_file()), None)
-            if model is None:
-                raise ValueError(
-                    f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model"
-                )
-        self.model_folder = Path(model) if model is not None else Path(run or path) / "model"
+        self.model_folder = self._find_model_folder(Path(path), model, run)
         self.model_config = read_model_config(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
-        self.folder = checkpoint.folder
-        shapes = checkpoint.shapes
+        description = read_json(run / "sparseforge.json") if run else {}
+        if model is None:
+            check_config(self.model_folder, self.model_config, description.get("config_sha256"))
+        # Its tensors by published names, and the branches beside them.
+        self._name_tensors()
+        self._specify(masked)
+        self.branches = {
+            name.rpartition(".")[0]: (shape[0], shape[1])
+            for name, shape in self.checkpoint.shapes.items()
+            if name.rpartition(".")[2] == LOW_RANK
+        }
+        self.record = self._make_record(description)
+
+    def _has_formed_masks(self, saved: RunState) -> bool:
+        measured = not self.config.keeps_curvature or saved.refreshes > 0
+        updated = self.step >= self.config.resolved_schedule.update_every and measured
+        return self.config.method.name != "sparseforge" or updated
+
+    def _check_masks(self, masked: Mapping[str, SparseWeight]) -> None:
+        """Raise ValueError unless exactly the listed weights have a mask."""
+        for name in masked:
+            read_masked(self.checkpoint, name, self.released, 0, 0)
+        for name in self.checkpoint.shapes:
+            if "mask" in self.checkpoint.states(name) and name not in masked:
+                raise ValueError(
+                    f"{self.folder}: {name} has a mask, but its client state does not list it; it is damaged"
+                )
+
+    def _find_model_folder(self, path: Path, model: str | Path | None, run: Path | None) -> Path:
+        """Return the folder with config.json: the given one, that of the run, or the one of transformers' Trainer."""
+        if model is not None:
+            return Path(model)
+        if run is not None:
+            return run / "model"
+        for folder in (self.folder.parent, path):  # the Trainer saves the model beside its checkpoint
+            if (folder / "config.json").is_file():
+                return folder
+        raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")
+
+    def _name_tensors(self) -> None:
+        """Map published names to tensors of the checkpoint."""
+        shapes = self.checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (*BRANCH, SCALE)}
-        if (tied := self.model_config.get("tie_word_embeddings")) is None:  # some families tie where it says nothing
+        """Name in the checkpoint of each tensor of the model."""
+        # A tied head is published if config.json does not tie it.
+        tied = self.model_config.get("tie_word_embeddings")
+        if tied is None:  # the class of some families ties by itself
             tied = load_config(self.model_folder, str(self.model_folder), cached=True).tie_word_embeddings
         if not tied:
-            self._origin |= {alias: name for alias, name in checkpoint.aliases.items() if name in self._origin}
-        self._published = published_tensors(
-            self.model_config.get("model_type"), {name: shapes[real] for name, real in self._origin.items()}
-        )
+            aliases = self.checkpoint.aliases.items()
+            self._origin |= {alias: name for alias, name in aliases if name in self._origin}
+        model_shapes = {name: shapes[stored_name] for name, stored_name in self._origin.items()}
+        self._published = published_tensors(self.model_config.get("model_type"), model_shapes)
         self.fused_name = {name: part.of for name, part in self._published.items() if part.of != name}
-        self.specs, self.prunable = {}, {}
+
+    def _specify(self, masked: Mapping[str, SparseWeight]) -> None:
+        """Fill `specs` and `prunable`."""
+        self.specs = {}
+        self.prunable = {}
         for name, part in self._published.items():
-            real = self._origin[part.of]
-            kept = checkpoint.entries[real].trained_dtype if real in checkpoint.buffers else self.dtype
-            self.specs[name] = TensorSpec(part.shape, kept)
-            if real in masked:
-                self.prunable[name] = SparseWeight(name, part.shape, masked[real].input_axis)
-                if (why := self.pattern.misfit(part.shape, masked[real].input_axis)) is not None:
-                    raise ValueError(f"{checkpoint.folder}: {name}, a part of {real}, cannot be {self.pattern}: {why}")
-        branches = {name.rpartition(".")[0]: s for name, s in shapes.items() if name.rpartition(".")[2] == LOW_RANK}
-        self.branches = {name: (shape[0], shape[1]) for name, shape in branches.items()}
-        schedule = self.config.resolved_schedule
-        self.finished = self.step >= schedule.freeze_step
-        measured = not self.config.keeps_curvature or saved.refreshes > 0
-        self.formed = self.config.method.name != "sparseforge" or (self.step >= schedule.update_every and measured)
-        """Whether masks have moved yet; while all are 1 they say nothing."""
-        described = read_json(run / "sparseforge.json") if run else {}
-        if model is None:
-            check_config(self.model_folder, self.model_config, described.get("config_sha256"))
-        self.record = {
+            stored_name = self._origin[part.of]
+            is_buffer = stored_name in self.checkpoint.buffers
+            dtype = self.checkpoint.entries[stored_name].trained_dtype if is_buffer else self.dtype
+            self.specs[name] = TensorSpec(part.shape, dtype)
+            if stored_name in masked:
+                axis = masked[stored_name].input_axis
+                self.prunable[name] = SparseWeight(name, part.shape, axis)
+                if (cause := self.pattern.misfit(part.shape, axis)) is not None:
+                    raise ValueError(
+                        f"{self.folder}: {name}, a part of {stored_name}, cannot be {self.pattern}: {cause}"
+                    )
+
+    def _make_record(self, description: dict[str, Any]) -> dict[str, Any]:
+        """Return the head of `sparsity.json`; `description` is the run's `sparseforge.json`."""
+        return {
             "format": 1,
             "dtype": str(self.dtype).removeprefix("torch."),
             "pattern": str(self.pattern),
             "finished": self.finished,
             "step": self.step,
             "source": {
-                "checkpoint": checkpoint.folder.name,
-                "zero_stage": checkpoint.stage,
-                "ranks": checkpoint.world_size,
+                "checkpoint": self.folder.name,
+                "zero_stage": self.checkpoint.stage,
+                "ranks": self.checkpoint.world_size,
             },
-            "coverage": described.get("coverage") or {},
+            "coverage": description.get("coverage") or {},
             "config": self.config.to_dict(),
-            "run": _run_of(described, checkpoint.client_state.get("train"), self.step),
+            "run": _describe_run(description, self.checkpoint.client_state.get("train"), self.step),
         }
 
     @override
     def read(self, name: str) -> Tensor:
-        spec, weight = self.specs[name], self.prunable.get(name)
+        spec = self.specs[name]
+        weight = self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
         span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
         for start, stop in chunks(flat.numel(), span):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:
-                flat[start:stop] = self._sparse(weight, start, stop).to(spec.dtype) + 0.0  # small ones became -0.0
+                flat[start:stop] = self._sparse(weight, start, stop).to(spec.dtype) + 0.0  # rounding gives -0.0
         require_finite(flat, name, self.checkpoint.folder)
         return flat.view(spec.shape)
 
@@ -149,22 +202,24 @@ class RunSource(Source):
             each(PtFile.check_bytes, self.checkpoint.files, workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        """Elements start..stop of what is published as `name`, as in `Checkpoint.slice`."""
+        """Read elements start..stop of a published tensor, as `Checkpoint.slice` does."""
         part = self._published[name]
         return self.checkpoint.slice(self._origin[part.of], key, part.start + start, part.start + stop)
 
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
-        pattern, shape, axis = self.pattern, weight.shape, weight.input_axis
+        """Return hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
+        pattern = self.pattern
         part = self._published[weight.name]
-        where = (self._origin[part.of], self.released, part.start + start, part.start + stop)
-        mask, dense = read_masked(self.checkpoint, *where)
+        stored_name = self._origin[part.of]
+        mask, dense = read_masked(self.checkpoint, stored_name, self.released, part.start + start, part.start + stop)
+        # An unfinished mask is projected.
         if not self.finished:
-            value_GM = pattern.to_groups(mask if self.formed else dense.abs(), shape, axis)
-            return pattern.from_groups(top_n(value_GM, pattern.kept), shape, axis), dense
+            value_GM = pattern.to_groups(mask if self.formed else dense.abs(), weight.shape, weight.input_axis)
+            return pattern.from_groups(top_n(value_GM, pattern.kept), weight.shape, weight.input_axis), dense
+        # A frozen one has N members in every group.
         kept = mask != 0
-        full = bool((members_left(kept, pattern, shape, axis) == pattern.kept).all())
-        if not full or not torch.equal(kept.float(), mask):
+        is_full = bool((count_members(kept, pattern, weight.shape, weight.input_axis) == pattern.kept).all())
+        if not is_full or not torch.equal(kept.float(), mask):
             raise ValueError(
                 f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was "
                 f"frozen before step {self.step}; the checkpoint is inconsistent, use another one"
@@ -172,13 +227,13 @@ class RunSource(Source):
         return kept, dense
 
     def _sparse(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
-        """hard(mask) * dense in fp32 (design eq. 11) of elements start..stop, dead members exactly +0.0."""
+        """Return hard(mask) * dense (eq. 11) in fp32 of elements start..stop, with pruned members exactly +0.0."""
         kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
         if not self.finished:
             return value * self._scale(weight, start, stop)
         master = self._state(weight.name, None, start, stop)
-        if not torch.equal(value.to(master.dtype), master):  # bf16 with bf16_master_weights_and_grads
+        if not torch.equal(value.to(master.dtype), master):  # masters may be bf16
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "
                 "frozen; the checkpoint is inconsistent, use another one"
@@ -186,34 +241,52 @@ class RunSource(Source):
         return value
 
     def _scale(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
-        """CAST's factors of elements start..stop, folded into the weights when the mask freezes; 1 for none."""
+        """Return CAST's factor of each element, which is folded into the weights when the mask freezes; 1 without."""
         part = self._published[weight.name]
-        real = self._origin[part.of]
-        scale = f"{real.rpartition('.')[0]}.{SCALE}"
-        if scale not in self.checkpoint.shapes:
+        stored_name = self._origin[part.of]
+        scale_name = f"{stored_name.rpartition('.')[0]}.{SCALE}"
+        if scale_name not in self.checkpoint.shapes:
             return torch.ones(())
-        index, shape = torch.arange(part.start + start, part.start + stop), self.checkpoint.shapes[real]
-        output = index // shape[-1] if weight.input_axis == -1 else index % shape[-1]
-        return self.checkpoint.weight(scale).float()[output]
+        # Each output of the layer has one factor.
+        index = torch.arange(part.start + start, part.start + stop)
+        columns = self.checkpoint.shapes[stored_name][-1]
+        output = index // columns if weight.input_axis == -1 else index % columns
+        return self.checkpoint.weight(scale_name).float()[output]
 
 
-def _run_of(described: dict[str, Any], train: object, step: int) -> dict[str, Any]:
-    """What `sparsity.json` and a model card say of the run: no paths of this machine; nothing of one from elsewhere."""
-    flags, train = described.get("run"), train if isinstance(train, dict) else {}
+def _describe_run(description: dict[str, Any], train: object, step: int) -> dict[str, Any]:
+    """Return the entry `run` of `sparsity.json`, which has no paths of this machine; empty for a foreign run.
+
+    Args:
+        description: content of the run's `sparseforge.json`.
+        train: state of the trainer in the checkpoint.
+        step: of the checkpoint.
+    """
+    flags = description.get("run")
     if not isinstance(flags, dict):
         return {}
-    given: Any = described.get("published")
-    name: Callable[[str], str] = str
-    if not isinstance(given, dict):  # a run of before, which told hub ids and paths apart no earlier than here
-        given, name = flags, published_name
-    names = {key: name(given[key]) for key in ("model", "teacher") if isinstance(given.get(key), str)}
-    texts = [name(text) for text in given.get("dataset") or [] if isinstance(text, str)]
-    kept = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
-    scores = train.get("evaluations")
-    losses = scores.get("losses") if isinstance(scores, dict) else None
+    # Older runs published their flags as they were, paths among them.
+    published: Any = description.get("published")
+    publish: Callable[[str], str] = str
+    if not isinstance(published, dict):
+        published = flags
+        publish = published_name
+    names = {key: publish(published[key]) for key in ("model", "teacher") if isinstance(published.get(key), str)}
+    texts = [publish(text) for text in published.get("dataset") or [] if isinstance(text, str)]
+    settings = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
+    # The loss that the run itself measured at this step.
+    train_state = train if isinstance(train, dict) else {}
+    evaluation = _evaluation_at(step, train_state.get("evaluations"))
+    return {**names, "dataset": texts, **settings, "tokens": train_state.get("tokens"), "evaluation": evaluation}
+
+
+def _evaluation_at(step: int, evaluations: object) -> dict[str, Any] | None:
+    """Return the loss of a step with the text that it was measured on, or None if there is none."""
+    if not isinstance(evaluations, dict):
+        return None
+    losses = evaluations.get("losses")
     loss = losses.get(str(step)) if isinstance(losses, dict) else None
-    evaluation = None
-    if isinstance(scores, dict) and isinstance(loss, float):
-        evaluation = {"loss": loss, **{key: scores.get(key) for key in ("sequences", "seq_length")}}
-        evaluation["text"] = published_name(str(scores.get("text")))
-    return {**names, "dataset": texts, **kept, "tokens": train.get("tokens"), "evaluation": evaluation}
+    if not isinstance(loss, float):
+        return None
+    sizes = {key: evaluations.get(key) for key in ("sequences", "seq_length")}
+    return {"loss": loss, **sizes, "text": published_name(str(evaluations.get("text")))}

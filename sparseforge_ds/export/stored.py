@@ -1,4 +1,4 @@
-"""The tensors of an exported folder in their dense shapes, whatever the storage."""
+"""Reading of an exported folder's tensors in their dense shapes, for each kind of storage."""
 
 from __future__ import annotations
 
@@ -17,45 +17,53 @@ from sparseforge_ds.model.families import BRANCH
 from sparseforge_ds.model.stored_config import is_packed, is_quantized
 
 ADAPTER = "adapter_model"
-"""Where PEFT has the tensors of an adapter."""
+"""Stem of the file in which PEFT stores the tensors of an adapter."""
 
 
 class StoredWeights:
-    """A Hugging Face folder of ordinary safetensors, a packed24 one, or one that llm-compressor quantized. Several
-    threads may read."""
+    """Tensors of a Hugging Face folder: ordinary safetensors, packed24, or quantized by llm-compressor.
+
+    Several threads may read at once.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        """Read the headers of all files; `config` is the content of config.json."""
         self.folder = folder
         self._tensors = tensors = TensorFolder(folder)
+        # A packed weight is stored as values and positions, a quantized one as several parts.
         self.packed = is_packed(config)
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
         self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
-        inside = positions | (self._quantized.belongs if self._quantized else set())
-        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in inside}
+        parts = positions | (self._quantized.belongs if self._quantized else set())
+        self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in parts}
+        """Dense shape and dtype of every weight."""
         if self._quantized:
             self.specs |= self._quantized.specs
         self.unused: list[str] = []
+        """Names of tensors that transformers does not load."""
         if not (folder / "sparsity.json").is_file():
             self.specs, self.unused = divide(self.specs, config)
-        """Shape and dtype of every weight, as the network sees it; and names of what transformers does not load."""
 
     @property
     def size(self) -> Size:
-        """With the branches of the folder, wherever they lie."""
+        """Bytes of all tensors; branches count among the weights or in an adapter."""
         branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(BRANCH)}
-        beside = TensorFolder(self.folder, ADAPTER).specs if (self.folder / f"{ADAPTER}.safetensors").is_file() else {}
-        of_branches = sum(spec.nbytes for spec in (*branches.values(), *beside.values()))
-        stored = sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches)
-        return Size(stored, of_branches, sum(spec.nbytes for name, spec in self.specs.items() if name not in branches))
+        has_adapter = (self.folder / f"{ADAPTER}.safetensors").is_file()
+        adapter = TensorFolder(self.folder, ADAPTER).specs if has_adapter else {}
+        return Size(
+            weights=sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches),
+            branches=sum(spec.nbytes for spec in (*branches.values(), *adapter.values())),
+            dense=sum(spec.nbytes for name, spec in self.specs.items() if name not in branches),
+        )
 
     @property
     def quantized(self) -> int:
-        """How many weights are quantized."""
+        """Number of quantized weights."""
         return len(self._quantized.specs) if self._quantized else 0
 
     def read(self, name: str) -> Tensor:
-        """One weight in its dense shape, in memory of its own."""
+        """Return one weight in its dense shape, in memory of its own."""
         if self._quantized and name in self._quantized.specs:
             return self._quantized.read(name)
         value = self._tensors.read(name)
@@ -67,13 +75,14 @@ class StoredWeights:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
-        """One weight as chunks of `elements`, (n,) each: a chunk is used up when the next one comes."""
+        """Yield one weight as chunks of `elements`, (n,) each. A chunk's memory is used again for the next one."""
         if name in self._packed or (self._quantized and name in self._quantized.specs):
             yield from self.read(name).reshape(-1).split(elements)
         else:
             yield from self._tensors.stream(name, elements)
 
     def _dense_spec(self, name: str) -> TensorSpec:
+        """Return the dense shape and dtype of an ordinary or a packed weight."""
         spec = self._tensors.specs[name]
         if name not in self._packed:
             return spec
@@ -93,11 +102,11 @@ class Size:
     """Bytes of a model's tensors, in files."""
 
     weights: int
-    """As they are stored."""
+    """Bytes of the weights as they are stored."""
     branches: int
-    """Of its low-rank branches; in a PEFT adapter the fixed matrices too."""
+    """Bytes of the low-rank branches, with the fixed matrices of a PEFT adapter."""
     dense: int
-    """Of the weights in their dense shapes."""
+    """Bytes of the weights in their dense shapes."""
 
     def __str__(self) -> str:
         stored = self.weights + self.branches
@@ -106,8 +115,11 @@ class Size:
 
 
 def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The entries of `weights`, `dense` and `branches` in a sparsity.json, by name; none where it has none. Raises
-    ValueError where one is not a JSON object of objects, or a sparse weight has no input axis."""
+    """Return the sections `weights`, `dense` and `branches` of a sparsity.json, each by name; empty if it has none.
+
+    Raises:
+        ValueError: a section is not a JSON object of objects, or a sparse weight has no input axis.
+    """
     keys = ("weights", "dense", "branches")
     weights, dense, branches = sections = [sparsity.get(key, {}) for key in keys]
     for key, section in zip(keys, sections, strict=True):
@@ -119,6 +131,6 @@ def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, An
 
 
 def reads_as(spec: TensorSpec, entry: dict[str, Any]) -> bool:
-    """Whether a tensor has the shape and dtype of its entry in `sparsity.json`: other ones give the same bytes."""
+    """Return True if a tensor has the shape and dtype of its entry in `sparsity.json`, which no hash covers."""
     dtype = str(spec.dtype).removeprefix("torch.")
     return entry.get("shape", list(spec.shape)) == list(spec.shape) and entry.get("dtype", dtype) == dtype

@@ -1,4 +1,4 @@
-"""Tensors in the files of a model that transformers does not load: no export has them, and no check counts them."""
+"""Tensors in a model's files that transformers does not load: exports leave them out, and checks do not count them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,39 @@ T = TypeVar("T")
 _OLD = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|(?:^|\.)position_ids$|\.attn\.masked_bias$")
 """Layers for the prediction of several tokens, and buffers that older versions of transformers saved."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-_OF_TEXT = "language_model."
-"""In the names of a model's text half, where it has another, with layers of its own."""
+_TEXT_MODEL = "language_model."
+"""Part of the names in the text model of a vision-language model, whose vision model has layers of its own."""
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
+"""Keys of config.json for the number of layers."""
 
 
 def divide(tensors: Mapping[str, T], config: dict[str, Any]) -> tuple[dict[str, T], list[str]]:
-    """Those of the tensors of a model's files that are part of the model of its config.json; and names of the others:
-    the above, and layers behind the last one, where some families keep such as predict several tokens."""
-    text = config.get("text_config")
-    sizes, inside = (text, _OF_TEXT) if isinstance(text, dict) else (config, "")
+    """Divide the tensors of a model's files into those of the model of its config.json and unused ones.
+
+    Unused are old buffers and layers behind the last one, in which some families predict several tokens.
+
+    Args:
+        tensors: by name; values are passed on.
+        config: content of config.json.
+
+    Returns:
+        The tensors of the model, and the names of the unused ones.
+    """
+    text_config = config.get("text_config")
+    sizes = text_config if isinstance(text_config, dict) else config
+    infix = _TEXT_MODEL if isinstance(text_config, dict) else ""
     depth = next((sizes[key] for key in _DEPTH if isinstance(sizes.get(key), int)), math.inf)
-    unused = [name for name in tensors if _OLD.search(name) or (inside in name and _layer(name) >= depth)]
+    unused = [name for name in tensors if _OLD.search(name) or (infix in name and _layer(name) >= depth)]
     left_out = set(unused)
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}, unused
 
 
-def describe_unused(where: object, unused: Sequence[str]) -> str:
-    """What a command tells of them."""
-    return f"{where}: {len(unused)} tensors that transformers does not load are left out, the first of them {unused[0]}"
+def describe_unused(folder: object, unused: Sequence[str]) -> str:
+    """Return the sentence in which a command reports unused tensors of a folder."""
+    return f"{folder}: {len(unused)} tensors that transformers does not load are left out, the first is {unused[0]}"
 
 
 def _layer(name: str) -> int:
-    """The number of the decoder layer that a tensor belongs to; -1 where it is in none."""
-    found = _LAYER.search(name)
-    return -1 if found is None else int(found[1])
+    """Return the number of the decoder layer that a tensor belongs to, or -1 if it is in none."""
+    match = _LAYER.search(name)
+    return -1 if match is None else int(match[1])

@@ -1,8 +1,9 @@
-"""Is every group of every prunable weight of a model folder in its pattern? The last line of every recipe.
+"""Check that every group of every prunable weight of a model folder is in the pattern: the last step of every recipe.
 
-No model is built. Prunable weights are those that `sparsity.json` lists and those that the family table names (without
-what the run excluded); in a model of another family, all matrices of numbered layers, along their last axis. A group is
-in order when at most N of its members are not zero. Every weight is read once, for its hash and its counts.
+No model is built. Prunable weights are those that `sparsity.json` lists and those that the family table names, without
+the ones that the run excluded. In a family without rows they are all matrices of numbered layers, along their last
+axis. A group is in the pattern if at most N of its members are not zero. Every weight is read once, for its hash and
+its counts.
 """
 
 from __future__ import annotations
@@ -30,39 +31,41 @@ from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
 
 _LAYER = re.compile(r"\.\d+\.")
+"""Part of the name of a weight in a numbered layer."""
 
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What was found in a folder."""
+    """Result of `check_folder`."""
 
     pattern: str
     rows: list[WeightReport]
+    """Counts of each prunable weight."""
     missing: list[str]
-    """Prunable weights that are not there, do not fit the pattern, or are stored in a dtype that no weight has."""
+    """Prunable weights that are missing, do not fit the pattern, or are stored in a dtype that no weight has."""
     changed: list[str]
-    """Weights whose bytes are not those that `sparsity.json` gives the hash of."""
+    """Weights and files whose hash is not the one in `sparsity.json`."""
     notes: list[str] = field(default_factory=list)
     """Anything else that is wrong with the folder."""
     size: Size = Size(0, 0, 0)
     quantized: int = 0
-    """How many weights were stored quantized, and turned back by the compressed-tensors library."""
+    """Number of weights that were stored quantized, and dequantized by the compressed-tensors library."""
     unused: Sequence[str] = ()
     """Tensors that were left out, since transformers does not load them."""
 
     @property
     def violations(self) -> int:
-        """Groups out of pattern."""
+        """Number of groups out of pattern."""
         return sum(row.violations for row in self.rows)
 
     @property
     def ok(self) -> bool:
-        """Nothing wrong at all."""
-        odd = sum(row.violations + row.negative_zeros + row.nonfinite for row in self.rows)
-        return bool(self.rows) and not (odd or self.missing or self.changed or self.notes)
+        """True if nothing is wrong with the folder."""
+        faults = sum(row.violations + row.negative_zeros + row.nonfinite for row in self.rows)
+        return bool(self.rows) and not (faults or self.missing or self.changed or self.notes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Totals and rows as plain JSON types."""
+        """Return totals and rows as plain JSON types."""
         totals = ("groups", "nonzeros", "violations", "negative_zeros", "nonfinite")
         result: dict[str, Any] = {"ok": self.ok, "pattern": self.pattern, "weights": len(self.rows)}
         result |= {key: sum(getattr(row, key) for row in self.rows) for key in totals}
@@ -74,8 +77,13 @@ class FolderReport:
 
 
 def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: int | None = None) -> FolderReport:
-    """Check a Hugging Face folder, one weight at a time in each worker; without a pattern for that of sparsity.json, or
-    2:4."""
+    """Check a Hugging Face folder, one weight at a time in each worker.
+
+    Args:
+        folder: of the model.
+        pattern: None for that of its sparsity.json, or 2:4 if it has none.
+        workers: threads.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")
@@ -86,20 +94,24 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
         if sparsity and not isinstance(sparsity.get("pattern"), str):
             raise ValueError(f"{folder / 'sparsity.json'}: has no pattern; give one, like --pattern 2:4")
         pattern = parse_pattern(sparsity.get("pattern", "2:4"))
+    # Weights to check, and those that cannot be checked.
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
     sparse, dense, branches = listed_weights(folder, sparsity)
     listed = sparse | dense | branches
     axes, misfits = _prunable(folder, config, sparsity, shapes, pattern)
     for name in [name for name in axes if not tensors.specs[name].dtype.is_floating_point]:
-        del axes[name]  # whatever loads it casts it in silence
+        del axes[name]  # loaders cast it in silence
         misfits.append(f"{name} (stored as {tensors.specs[name].dtype}, and weights are floating point)")
+    # Each of them, and each listed one, is read once.
     names = [name for name in tensors.specs if name in axes or name in listed]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
 
     def check(name: str) -> tuple[WeightReport | None, bool]:
-        """The counts of a prunable weight, and whether the bytes are the listed ones."""
-        shape, digest, entry = shapes[name], hashlib.sha256(), listed.get(name, {})
+        """Return the counts of a prunable weight, and True if its bytes, shape and dtype are the listed ones."""
+        shape = shapes[name]
+        digest = hashlib.sha256()
+        entry = listed.get(name, {})
         report = WeightReport(name, shape, axes[name]) if name in axes else None
         for chunk in tensors.stream(name, chunk_size(pattern.span(shape, axes[name]) if report else 1)):
             if name in listed:
@@ -117,6 +129,7 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     if sparsity:
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
+    # The files beside the weights.
     notes = []
     ordinary = not tensors.packed and not tensors.quantized
     if "quantization_config" in config and ordinary and not is_only_pruned(config):
@@ -146,9 +159,11 @@ def _prunable(
     shapes: dict[str, tuple[int, ...]],
     pattern: Pattern,
 ) -> tuple[dict[str, int], list[str]]:
-    """The weights to check, with the axis of their groups; and those that the pattern does not fit."""
+    """Return the weights to check, with the axis of their groups, and those that the pattern does not fit."""
     sparse, dense, _ = listed_weights(folder, sparsity)
-    found, candidates = dict[str, int](), {name: entry["input_axis"] for name, entry in sparse.items()}
+    axes: dict[str, int] = {}
+    candidates = {name: entry["input_axis"] for name, entry in sparse.items()}
+    # The family table decides, with the globs of the run.
     if isinstance(model_type := config.get("model_type"), str) and model_type in FAMILIES:
         block = sparsity.get("config", {})
         if not isinstance(block, dict):
@@ -156,18 +171,19 @@ def _prunable(
         block = {key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}
         fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
         try:
-            chosen = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
-            weights = prunable_names(model_type, shapes, chosen, fused_name)
+            run_config = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
+            weights = prunable_names(model_type, shapes, run_config, fused_name)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from None
-        found = {weight.name: weight.input_axis for weight in weights}
+        axes = {weight.name: weight.input_axis for weight in weights}
     elif not sparsity:
         candidates = {name: -1 for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)}
+    # Listed weights are checked too, unless the pattern does not fit them.
     misfits = []
     for name, axis in candidates.items():
-        if name in shapes and name not in found:
-            if (why := pattern.misfit(shapes[name], axis)) is not None:
-                misfits.append(f"{name} ({why})")
+        if name in shapes and name not in axes:
+            if (cause := pattern.misfit(shapes[name], axis)) is not None:
+                misfits.append(f"{name} ({cause})")
             else:
-                found[name] = axis
-    return found, misfits
+                axes[name] = axis
+    return axes, misfits

@@ -1,4 +1,4 @@
-"""The same work on many things, by several threads: what the offline tools do is done outside of Python's lock."""
+"""The same work on many items by several threads: the offline tools work outside of Python's lock."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ Result = TypeVar("Result")
 
 
 MOST = 8
-"""Threads, unless more are asked for: by then it is the disk that matters."""
+"""Most threads by default: with more, the disk is the limit."""
 
 
 def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int | None) -> list[Result]:
-    """`[function(item) for item in items]`, begun in this order by `workers` threads, by default one per processor
-    that this process may use. An error ends it: what is under way is finished, nothing else is begun, and the error is
-    raised."""
+    """Apply a function to all items, which are begun in their order, and return the results in that order.
+
+    After an error the items under way are finished, no other is begun, and the error is raised.
+
+    Args:
+        function: may be called by several threads at once.
+        items: its arguments.
+        workers: threads; None for one per processor that this process may use, and at most `MOST`.
+    """
     if workers is None:
         workers = min(MOST, len(os.sched_getaffinity(0)))
     if workers < 1:
         raise ValueError(f"workers {workers}: use 1 or more")
+    # Each worker has one thread inside of torch: they would wait for each other in torch's own pool.
     threads = torch.get_num_threads()
-    # One thread each inside of torch: its own pool would be shared by all workers, and each would wait for it.
     try:
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(function, items))

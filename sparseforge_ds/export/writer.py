@@ -1,7 +1,7 @@
-"""The one way in which exports are written: into a folder without its final name, by several threads, then renamed.
+"""Writing of exports: into a folder with a temporary name, by several threads, and then renamed.
 
-`write_tensors` knows at which byte of which file every tensor is going to be before there is any data. So memory does
-not depend on the size of a file, as with `safetensors.torch.save_file`, which wants all its tensors at once.
+`write_tensors` knows the place of every tensor in the files before there is any data. So its memory does not depend on
+the size of a file, unlike that of `safetensors.torch.save_file`, which takes all tensors at once.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ NO_LIMIT = 1 << 62
 
 @contextmanager
 def unfinished_folder(out: str | Path) -> Iterator[Path]:
-    """A new folder beside `out` that becomes `out` at the end of the block, or is gone after an error.
+    """Make a folder beside `out` that becomes `out` at the end of the block, or is removed after an error.
 
-    A process that is killed leaves it behind; the next one that writes `out` on this machine removes it. Raises
-    ValueError where `out` is in use, or cannot be written.
+    A killed process leaves its folder behind; the next one that writes `out` on this machine removes it.
+
+    Raises:
+        ValueError: `out` is in use, or cannot be written.
     """
     require_free(out)
     out = Path(out).absolute()
     name = f".{out.name}.{socket.gethostname()}."
     try:
-        for left in out.parent.glob(f"{glob.escape(name)}*.tmp"):
-            process = left.name.removeprefix(name).removesuffix(".tmp")
+        for leftover in out.parent.glob(f"{glob.escape(name)}*.tmp"):
+            process = leftover.name.removeprefix(name).removesuffix(".tmp")
             if process.isdecimal() and not psutil.pid_exists(int(process)):
-                shutil.rmtree(left)
+                shutil.rmtree(leftover)
         with atomic_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
             yield folder
     except OSError as error:
@@ -51,7 +53,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
 
 
 def require_free(out: str | Path) -> None:
-    """Raise ValueError unless `out` is a name that a finished folder can be given."""
+    """Raise ValueError unless a finished folder can get the name `out`."""
     out = Path(out).absolute()
     check_outside_checkpoints(out)
     if out.is_symlink():
@@ -75,44 +77,54 @@ def write_tensors(
     max_shard_bytes: int = NO_LIMIT,
     workers: int | None = None,
 ) -> None:
-    """Write `stem.safetensors`, or numbered files and their index when there is more than `max_shard_bytes`.
+    """Write `stem.safetensors`, or numbered files and their index if there are more than `max_shard_bytes`.
 
-    `make` gives the tensors of each of `items`, by default the names of `specs`, which are in the order of the files;
-    several threads may call it.
+    Args:
+        folder: to write to.
+        stem: of the files' names.
+        specs: shape and dtype of every tensor, by name, in the order of the files.
+        make: returns the tensors of an item by name; several threads may call it.
+        items: in the order in which they are begun; by default the names of `specs`.
+        max_shard_bytes: most bytes of a file.
+        workers: threads.
     """
+    # Every file has its header and its length before the first tensor comes.
     split = split_state_dict_into_shards_factory(
         dict(specs),
         get_storage_size=lambda spec: spec.nbytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    place: dict[str, tuple[Path, int]] = {}
+    target: dict[str, tuple[Path, int]] = {}
     for file_name, names in split.filename_to_tensors.items():
-        header, at = _header({name: specs[name] for name in names})
+        header, offsets = _header({name: specs[name] for name in names})
         with open(folder / file_name, "wb") as file:
             file.write(header)
-            file.truncate(len(header) + at[-1])
-        place |= {name: (folder / file_name, len(header) + start) for name, start in zip(names, at, strict=False)}
+            file.truncate(len(header) + offsets[-1])
+        for name, offset in zip(names, offsets[:-1], strict=True):
+            target[name] = (folder / file_name, len(header) + offset)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / f"{stem}.safetensors.index.json", index)
-    left = set(specs)
+    # Then threads write the tensors to their places.
+    unwritten = set(specs)
     bar = tqdm(total=split.metadata["total_size"], unit="B", unit_scale=True, disable=None)
 
     def write(item: str) -> None:
         for name, tensor in make(item).items():
             assert TensorSpec(tuple(tensor.shape), tensor.dtype) == specs[name], name
-            _write_at(*place[name], tensor_bytes(tensor))
-            left.discard(name)
+            path, offset = target[name]
+            _write_at(path, offset, tensor_bytes(tensor))
+            unwritten.discard(name)
             bar.update(specs[name].nbytes)
 
     with bar:
         each(write, list(specs) if items is None else items, workers)
-    assert not left, left
+    assert not unwritten, unwritten
 
 
 def parse_size(text: str) -> int:
-    """'5GB', '200MB', '1000' -> bytes (powers of ten)."""
+    """Return the bytes in a text like '5GB', '200MB' or '1000', in powers of ten."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     unit = next((unit for unit in units if text.upper().endswith(unit)), "")
     number = text[: len(text) - len(unit)]
@@ -124,20 +136,20 @@ def parse_size(text: str) -> int:
 
 
 def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, list[int]]:
-    """The first bytes of a safetensors file, and where behind them its tensors begin, and the last one ends."""
+    """Return the header of a safetensors file, the offset behind it of each tensor, and that of their end."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = [0]
+    offsets = [0]
     for name, spec in specs.items():
-        at.append(at[-1] + spec.nbytes)
-        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": at[-2:]}
+        offsets.append(offsets[-1] + spec.nbytes)
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets[-2:]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, at
+    return len(text).to_bytes(8, "little") + text, offsets
 
 
 def _write_at(path: Path, start: int, data: memoryview) -> None:
-    done = 0
+    written = 0
     with open(path, "r+b", buffering=0) as file:
         file.seek(start)
-        while done < len(data):
-            done += file.write(data[done:])
+        while written < len(data):
+            written += file.write(data[written:])

@@ -28,7 +28,7 @@ from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
-from sparseforge_ds.start import DecoderBlock, SolvedBlock, decoder_blocks, solve_block
+from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import run_block, shared_arguments
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
@@ -193,11 +193,13 @@ class BlockStart:
                 block.weights,
                 weights.pattern,
                 self.settings,
-                reduce=self._reduce,
-                per_step=inputs.per_step,
-                ranks=layout.world_size,
-                seed=weights.config.seed,
-                reconstruction=weights.config.reconstruction,
+                SolveOptions(
+                    reduce=self._reduce,
+                    per_step=inputs.per_step,
+                    ranks=layout.world_size,
+                    seed=weights.config.seed,
+                    reconstruction=weights.config.reconstruction,
+                ),
             )
         except ValueError as error:  # the same on all ranks: it is said of what they have summed
             raise ValueError(f"{block.name}: {error}") from None

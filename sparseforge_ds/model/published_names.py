@@ -1,7 +1,7 @@
-"""The names under which a family's weights are published: one tensor an expert, where transformers keeps all in one.
+"""Published names of a family's weights: one tensor an expert, while transformers keeps all experts in one in memory.
 
-They are what `save_pretrained` of transformers writes, and what other loaders read. A tensor of a published file is a
-run of consecutive elements of one tensor of the model, so that it can be read from a checkpoint by itself.
+`save_pretrained` of transformers writes these names, and other loaders read them. A tensor of a published file is a run
+of consecutive elements of one tensor of the model, so it can be read from a checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -15,35 +15,44 @@ from sparseforge_ds.model.families import FAMILIES
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """Where a published tensor is in the model."""
+    """Place of a published tensor in the model."""
 
     of: str
     """Name of the model's tensor."""
     start: int
-    """First of its elements in that tensor, flat."""
+    """Index of its first element in that tensor, flat."""
     shape: tuple[int, ...]
 
     @property
     def stop(self) -> int:
-        """One past the last of its elements."""
+        """Index behind its last element."""
         return self.start + math.prod(self.shape)
 
 
 def published_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PublishedTensor]:
-    """The published tensors of a model by name, in its order; those of an unknown family are what they are."""
+    """Return the published tensors of a model by name, in the model's order.
+
+    Args:
+        model_type: key of the family table; in another family, names and tensors are those of the model.
+        shapes: of the model's tensors.
+    """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    found: dict[str, PublishedTensor] = {}
+    tensors: dict[str, PublishedTensor] = {}
     for name, shape in shapes.items():
         row = next((row for row in family.published if f".{name}".endswith(f".{row.name}")), None) if family else None
-        before, parts = (name, ("",)) if row is None else (name.removesuffix(row.name), row.parts)
-        if "*" not in parts[0]:
-            found[before + parts[0]] = PublishedTensor(name, 0, tuple(shape))
+        if row is None:
+            tensors[name] = PublishedTensor(name, 0, tuple(shape))
             continue
+        prefix = name.removesuffix(row.name)
+        if "*" not in row.parts[0]:
+            tensors[prefix + row.parts[0]] = PublishedTensor(name, 0, tuple(shape))
+            continue
+        # The parts of an expert lie end to end, and the experts one behind the other.
         experts, rows, columns = shape
         start = 0
         for expert in range(experts):
-            for part in parts:
-                tensor = PublishedTensor(name, start, (rows // len(parts), columns))
-                found[before + part.replace("*", str(expert))] = tensor
+            for part in row.parts:
+                tensor = PublishedTensor(name, start, (rows // len(row.parts), columns))
+                tensors[prefix + part.replace("*", str(expert))] = tensor
                 start = tensor.stop
-    return found
+    return tensors

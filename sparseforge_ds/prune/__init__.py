@@ -1,4 +1,4 @@
-"""A dense model in a folder to a sparse one in another, one decoder block in memory at a time."""
+"""Pruning of a dense model in a folder to a sparse one in another, with one decoder block in memory at a time."""
 
 from sparseforge_ds.prune.block_by_block import PruneSettings, prune
 

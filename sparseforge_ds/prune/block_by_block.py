@@ -1,6 +1,6 @@
-"""The whole way from a dense folder to a sparse one: block after block, each saved when it is done.
+"""Pruning of a dense folder to a sparse one, block after block; each block is saved when it is done.
 
-Two streams of hidden states go along, that of the dense model and that of the model as it is pruned so far. They are
+Two streams of hidden states go along: that of the dense model, and that of the model as it is pruned so far. They are
 not saved: a run that was stopped computes them again, by forward passes of the blocks that are done, and goes on.
 """
 
@@ -37,10 +37,10 @@ from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
 from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result
 from sparseforge_ds.start.blocks import DecoderBlock, body_of, capture_inputs, decoder_blocks, run_block
 from sparseforge_ds.start.first_mask import mask_for
-from sparseforge_ds.start.solve import SolvedBlock, passes_of, solve_block
+from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, passes_of, solve_block
 
 _ACTIVATION_BYTES = 4 << 30
-"""Bytes that a micro-batch may take, about."""
+"""Bytes that the activations of a micro-batch may take, about."""
 _BYTES_A_CHANNEL = 128
 """Bytes of a block's activations for each token and hidden channel, about."""
 
@@ -50,22 +50,24 @@ class PruneSettings:
     """Settings that decide the result, beside the model and the text."""
 
     config: SparseForgeConfig
-    """Its pattern, include, exclude, allow_dense and seed."""
+    """Config of which pattern, include, exclude, allow_dense and seed are used."""
     start: StartConfig
     any_family: bool = False
-    """Prune a family without rows by what its layers say of themselves."""
+    """True to prune a family without rows along the axes that its layers tell (`model.any_family`)."""
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a call of `prune`."""
+    """Result of a call of `prune`."""
 
     blocks: tuple[SolvedBlock, ...]
-    """Blocks that were pruned by this call, without their masks."""
+    """Blocks that this call pruned, without their masks."""
     tokens: int
+    """Tokens of all sequences."""
     seconds: float
+    """Time of this call."""
     record: dict[str, Any]
-    """The content of `sparsity.json`."""
+    """Content of `sparsity.json`."""
 
 
 def prune(
@@ -79,14 +81,14 @@ def prune(
 ) -> Pruned:
     """Prune the model in `folder`, and write `out` when it is complete and verified.
 
-    Until then all results are in `out` with `.part` behind its name, from which a further call with the same arguments
-    goes on.
+    Until then all results are in a folder with the name of `out` and `.part`, from which a further call with the same
+    arguments goes on.
 
     Args:
         folder: a dense Hugging Face model with safetensors.
         out: folder to write; must not exist or be empty.
         sequences_NS: token ids.
-        settings: see there.
+        settings: decide the result.
         device: that computes.
         max_shard_bytes: most bytes of a file.
         workers: threads that write.
@@ -96,6 +98,7 @@ def prune(
     """
     began = time.monotonic()
     require_free(out)
+    # The model without weights says which blocks and weights there are.
     device = torch.device(device)
     dense = DenseModel(folder)
     config = any_family(dense.module, settings.config) if settings.any_family else settings.config
@@ -103,26 +106,26 @@ def prune(
     blocks = decoder_blocks(dense.module, weights)
     start = replace(settings.start, mask=mask_for(settings.start, weights, config.parsed_pattern))
     dtype = dense.dtype(weight.name for weight in weights)
+    # Blocks are pruned, or were by an earlier call.
     part = Path(out).absolute().with_name(Path(out).name + ".part")
     progress = _Progress(part, _identity(dense, sequences_NS, settings, device))
     solved = []
     try:
         if len(progress.done) < len(blocks):
-            solved = _Run(dense, blocks, sequences_NS, start, config, device, dtype, progress).all_blocks()
+            solved = _Run(dense, blocks, sequences_NS, start, config, device, dtype, progress).prune_blocks()
     finally:
         if not progress.done:
             shutil.rmtree(part)
         elif len(progress.done) < len(blocks):
             done = f"{len(progress.done)} of {len(blocks)} blocks are done"
             tqdm.write(f"{part}: {done}; the same command goes on from there")
-    # What the blocks became, and the rest as it is in the dense files.
-    masked = coverage(dense.module, weights)
+    # The export has the pruned blocks, and the rest as it is in the dense files.
     source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": sequences_NS.numel()}
     record = {
         "finished": True,
         "step": None,
         "source": source | {"errors": progress.errors()},
-        "coverage": asdict(masked),
+        "coverage": asdict(coverage(dense.module, weights)),
         "config": config.to_dict(),
         "run": {"model": published_name(str(folder))},
     }
@@ -139,19 +142,19 @@ def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) 
     """Return the sequences of a micro-batch, and the micro-batches of an optimizer step.
 
     Args:
-        sequences: of all.
+        sequences: number of all sequences.
         length: tokens of a sequence.
         hidden: channels of a hidden state.
-        start: its `batch` and `epochs` count.
+        start: its `batch` and `epochs` are used.
     """
     batch = min(start.sequences_of_step(sequences * length, length), sequences)
-    fits = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
-    size = max(size for size in range(1, min(batch, fits) + 1) if batch % size == 0)
+    largest = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
+    size = max(size for size in range(1, min(batch, largest) + 1) if batch % size == 0)
     return size, batch // size
 
 
 class _Run:
-    """The blocks that are left to do, and the streams between them."""
+    """Pruning of all blocks, with the streams between them."""
 
     def __init__(
         self,
@@ -164,27 +167,45 @@ class _Run:
         dtype: torch.dtype,
         progress: _Progress,
     ) -> None:
-        self.dense, self.blocks, self.start, self.config = dense, blocks, start, config
-        self.device, self.dtype, self.progress = device, dtype, progress
+        """Make room for the streams.
+
+        Args:
+            dense: the model, without weights in memory.
+            blocks: all of its blocks.
+            sequences_NS: token ids.
+            start: settings, with the kind of mask.
+            config: its pattern and seed are used.
+            device: that computes.
+            dtype: in which the weights are stored.
+            progress: knows the blocks that are done.
+        """
+        self.dense = dense
+        self.blocks = blocks
+        self.start = start
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+        self.progress = progress
+        # Sequences that fill no micro-batch are left out.
         hidden = int(dense.config.get_text_config().hidden_size)
         sequences, length = sequences_NS.shape
         size, self.per_step = micro_batches(sequences, length, hidden, start)
         count = len(sequences_NS) // size
         self.batches_NBS = sequences_NS[: count * size].view(count, size, -1)
         self.half = dtype != torch.float32
-        kept_in = torch.bfloat16 if self.half else torch.float32
+        stream_dtype = torch.bfloat16 if self.half else torch.float32
         shape = (*self.batches_NBS.shape, hidden)
-        self.streams = make_streams(shape, kept_in, device, progress.folder)
+        self.streams = make_streams(shape, stream_dtype, device, progress.folder)
 
-    def all_blocks(self) -> list[SolvedBlock]:
+    def prune_blocks(self) -> list[SolvedBlock]:
         """Go through all blocks: those that are done move the streams, the others are solved and saved."""
         arguments = self._embed()
-        dense_stream, pruned_stream, where = self.streams
+        dense_stream, pruned_stream, size = self.streams
         count = len(dense_stream)
-        tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {where}")
-        units = [2 if number in self.progress.done else passes_of(self.start) for number in range(len(self.blocks))]
+        tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {size}")
+        passes = [2 if number in self.progress.done else passes_of(self.start) for number in range(len(self.blocks))]
         solved = []
-        with tqdm(total=sum(units) * count, unit=" passes", disable=None) as bar:
+        with tqdm(total=sum(passes) * count, unit=" passes", disable=None) as bar:
             for number, block in enumerate(self.blocks):
                 bar.set_description(f"block {number + 1} of {len(self.blocks)}")
                 prefix = f"{block.name}."
@@ -195,6 +216,7 @@ class _Run:
                     with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
                         return run_block(module, hidden_BSH, arguments[number])
 
+                # The weights of a block that is done are in its file.
                 if number in self.progress.done:
                     _advance(dense_stream, call, bar)
                     self.dense.load(prefix, self.device, read=self.progress.reader(number, self.dense))
@@ -208,14 +230,16 @@ class _Run:
                         block.weights,
                         self.config.parsed_pattern,
                         self.start,
-                        per_step=self.per_step,
-                        seed=self.config.seed + number,
-                        stored=self.dtype,
-                        progress=bar.update,
+                        SolveOptions(
+                            per_step=self.per_step,
+                            seed=self.config.seed + number,
+                            stored=self.dtype,
+                            progress=bar.update,
+                        ),
                     )
                     self.progress.save(number, self.dense.stored(prefix), result)
-                    tqdm.write(_line(block.name, result))
-                    solved.append(replace(result, masks={}))  # which take a byte a weight, and are zeros in the file
+                    tqdm.write(_summary(block.name, result))
+                    solved.append(replace(result, masks={}))  # masks take a byte a weight, and the file has them
                 self.dense.unload(prefix)
         return solved
 
@@ -229,20 +253,21 @@ class _Run:
         for number, inputs in enumerate(capture_inputs(self.dense.module, self.blocks, batches)):
             for stream in self.streams[:2]:
                 stream[number] = inputs.hidden_BSH
-            arguments = inputs.arguments  # of whole sequences of one length: the same for all
+            arguments = inputs.arguments  # all sequences have one length, so their arguments are the same
         self.dense.unload(body)
         return arguments
 
 
 @torch.no_grad()
 def _advance(stream: HiddenStream, call: Any, bar: Any) -> None:
+    """Replace every input of a block by its output."""
     for number in range(len(stream)):
         stream[number] = call(number, stream[number].float())
         bar.update(1)
 
 
-def _line(name: str, result: SolvedBlock) -> str:
-    """Return the line that tells of a block."""
+def _summary(name: str, result: SolvedBlock) -> str:
+    """Return the line on the screen about a block."""
     if not result.masks:
         return f"{name}: stays dense"
     before = "" if math.isnan(result.error_before) else f"{result.error_before:.4f} with the first mask, "
@@ -252,14 +277,22 @@ def _line(name: str, result: SolvedBlock) -> str:
 
 
 class _Progress:
-    """The folder beside `out` that holds what is done: a file for each block, and what all of it was made of."""
+    """Folder beside `out` with a file for each block that is done, and the settings of all of them."""
 
     def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        """Begin, or go on. Raises ValueError where something else was begun there, or another process is at work."""
+        """Begin, or go on.
+
+        Args:
+            folder: is made if it does not exist.
+            identity: settings that decide the result.
+
+        Raises:
+            ValueError: the folder was begun with other settings, or another process is at work in it.
+        """
         self.folder = folder
         path = folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")  # held until the process ends, however it does
+        self._lock = (folder / "lock").open("w")  # the lock ends with the process, also if that is killed
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -276,7 +309,7 @@ class _Progress:
         self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_*.safetensors")}
 
     def save(self, number: int, tensors: dict[str, Tensor], result: SolvedBlock) -> None:
-        """Write a block; it is done when its file has its name."""
+        """Write a block, which is done when its file has its final name."""
         path = self.folder / f"block_{number:05}.safetensors"
         facts = {
             "error_before": None if math.isnan(result.error_before) else result.error_before,
@@ -288,28 +321,28 @@ class _Progress:
         self.done[number] = path
 
     def results(self) -> dict[str, Path]:
-        """Return the file of every tensor that was saved."""
+        """Return the file of every saved tensor by its name."""
         return {name: path for path in self.done.values() for name in _contents(path)[0]}
 
     def errors(self) -> list[dict[str, Any]]:
-        """Return what is known of every block, in order."""
+        """Return the errors of every block, in order."""
         return [json.loads(_contents(self.done[number])[1]["facts"]) for number in sorted(self.done)]
 
     def reader(self, number: int, dense: DenseModel) -> Any:
-        """Return what reads the tensors of a block that is done; its buffers are those of the dense files."""
+        """Return a function that reads the tensors of a finished block; its buffers are those of the dense files."""
         path = self.done[number]
         names, _ = _contents(path)
         return lambda name: read_result(path, name) if name in names else dense.tensors.read(name)
 
 
 def _contents(path: Path) -> tuple[set[str], dict[str, str]]:
-    """Names of the tensors of a file, and what is said of them."""
+    """Return the names of the tensors in a file of results, and its metadata."""
     with opened_result(path) as file:
         return set(file.keys()), file.metadata()
 
 
 def _identity(dense: DenseModel, sequences_NS: Tensor, settings: PruneSettings, device: torch.device) -> dict[str, Any]:
-    """All that decides the result."""
+    """Return the settings that decide the result, as plain JSON types."""
     text = hashlib.sha256(sequences_NS.contiguous().numpy().tobytes()).hexdigest()
     return {
         "model": dense.identity(),

@@ -1,4 +1,4 @@
-"""A dense model in a folder, of which only the parts that are asked for have weights in memory."""
+"""Dense model in a folder, with weights in memory for some of its parts only."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
+"""Function that reads a tensor by its name in the files."""
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A tensor in the files that is a part of one in memory, or all of it."""
+    """Tensor in the files that is a part of one in memory, or all of it."""
 
     name: str
     """Name in the files."""
     of: str
     """Name in memory."""
     start: int
-    """First of its elements in memory, flat."""
+    """Index of its first element in memory, flat."""
     shape: tuple[int, ...]
 
 
 class DenseModel:
-    """A transformers model whose parameters are on the meta device until `load` fills them."""
+    """Model of transformers whose parameters are on the meta device until `load` fills them."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read what the files hold, but no weights.
+        """Read config and headers, but no weights.
 
         Raises:
-            ValueError: the folder cannot be read, is sparse already, stores a weight as no float, or has an adapter; or
-                its tensors are not those of the model that its config.json describes.
+            ValueError: the folder cannot be read, is sparse already, has an adapter or a weight that is no float, or
+                has other tensors than the model of its config.json.
         """
         self.folder = Path(folder)
         self.stored_config = read_model_config(self.folder)
-        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter")):
+        for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter")):
             if (self.folder / file).exists():
-                raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
+                raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
         self.config = load_config(self.folder, str(folder))
         self.tensors = TensorFolder(self.folder)
         dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
@@ -65,6 +66,7 @@ class DenseModel:
                 self.module = build_model(self.config, dtype=torch.float32)
         except ValueError as error:
             raise ValueError(f"{folder}/config.json: {reason(error)}") from None
+        # Each tensor of the files is a part of one in memory.
         self.module.config.use_cache = False
         self.module.eval().requires_grad_(False)
         self._shapes = {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
@@ -78,14 +80,15 @@ class DenseModel:
 
         Args:
             prefix: of names in memory, with its dot.
-            device: where they go.
-            but: prefix of what stays as it is.
-            read: gives a tensor of the files by its name there; by default the dense one.
+            device: of the values.
+            but: prefix of names that are left as they are.
+            read: reads a tensor; by default from the dense files.
 
         Raises:
-            ValueError: the files lack one, or one is not finite.
+            ValueError: the files lack a tensor, or one is not finite.
         """
         read = read or self.tensors.read
+        # Parameters and saved buffers are put together from their parts in the files.
         for name in self.names(prefix, but):
             value = torch.empty(self._shapes[name])
             filled = 0
@@ -98,19 +101,20 @@ class DenseModel:
             if filled != value.numel():
                 raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
             self._put(name, value.to(device))
-        for owner, module in self.module.named_modules():  # buffers that no file has, such as frequencies
+        # Buffers that no file has, such as frequencies, were computed when the model was built.
+        for owner, module in self.module.named_modules():
             if f"{owner}.".startswith(prefix) and not (but and f"{owner}.".startswith(but)):
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(device))
 
     def unload(self, prefix: str) -> None:
-        """Forget the parameters below a prefix."""
+        """Free the parameters whose names begin with `prefix`."""
         for name, parameter in self.module.named_parameters():
             if name.startswith(prefix):
                 self._put(name, torch.empty_like(parameter, device="meta"))
 
     def stored(self, prefix: str) -> dict[str, Tensor]:
-        """Return the parameters below a prefix as files hold them, by the names and in the dtypes there."""
+        """Return the parameters below a prefix with the names, shapes and dtypes of the files."""
         parameters = {name: value for name, value in self.module.named_parameters() if name.startswith(prefix)}
         parts = [part for name in parameters for part in self._parts_of[name]]
         return {part.name: self._part(parameters[part.of], part) for part in parts}
@@ -152,14 +156,18 @@ class DenseModel:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _match(self) -> dict[str, StoredPart]:
-        """The part of the model that each tensor of the files is, by its name there."""
+        """Return the part of the model that each tensor of the files is, by its name there.
+
+        Files may use published names, the model's own, or those without the prefix of the base model.
+        """
         model_type: Any = self.stored_config.get("model_type")
-        places = {name: (part.of, part.start) for name, part in published_tensors(model_type, self._shapes).items()}
-        places |= {name: (name, 0) for name in self._shapes}
-        inner = f"{self.module.base_model_prefix}."  # some folders leave it away, and transformers loads them
-        places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
+        tensors = {name: (part.of, part.start) for name, part in published_tensors(model_type, self._shapes).items()}
+        tensors |= {name: (name, 0) for name in self._shapes}
+        inner = f"{self.module.base_model_prefix}."
+        tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}
         parts = {}
         for name, spec in self.specs.items():
-            if name in places:
-                parts[name] = StoredPart(name, *places[name], spec.shape)
+            if name in tensors:
+                memory_name, start = tensors[name]
+                parts[name] = StoredPart(name, memory_name, start, spec.shape)
         return parts

@@ -1,4 +1,4 @@
-"""Places for the hidden states between two blocks: beside the weights on the accelerator, in memory, or on the disk.
+"""Storage of the hidden states between two blocks: on the accelerator, in memory, or on the disk.
 
 Legend of shape suffixes: N micro-batches, B sequences of one, S their tokens, H hidden size.
 """
@@ -21,26 +21,26 @@ SHARE = 0.4
 
 
 class HiddenStream(MutableSequence[Tensor]):
-    """(B, S, H) hidden states of N micro-batches. Elements come on the device that computes."""
+    """Hidden states (B, S, H) of N micro-batches, each of which is returned on the device that computes."""
 
     def __init__(
-        self, shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, place: Path | str
+        self, shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, storage: Path | str
     ) -> None:
         """Make room.
 
         Args:
-            shape_NBSH: sizes of all of it.
-            dtype: in which it is kept.
+            shape_NBSH: sizes of all hidden states.
+            dtype: in which they are stored.
             device: that computes.
-            place: "device", "memory", or a file on the disk.
+            storage: "device", "memory", or a file on the disk.
         """
         self._device = device
-        if isinstance(place, Path):
+        if isinstance(storage, Path):
             numel = math.prod(shape_NBSH)
-            self._all = torch.from_file(str(place), shared=True, size=numel, dtype=dtype).view(shape_NBSH)
+            self._all = torch.from_file(str(storage), shared=True, size=numel, dtype=dtype).view(shape_NBSH)
         else:
-            there = device if place == "device" else torch.device("cpu")
-            self._all = torch.empty(shape_NBSH, dtype=dtype, device=there)
+            storage_device = device if storage == "device" else torch.device("cpu")
+            self._all = torch.empty(shape_NBSH, dtype=dtype, device=storage_device)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -55,23 +55,23 @@ class HiddenStream(MutableSequence[Tensor]):
         raise TypeError("a stream has one length")
 
     def insert(self, index: int, value: Tensor) -> None:
-        """Refuse: a stream has one length."""
+        """Raise TypeError, since a stream has one length."""
         raise TypeError("a stream has one length")
 
 
 def make_streams(
     shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path
 ) -> tuple[HiddenStream, HiddenStream, str]:
-    """Return the dense and the pruned stream, and where they are, in words.
+    """Return the dense and the pruned stream, and a text with their size and storage.
 
     Raises:
         ValueError: they fit neither into memory nor on the disk of `folder`.
     """
     needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
     if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
-        place = "device"
+        storage = "device"
     elif needed <= SHARE * free_memory():
-        place = "memory"
+        storage = "memory"
     elif needed <= shutil.disk_usage(folder).free:
         files = (folder / "dense.stream", folder / "pruned.stream")
         dense, pruned = (HiddenStream(shape_NBSH, dtype, device, file) for file in files)
@@ -81,5 +81,5 @@ def make_streams(
             f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
             "disk has; use fewer --tokens"
         )
-    dense, pruned = (HiddenStream(shape_NBSH, dtype, device, place) for _ in range(2))
-    return dense, pruned, f"{needed / 1e9:.1f} GB {'on the GPU' if place == 'device' else 'in memory'}"
+    dense, pruned = (HiddenStream(shape_NBSH, dtype, device, storage) for _ in range(2))
+    return dense, pruned, f"{needed / 1e9:.1f} GB {'on the GPU' if storage == 'device' else 'in memory'}"

@@ -1,4 +1,4 @@
-"""A model that was pruned block by block as the source of an export: results where there are some, dense files else."""
+"""Source of an export for a model that was pruned block by block: its results, and dense files for the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparseforge_ds.prune.dense_model import DenseModel
 
 
 class PrunedSource(Source):
-    """Final weights of all blocks."""
+    """Final weights of a model that was pruned block by block."""
 
     def __init__(
         self,
@@ -31,20 +31,24 @@ class PrunedSource(Source):
         dtype: torch.dtype,
         record: dict[str, Any],
     ) -> None:
-        """Say what is where.
+        """Find the final value of every tensor.
 
         Args:
             dense: the model that was pruned.
-            results: file of safetensors that has the final value of a tensor, by its name in the dense files.
+            results: file of safetensors with the final value of a tensor, by its name in the dense files.
             weights: those in the pattern, by names in memory.
-            pattern: of them.
+            pattern: of the weights.
             dtype: of the model.
-            record: what `sparsity.json` says of where the model comes from.
+            record: entries of `sparsity.json` about the origin of the model.
         """
-        self._dense, self._results = dense, results
+        self._dense = dense
+        self._results = results
         self.folder = self.model_folder = dense.folder
-        self.model_config, self.pattern, self.dtype = dense.stored_config, pattern, dtype
-        self.unused, self.branches = dense.unused, {}
+        self.model_config = dense.stored_config
+        self.pattern = pattern
+        self.dtype = dtype
+        self.unused = dense.unused
+        self.branches = {}
         self.specs = dict(dense.specs)
         axes = {weight.name: weight.input_axis for weight in weights}
         self.prunable = {
@@ -59,13 +63,13 @@ class PrunedSource(Source):
     def read(self, name: str) -> Tensor:
         value = read_result(self._results[name], name) if name in self._results else self._dense.tensors.read(name)
         if name in self.prunable:
-            value += 0.0  # no -0.0, of rounding
+            value += 0.0  # rounding gives -0.0
         require_finite(value, name, self.folder)
         return value
 
 
 def read_result(path: Path, name: str) -> Tensor:
-    """Return a tensor of a file of results, in memory of its own."""
+    """Read a tensor from a file of results into memory of its own."""
     with opened_result(path) as file:
         value: Tensor = file.get_tensor(name)
     return value.clone()
@@ -73,7 +77,7 @@ def read_result(path: Path, name: str) -> Tensor:
 
 @contextmanager
 def opened_result(path: Path) -> Iterator[Any]:
-    """Open a file of results. Raises ValueError where it is damaged."""
+    """Open a file of results; ValueError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -1,4 +1,4 @@
-"""The sequences that a model is pruned on: documents of a text one behind the other, as training packs them."""
+"""Sequences that a model is pruned on: documents of a text one behind the other, as training packs them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sparseforge_ds.evaluate.scored_text import texts_of
 from sparseforge_ds.model.tokenizer import check_tokens
 
 LENGTH = 512
+"""Tokens of a sequence by default."""
 _DOCUMENTS = 64
 """Documents that are tokenised together."""
 

@@ -1,7 +1,7 @@
 """Soft masks that are annealed inside one decoder block, by the block's own error (design eqs. 3 to 11).
 
-It is the method of `methods.soft_mask` on whole matrices: scores from row and column sums of the squared gradients of
-each token, gate, blend, running mean, and a share of each optimizer step for weights on their way out.
+This is the method of `methods.soft_mask` on whole matrices. Scores come from row and column sums of squared gradients
+of each token; the published weight is a blend of soft and hard mask, and W moves by the share m of each optimizer step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 
 DECAY = 0.9
-"""Decay of the running mean of the sums, at an update."""
+"""Decay of the running mean of the sums, once an update."""
 DAMPING = 1e-4
 """eps of the score, relative to the mean curvature of a matrix (eq. 3)."""
 SOFT_SHARE = 0.4
@@ -42,21 +42,21 @@ class _Annealed:
     weight: PrunableWeight
     parameter: nn.Parameter
     dense: Tensor
-    """Flat fp32 W; the parameter holds m_eff W."""
+    """W, flat in fp32; the parameter holds m_eff W."""
     mask: Tensor
-    """Flat fp32 m."""
+    """m, flat in fp32."""
     effective: Tensor
-    """Flat fp32 m_eff."""
+    """m_eff, flat in fp32."""
     sums: Tensor
-    """(matrices, R + C) fp64 running mean of row and column sums."""
+    """Running mean of row and column sums, (matrices, R + C) in fp64."""
     new_sums: Tensor
-    """Those of the steps since the last update, of this rank."""
+    """Row and column sums of this rank since the last update, in the same shape."""
     fixed: list[bool] | None = None
-    """True for each matrix whose mask stands still."""
+    """True for each matrix whose mask does not move; None if all move."""
 
 
 class Annealing:
-    """Masks of a block while they are soft."""
+    """Soft masks of a block's weights, until they are frozen."""
 
     def __init__(
         self,
@@ -64,62 +64,85 @@ class Annealing:
         weights: Sequence[PrunableWeight],
         pattern: Pattern,
         steps: int,
-        few: Mapping[str, Tensor],
+        starved: Mapping[str, Tensor],
     ) -> None:
-        """Begin with the dense weights, of which those that magnitude would prune count half: the error of a whole
-        block has no gradient.
+        """Begin with the dense weights, half of each that magnitude would prune.
+
+        With all of them, the error of the block would be 0 and have no gradient.
 
         Args:
             block: the decoder block with its dense weights.
             weights: its prunable weights, by names inside the block.
-            pattern: how many members of a group survive.
+            pattern: of the masks.
             steps: optimizer steps of the whole training of the block.
-            few: (E,) bool of weights of experts: those whose masks stay magnitude's.
+            starved: (E,) bool by weight of experts: True for experts that keep magnitude's mask.
         """
-        self._block, self._pattern = block, pattern
+        self._block = block
+        self._pattern = pattern
+        # The default schedule, squeezed into the soft share of the steps.
         defaults = SoftMaskConfig()
         schedule = defaults.schedule(max(1, round(steps * SOFT_SHARE / defaults.hardening[1])))
         self.schedule = replace(schedule, freeze_step=min(schedule.freeze_step, steps))
         self._soft: dict[str, _Annealed] = {}
         for weight in weights:
-            parameter = block.get_parameter(weight.name)
-            dense = parameter.detach().reshape(-1).clone()
-            groups_GM = pattern.to_groups(dense, weight.shape, weight.input_axis)
-            top_GM = top_n(groups_GM.abs(), pattern.kept)
-            kept = pattern.from_groups(top_GM, weight.shape, weight.input_axis)
-            sums = dense.new_zeros(weight.matrices, sum(weight.matrix), dtype=torch.float64)
-            effective = kept.float().mul_(0.5).add_(0.5)
-            soft = _Annealed(weight, parameter, dense, torch.ones_like(dense), effective, sums, sums.clone())
-            if weight.name in few:
-                fixed_M = few[weight.name].repeat_interleave(weight.matrices // len(few[weight.name]))
-                soft.fixed = fixed_M.tolist()
-                by_matrix = soft.mask.view(weight.matrices, -1)
-                by_matrix.copy_(torch.where(fixed_M[:, None], kept.view_as(by_matrix).float(), by_matrix))
+            soft = self._begin(weight, starved.get(weight.name))
             self._soft[weight.name] = soft
             self._publish(soft)
 
+    def _begin(self, weight: PrunableWeight, starved_E: Tensor | None) -> _Annealed:
+        """Return a weight with a mask of ones, and an effective mask of ones and halves by magnitude."""
+        parameter = self._block.get_parameter(weight.name)
+        dense = parameter.detach().reshape(-1).clone()
+        groups_GM = self._pattern.to_groups(dense, weight.shape, weight.input_axis)
+        top_GM = top_n(groups_GM.abs(), self._pattern.kept)
+        kept = self._pattern.from_groups(top_GM, weight.shape, weight.input_axis)
+        sums = dense.new_zeros(weight.matrices, sum(weight.matrix), dtype=torch.float64)
+        soft = _Annealed(
+            weight=weight,
+            parameter=parameter,
+            dense=dense,
+            mask=torch.ones_like(dense),
+            effective=kept.float().mul_(0.5).add_(0.5),
+            sums=sums,
+            new_sums=sums.clone(),
+        )
+        # Matrices of experts with too few tokens have magnitude's mask from the beginning.
+        if starved_E is not None:
+            fixed_M = starved_E.repeat_interleave(weight.matrices // len(starved_E))
+            soft.fixed = fixed_M.tolist()
+            mask_MN = soft.mask.view(weight.matrices, -1)
+            mask_MN.copy_(torch.where(fixed_M[:, None], kept.view_as(mask_MN).float(), mask_MN))
+        return soft
+
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """While active, every backward pass through the block is heard."""
+    def collect_sums(self) -> Iterator[None]:
+        """Add the squared gradients of every backward pass in the block to the sums."""
         layers = {name: soft.weight for name, soft in self._soft.items() if len(soft.weight.shape) == 2}
         fused = {soft.weight.module for name, soft in self._soft.items() if name not in layers}
         with ExitStack() as stack:
             modules = {name: self._block.get_submodule(weight.module) for name, weight in layers.items()}
-            stack.enter_context(token_gradients(modules, self._hear))
+            stack.enter_context(token_gradients(modules, self._add_layer))
             if fused:
                 experts = {name: self._block.get_submodule(name) for name in sorted(fused)}
-                stack.enter_context(expert_tokens(experts, self._hear_experts))
+                stack.enter_context(expert_tokens(experts, self._add_experts))
             yield
 
     @torch.no_grad()
     def after_step(self, step: int, reduce: Reduce) -> dict[str, Tensor] | None:
-        """Follow optimizer step `step` (the first is 1), and return the masks where they are frozen by it.
+        """Move W and, at an update, the masks, after an optimizer step of the published weights.
 
-        W takes the share m of the step that the published weight took; at an update the masks move.
+        Args:
+            step: number of the step; the first is 1.
+            reduce: sums tensors over the ranks, in place.
+
+        Returns:
+            The masks, in the weights' shapes, if this step froze them; else None.
         """
+        # W takes the share m_eff of the step that the published weight took.
         for soft in self._soft.values():
-            moved = soft.parameter.detach().reshape(-1) - soft.dense * soft.effective
-            soft.dense.addcmul_(moved, soft.effective)
+            step_taken = soft.parameter.detach().reshape(-1) - soft.dense * soft.effective
+            soft.dense.addcmul_(step_taken, soft.effective)
+        # Masks are frozen at the end of the schedule, and move at its updates.
         frozen: dict[str, Tensor] = {}
         if step >= self.schedule.freeze_step:
             for name, soft in self._soft.items():
@@ -136,14 +159,14 @@ class Annealing:
 
     def _update(self, soft: _Annealed, dials: Dials) -> None:
         """Move the mask of a weight (eqs. 3 to 9), and form the effective one (eq. 10)."""
-        # Sums of new tokens enter the running mean.
+        # eq. 2: sums of new tokens enter the running mean.
         soft.sums.mul_(DECAY).add_(soft.new_sums)
         soft.new_sums.zero_()
         weight = soft.weight
         rows, columns = weight.matrix
         extents = torch.tensor([[rows, columns]] * weight.matrices, device=soft.sums.device)
         factors_MN = shares(soft.sums.reshape(-1), extents).view(weight.matrices, -1)
-        # Each matrix is scored by itself.
+        # eqs. 3 to 9: each matrix is scored by itself.
         curvatures = [RankOne(factors_N[:rows], factors_N[rows:], 0) for factors_N in factors_MN]
         dense, mask = (vector.view(weight.matrices, -1).unbind() for vector in (soft.dense, soft.mask))
         moments = torch.stack([score_moments(w, h) for w, h in zip(dense, curvatures, strict=True)])
@@ -151,30 +174,34 @@ class Annealing:
         for number, (w, m, h) in enumerate(zip(dense, mask, curvatures, strict=True)):
             if soft.fixed is None or not soft.fixed[number]:
                 update_mask_in_place(w, m, h, scaling[number], dials, self._pattern, weight.matrix, weight.input_axis)
+        # eq. 10: the effective mask is between the hard and the soft one.
         soft.effective = torch.lerp(self._hard(soft).float(), soft.mask, dials.x)
 
     def _hard(self, soft: _Annealed) -> Tensor:
-        """Flat bool: the top N of every group of the mask."""
+        """Return the top N of every group of the mask, flat bool."""
         weight = soft.weight
         kept_GM = top_n(self._pattern.to_groups(soft.mask, weight.shape, weight.input_axis), self._pattern.kept)
         return self._pattern.from_groups(kept_GM, weight.shape, weight.input_axis)
 
     def _publish(self, soft: _Annealed) -> None:
+        # eq. 1: the network sees m_eff W.
         soft.parameter.data.copy_((soft.dense * soft.effective).view(soft.weight.shape))
 
-    def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+    def _add_layer(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+        """Add the tokens of a linear layer to its sums."""
         soft = self._soft[name]
-        first, second = soft.new_sums[0].split(list(soft.weight.matrix))
-        output, inputs = (first, second) if soft.weight.input_axis == -1 else (second, first)
+        rows, columns = soft.new_sums[0].split(list(soft.weight.matrix))
+        output, inputs = (rows, columns) if soft.weight.input_axis == -1 else (columns, rows)
         add_fisher_sums(grad_TO, input_TI, 1.0, output, inputs)
 
-    def _hear_experts(
+    def _add_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
     ) -> None:
+        """Add the tokens of a layer's fused experts to their sums."""
         soft = self._soft.get(f"{layer}.{parameter}")
         if soft is None:
             return
         assert grad_SO is not None
-        of_axis = expert_fisher_sums(grad_SO, input_SI, stop_E, soft.weight.stacked)
-        both = torch.cat(of_axis if soft.weight.input_axis == -1 else of_axis[::-1], dim=2)
-        soft.new_sums += both.view_as(soft.new_sums)
+        output_input_sums = expert_fisher_sums(grad_SO, input_SI, stop_E, soft.weight.stacked)
+        row_column_sums = output_input_sums if soft.weight.input_axis == -1 else output_input_sums[::-1]
+        soft.new_sums += torch.cat(row_column_sums, dim=2).view_as(soft.new_sums)

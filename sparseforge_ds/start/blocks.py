@@ -1,4 +1,4 @@
-"""The decoder blocks of a model, and what each of them is called with.
+"""Decoder blocks of a model, and the inputs that each of them gets.
 
 Legend of shape suffixes: B sequences of a batch, S their tokens, H hidden size.
 """
@@ -18,7 +18,7 @@ from sparseforge_ds.model.families import PrunableWeight
 
 _NUMBERED = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.")
 _KNOWN = 8
-"""Sets of arguments, the newest, that a further one is compared with."""
+"""Newest sets of arguments that a further one is compared with."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class DecoderBlock:
     name: str
     """Name of its module, as in `model.get_submodule`."""
     weights: tuple[PrunableWeight, ...]
-    """Its weights under a mask, by names inside the block; empty where all of it stays dense."""
+    """Its weights under a mask, by names inside the block; empty if all of it stays dense."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs and arguments of the decoder blocks for one batch of sequences."""
+    """Inputs of the decoder blocks for one batch of sequences."""
 
     hidden_BSH: Tensor
     """Input of the first block: the embedded tokens."""
     arguments: tuple[dict[str, Any], ...]
-    """Keyword arguments of every block beside its hidden states: attention masks, position embeddings. Blocks that are
-    called alike, and batches that are masked alike, share the tensors."""
+    """Keyword arguments of every block beside its hidden states, such as attention masks and position embeddings.
+    Blocks and batches with equal arguments share the tensors."""
 
 
 def decoder_blocks(model: nn.Module, weights: Sequence[PrunableWeight]) -> list[DecoderBlock]:
@@ -48,8 +48,9 @@ def decoder_blocks(model: nn.Module, weights: Sequence[PrunableWeight]) -> list[
     Raises:
         ValueError: a weight belongs to no numbered block, or weights belong to blocks of several lists.
     """
-    inside: dict[str, list[PrunableWeight]] = {}
+    weights_of: dict[str, list[PrunableWeight]] = {}
     lists: dict[str, str] = {}
+    # Each weight gets its name inside of its block.
     for weight in weights:
         if (match := _NUMBERED.match(weight.name)) is None:
             raise ValueError(
@@ -58,8 +59,9 @@ def decoder_blocks(model: nn.Module, weights: Sequence[PrunableWeight]) -> list[
             )
         lists.setdefault(match["layers"], weight.name)
         prefix = match[0]
-        part = replace(weight, name=weight.name.removeprefix(prefix), module=weight.module.removeprefix(prefix))
-        inside.setdefault(prefix.removesuffix("."), []).append(part)
+        inner = replace(weight, name=weight.name.removeprefix(prefix), module=weight.module.removeprefix(prefix))
+        weights_of.setdefault(prefix.removesuffix("."), []).append(inner)
+    # Hidden states are followed through one list of blocks, with those that stay dense.
     if len(lists) != 1:
         first, second = list(lists.values())[:2]
         raise ValueError(
@@ -68,7 +70,7 @@ def decoder_blocks(model: nn.Module, weights: Sequence[PrunableWeight]) -> list[
         )
     layers = next(iter(lists))
     names = [f"{layers}.{number}" for number, _ in model.get_submodule(layers).named_children()]
-    return [DecoderBlock(name, tuple(inside.get(name, ()))) for name in names]
+    return [DecoderBlock(name, tuple(weights_of.get(name, ()))) for name in names]
 
 
 def body_of(blocks: Sequence[DecoderBlock]) -> str:
@@ -81,8 +83,9 @@ def body_of(blocks: Sequence[DecoderBlock]) -> str:
 def capture_inputs(
     model: nn.Module, blocks: Sequence[DecoderBlock], batches: Sequence[Mapping[str, Tensor]]
 ) -> Iterator[Inputs]:
-    """Yield what the blocks are given for each batch, without computing any of them; their weights may be on the meta
-    device.
+    """Yield the inputs of the blocks for each batch, without computing any block.
+
+    The weights of the blocks may be on the meta device.
 
     Args:
         model: a transformers model.
@@ -96,8 +99,9 @@ def capture_inputs(
     body = model.get_submodule(body_of(blocks))
     shared: list[dict[str, Any]] = []
     for batch in batches:
+        # Either kind of output is tried.
         inputs = None
-        for as_tuple in (False, True):  # families differ in what a block returns
+        for as_tuple in (False, True):  # blocks of some families return a tuple
             if (inputs := _captured(body, modules, batch, as_tuple)) is not None:
                 break
         if inputs is None:
@@ -105,30 +109,39 @@ def capture_inputs(
                 f"{type(model).__name__} does not hand its hidden states from block to block as they are, so its "
                 "blocks cannot be trained one after the other; use the mask of another method"
             )
-        arguments = tuple(shared_arguments(given, shared) for given in inputs.arguments)
+        arguments = tuple(shared_arguments(block_arguments, shared) for block_arguments in inputs.arguments)
         yield Inputs(inputs.hidden_BSH, arguments)
 
 
-class _AllCalled(Exception):  # no error: ends a pass at the last block
-    pass
+class _AllCalledError(Exception):
+    """Signal that ends a pass at the last block; no error."""
 
 
 def _captured(
     body: nn.Module, modules: Sequence[nn.Module], batch: Mapping[str, Tensor], as_tuple: bool
 ) -> Inputs | None:
-    """Inputs of a batch, from a pass in which blocks return what they are given; None where they are given something
-    else than the block before returned."""
+    """Return the inputs of a batch, from a pass in which every block returns its own input.
+
+    Args:
+        body: calls the blocks.
+        modules: the blocks.
+        batch: keyword arguments of the body.
+        as_tuple: True if a block returns its hidden states in a tuple.
+
+    Returns:
+        None if a block gets other hidden states than the block before returned.
+    """
     calls: list[tuple[Tensor, dict[str, Any]]] = []
 
     def called(hidden: Tensor, arguments: dict[str, Any]) -> Any:
         if calls and hidden is not calls[0][0]:
-            raise _AllCalled
+            raise _AllCalledError
         calls.append((hidden, arguments))
         if len(calls) == len(modules):
-            raise _AllCalled
+            raise _AllCalledError
         return (hidden,) if as_tuple else hidden
 
-    with _in_place_of(modules, called), suppress(_AllCalled):
+    with _in_place_of(modules, called), suppress(_AllCalledError):
         body(**batch, use_cache=False)
     if len(calls) < len(modules):
         return None
@@ -137,16 +150,16 @@ def _captured(
 
 @contextmanager
 def _in_place_of(modules: Sequence[nn.Module], hook: Callable[[Tensor, dict[str, Any]], Any]) -> Iterator[None]:
-    """While active, the modules compute hook(hidden states, other arguments by name) instead of their forward."""
+    """Replace the modules' forward in the block by hook(hidden states, other arguments by name)."""
 
     def forward(module: nn.Module) -> Callable[..., Any]:
         names = [name for name in type(module).forward.__code__.co_varnames if name != "self"]
 
-        def called(*args: Any, **kwargs: Any) -> Any:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            return hook(given.pop(names[0]), given)
+        def call_hook(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            return hook(arguments.pop(names[0]), arguments)
 
-        return called
+        return call_hook
 
     try:
         for module in modules:
@@ -158,7 +171,7 @@ def _in_place_of(modules: Sequence[nn.Module], hook: Callable[[Tensor, dict[str,
 
 
 def shared_arguments(arguments: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
-    """An equal set of arguments that was met before, or this one."""
+    """Return an equal set of arguments from `known`, or this one, which is added to it."""
     for other in known[-_KNOWN:]:
         if _equal(arguments, other):
             return other
@@ -166,20 +179,20 @@ def shared_arguments(arguments: dict[str, Any], known: list[dict[str, Any]]) -> 
     return arguments
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
         return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and not isinstance(one, Tensor) and bool(one == other)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 
 def run_block(block: nn.Module, hidden_BSH: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states behind a block."""
+    """Run a block and return its hidden states."""
     output = block(hidden_BSH, **arguments)
     hidden: Tensor = output[0] if isinstance(output, tuple) else output
     return hidden

@@ -1,4 +1,4 @@
-"""The first mask of a decoder block: SparseGPT's (arXiv 2301.00774), Wanda's (arXiv 2306.11695), or magnitude.
+"""First masks of a decoder block: SparseGPT's (arXiv 2301.00774), Wanda's (arXiv 2306.11695), or magnitude.
 
 Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O outputs, I inputs, G groups, M members.
 """
@@ -21,35 +21,34 @@ from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 
 Reduce = Callable[[list[Tensor]], None]
-"""Sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
+"""Function that sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
 
 
 def mask_for(settings: StartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> StartMask:
-    """Return where the masks of a model, or of a block, come from: `settings.mask`, or the default for its weights.
+    """Return the kind of mask of a model or a block: `settings.mask`, or the default for its weights.
 
     Raises:
         ValueError: these weights, or this pattern, cannot have such a mask.
     """
     fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
     default: StartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "annealed"
-    how = settings.mask or default
-    if how == "sparsegpt" and fused is not None:
+    kind = settings.mask or default
+    if kind == "sparsegpt" and fused is not None:
         raise ValueError(
             f'start.mask "sparsegpt" needs the inputs of a linear layer for every weight, which {fused} of fused '
             'experts has not; use "annealed" or "wanda"'
         )
-    if how == "sparsegpt" and not isinstance(pattern, NM):
+    if kind == "sparsegpt" and not isinstance(pattern, NM):
         raise ValueError(f'start.mask "sparsegpt" needs an n:m pattern, not {pattern}; use "annealed" or "wanda"')
-    if how == "annealed" and not settings.epochs:
+    if kind == "annealed" and not settings.epochs:
         raise ValueError(
             "start.epochs 0: annealed masks are found while a block is trained; use an integer >= 1, or another mask"
         )
-    return how
+    return kind
 
 
 class InputMoments:
-    """Inputs of the weights of a block in the pruned stream, summed over tokens: second moments, or their
-    diagonals, and how many tokens each expert saw."""
+    """Second moments of the inputs of a block's weights in the pruned stream, and the tokens that each expert saw."""
 
     def __init__(self, block: nn.Module, weights: Sequence[PrunableWeight], full: bool) -> None:
         """Begin with zeros.
@@ -57,7 +56,7 @@ class InputMoments:
         Args:
             block: the decoder block.
             weights: its prunable weights, by names inside the block.
-            full: whether whole second moments are summed, (I, I) of each weight, or their diagonals, (E, I).
+            full: True for whole second moments, (I, I) of each weight; False for their diagonals, (E, I).
 
         Raises:
             ValueError: the inputs of a weight cannot be seen.
@@ -67,17 +66,21 @@ class InputMoments:
         self._fused: dict[str, nn.Module] = {}
         self._inputs: dict[str, int] = {}
         self.moments: dict[str, Tensor] = {}
+        """Sums by name of a weight; of several layers with the same input, the first has them."""
         self.tokens: dict[str, Tensor] = {}
-        """(E,) of each weight; E is 1 but for fused experts."""
-        self._same: dict[str, str] = {}
-        self._seen: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[str, Tensor]] = {}
+        """Number of tokens, (E,) of each weight; E is 1 unless experts are fused."""
+        self._same_input: dict[str, str] = {}
+        """Name of the weight that has the moments of another one."""
+        self._inputs_in_pass: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[str, Tensor]] = {}
+        """First weight that read an input in this pass, and the input, by its place in memory."""
         device = next(block.parameters()).device
+        # Sums of diagonals have a fixed shape; whole moments are made when the first input comes.
         for weight in weights:
             module = block.get_submodule(weight.module)
             fused = len(weight.shape) == 3
             assert not (fused and full), weight.name
-            if fused and (why := why_unhookable(module)) is not None:
-                raise ValueError(f"{weight.name}: what its experts are given cannot be seen: the module {why}")
+            if fused and (cause := why_unhookable(module)) is not None:
+                raise ValueError(f"{weight.name}: the inputs of its experts cannot be seen: the module {cause}")
             if fused:
                 self._fused[weight.module] = module
             else:
@@ -87,62 +90,72 @@ class InputMoments:
             inputs = self._inputs[weight.name] = weight.shape[weight.input_axis]
             if not full:
                 self.moments[weight.name] = torch.zeros(experts, inputs, device=device)
-            elif weight.experts:  # which no rank may have a token for
+            elif weight.experts:  # perhaps no rank has a token for it
                 self.moments[weight.name] = torch.zeros(inputs, inputs, device=device)
 
     @torch.no_grad()
     def measure(self, passes: Iterable[None], reduce: Reduce) -> None:
-        """Listen while `passes` runs the block, once for every element that it yields, and sum over the ranks."""
+        """Sum the inputs of all passes, over all ranks.
+
+        Args:
+            passes: runs the block once before each element that it yields.
+            reduce: sums tensors over the ranks, in place.
+        """
         with ExitStack() as stack:
-            stack.enter_context(layer_inputs(self._layers, self._hear))
+            stack.enter_context(layer_inputs(self._layers, self._add_layer))
             if self._fused:
-                stack.enter_context(expert_tokens(self._fused, self._hear_experts, gradients=False))
+                stack.enter_context(expert_tokens(self._fused, self._add_experts, gradients=False))
             for _ in passes:
-                self._seen.clear()
-        for name in self._layers:  # no token came
-            if self._full and name not in self._same and name not in self.moments:
+                self._inputs_in_pass.clear()
+        # A layer without a token has zeros, as all ranks must sum the same tensors.
+        for name in self._layers:
+            if self._full and name not in self._same_input and name not in self.moments:
                 inputs = self._inputs[name]
                 self.moments[name] = torch.zeros(inputs, inputs, device=self.tokens[name].device)
         reduce([*self.moments.values(), *self.tokens.values()])
 
-    def of(self, name: str) -> Tensor:
-        """Return the moments of a weight: (I, I) or (E, I). Those of layers with the same input are one tensor."""
-        return self.moments[self._same.get(name, name)]
+    def moments_for(self, name: str) -> Tensor:
+        """Return the moments of a weight: (I, I) or (E, I). Layers with the same input have the same tensor."""
+        return self.moments[self._same_input.get(name, name)]
 
     def require_finite(self) -> None:
         """Raise ValueError for an input that is not finite."""
-        names, values = list(self.moments), list(self.moments.values())
-        finite = torch.stack([value.isfinite().all() for value in values]).tolist() if values else []
-        if broken := [name for name, fine in zip(names, finite, strict=True) if not fine]:
+        finite = [value.isfinite().all() for value in self.moments.values()]
+        is_finite = torch.stack(finite).tolist() if finite else []  # one wait for the device
+        if broken := [name for name, fine in zip(self.moments, is_finite, strict=True) if not fine]:
             raise ValueError(
                 f"the inputs of {broken[0]} are not finite in the model as it is pruned so far; compute in bf16 or "
                 "fp32, or take a model without infinite weights"
             )
 
-    def _hear(self, name: str, input_TI: Tensor) -> None:
+    def _add_layer(self, name: str, input_TI: Tensor) -> None:
+        """Add the tokens of a linear layer."""
         self.tokens[name] += len(input_TI)
         if not self._full:
             self.moments[name] += input_TI.float().square().sum(0)
             return
-        if name in self._same:
+        if name in self._same_input:
             return
+        # q, k and v read the same tensor, and so do gate and up: one sum serves them all.
         if name not in self.moments:
-            # q, k and v read the same tensor, and so do gate and up: one sum serves them all.
             key = (input_TI.data_ptr(), input_TI.shape, input_TI.stride())
-            if key in self._seen:
-                self._same[name] = self._seen[key][0]
+            if key in self._inputs_in_pass:
+                self._same_input[name] = self._inputs_in_pass[key][0]
                 return
-            self._seen[key] = (name, input_TI)  # kept, so that its memory is nobody else's during the pass
+            # The reference keeps the input's memory from being used again in this pass.
+            self._inputs_in_pass[key] = (name, input_TI)
             self.moments[name] = input_TI.new_zeros(input_TI.shape[1], input_TI.shape[1], dtype=torch.float32)
         value_TI = input_TI.float()
         self.moments[name].addmm_(value_TI.t(), value_TI)
 
-    def _hear_experts(
+    def _add_experts(
         self, layer: str, parameter: str, _grad: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
     ) -> None:
+        """Add the tokens of a layer's fused experts."""
         name = f"{layer}.{parameter}"
         if name not in self.moments:
             return
+        # A column of ones counts the tokens.
         square_SI = F.pad(input_SI.float().square(), (0, 1), value=1.0)
         length_E = torch.diff(stop_E, prepend=stop_E.new_zeros(1)).long()
         sums_EI = torch.segment_reduce(square_SI, "sum", lengths=length_E, axis=0, unsafe=True)
@@ -152,13 +165,13 @@ class InputMoments:
 
 @torch.no_grad()
 def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, square_EI: Tensor | None) -> Tensor:
-    """Return the mask of a weight by magnitude, or by Wanda's score where the squares of its inputs are given.
+    """Return the mask of a weight by magnitude, or with `square_EI` by Wanda's score.
 
     Args:
-        weight: which one it is.
+        weight: its shape and input axis are used.
         value: its values, in its shape.
-        pattern: how many members of a group survive.
-        square_EI: sums of squared inputs, of each expert or of all tokens.
+        pattern: of the mask.
+        square_EI: sums of squared inputs, of each expert or of all tokens; None for magnitude.
 
     Returns:
         bool in the weight's shape.
@@ -173,7 +186,7 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
 
 @torch.no_grad()
 def reconstruct_weight(
-    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, how: ReconstructionConfig
+    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, settings: ReconstructionConfig
 ) -> tuple[Tensor, Tensor]:
     """Return SparseGPT's weights and mask of one linear layer, both in the weight's shape.
 
@@ -184,10 +197,10 @@ def reconstruct_weight(
     transposed = weight.input_axis == -2
     value_OI = (value.t() if transposed else value).float().contiguous()
     try:
-        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, how.damping, how.block)
+        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, settings.damping, settings.block)
     except torch.linalg.LinAlgError:
         raise ValueError(
             f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping (of start or '
-            f"reconstruction) = {how.damping:g} is too little to make up for it; use 0.01, or more tokens"
+            f"reconstruction) = {settings.damping:g} is too little to make up for it; use 0.01, or more tokens"
         ) from None
     return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

@@ -1,8 +1,9 @@
-"""One decoder block of the start: its first mask, then Adam on what is kept, against the dense block's own output.
+"""Pruning of one decoder block: its first mask, then Adam on the kept weights, against the dense block's own output.
 
-Two streams of hidden states go from block to block. The dense one gives the targets: what the dense block makes of its
-dense inputs. The pruned one has the inputs that the block will get in the pruned model, so that errors of the blocks
-before it are made up for, too. Targets are computed before anything is changed, so no teacher model is needed.
+Two streams of hidden states go from block to block. The dense stream gives the targets: the outputs of the dense block
+for its inputs in the dense model. The pruned stream has the inputs that the block gets in the pruned model, so that it
+also makes up for errors of the blocks before it. Targets are computed before anything is changed, so no teacher model
+is needed.
 
 Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden size, E experts.
 """
@@ -24,13 +25,13 @@ from sparseforge_ds.start.annealing import Annealing
 from sparseforge_ds.start.first_mask import InputMoments, Reduce, choose_by_score, mask_for, reconstruct_weight
 
 Call = Callable[[int, Tensor], Tensor]
-"""(number of a micro-batch, hidden states (B, S, H) in fp32) -> what the block makes of them, (B, S, H)."""
+"""Function of the number of a micro-batch and its hidden states (B, S, H) in fp32 that returns the block's output."""
 Stream = MutableSequence[Tensor]
-"""(B, S, H) hidden states of every micro-batch, in any dtype; a list will do."""
+"""Hidden states (B, S, H) of every micro-batch, in any dtype, such as a list."""
 
 BETAS = (0.9, 0.95)
 EPS = 1e-12
-"""Adam's epsilon: gradients of a block's error are small numbers where a few hidden states are huge."""
+"""Adam's epsilon: gradients of a block's error are tiny if a few hidden states are huge."""
 MEASURED = 16
 """Micro-batches, spread over all, on which the error of a block is measured."""
 BACKWARD = 3
@@ -39,26 +40,47 @@ BACKWARD = 3
 
 @dataclass
 class SolvedBlock:
-    """The result of a block: its masks and its errors."""
+    """Result of a block: its masks and its errors."""
 
     masks: dict[str, Tensor]
-    """Members that survive, by the weight's name inside the block: bool in its shape."""
+    """Mask of each weight, bool in its shape, by its name inside the block."""
     error_before: float = math.nan
-    """Error of the block with its first mask, as a share of the dense block's output: the mean over tokens of squared
-    distance by squared length. NaN where the mask is found by training."""
+    """Error of the block with its first mask: mean over tokens of squared distance from the dense block's output, by
+    the squared length of that. NaN if the mask is found by training."""
     error: float = math.nan
-    """The same at the end."""
+    """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
-    """Experts of a weight that saw fewer tokens than they have inputs: they keep their first mask and dense values."""
+    """Number of experts of a weight that saw fewer tokens than they have inputs. They keep their first mask and dense
+    values."""
 
 
 def no_reduce(_tensors: list[Tensor]) -> None:
-    """Sum over the only rank."""
+    """Leave tensors as they are: the sum over a single rank."""
 
 
 def passes_of(settings: StartConfig) -> int:
     """Return the forward passes over all micro-batches that `solve_block` reports as its work."""
     return 3 + BACKWARD * settings.epochs
+
+
+@dataclass(frozen=True)
+class SolveOptions:
+    """Settings of `solve_block` about ranks, dtypes and progress."""
+
+    reduce: Reduce = no_reduce
+    """Function that sums tensors over the ranks, in place. Every rank has equally many micro-batches."""
+    per_step: int = 1
+    """Micro-batches of this rank in an optimizer step."""
+    ranks: int = 1
+    """Number of ranks that `reduce` sums over."""
+    seed: int = 0
+    """Seed of the order in which steps read their micro-batches; the same on all ranks."""
+    stored: torch.dtype = torch.float32
+    """Dtype that parameters are rounded to at the end, because they will be stored in it."""
+    progress: Callable[[int], object] = lambda _passes: None
+    """Function that is told of the work that was done, in forward passes of one micro-batch; see `passes_of`."""
+    reconstruction: ReconstructionConfig | None = None
+    """SparseGPT's settings; None for the damping of the start."""
 
 
 def solve_block(
@@ -69,58 +91,30 @@ def solve_block(
     weights: Sequence[PrunableWeight],
     pattern: Pattern,
     settings: StartConfig,
-    *,
-    reduce: Reduce = no_reduce,
-    per_step: int = 1,
-    ranks: int = 1,
-    seed: int = 0,
-    stored: torch.dtype = torch.float32,
-    progress: Callable[[int], object] = lambda _passes: None,
-    reconstruction: ReconstructionConfig | None = None,
+    options: SolveOptions = SolveOptions(),
 ) -> SolvedBlock:
-    """Prune a decoder block, train what is kept, and take both streams behind it. Collective where `reduce` is.
+    """Prune a decoder block, train the kept weights, and move both streams behind it. Collective if `reduce` is.
 
     Args:
-        block: a plain module in fp32 with whole, dense parameters; at the end it holds the pruned ones. It is left in
+        block: a plain module in fp32 with whole, dense parameters; at the end it has the pruned ones. It is left in
             evaluation mode, its parameters without gradients.
         dense: inputs of the block in the dense model; its outputs at the end.
         pruned: inputs of the block in the model as it is pruned so far; its outputs at the end.
-        call: runs the block, under autocast where that is wanted.
-        weights: prunable weights by names inside the block; where there are none, only the streams move.
-        pattern: how many members of a group survive.
+        call: runs the block, under autocast if that is wanted.
+        weights: prunable weights by names inside the block; without any, only the streams move.
+        pattern: of the masks.
         settings: of the start; the streams are its `tokens`, and `per_step` is its `batch`.
-        reduce: sums tensors over the ranks, in place. Every rank has equally many micro-batches.
-        per_step: micro-batches of this rank in an optimizer step.
-        ranks: over which `reduce` sums.
-        seed: of the order in which steps read their micro-batches; the same on all ranks.
-        stored: dtype in which parameters will be stored, and to which they are rounded at the end.
-        progress: is told of the work that was done, in forward passes of one micro-batch; see `passes_of`.
-        reconstruction: how SparseGPT chooses and updates weights; None: with the damping of `settings`.
+        options: about ranks, dtypes and progress.
 
     Raises:
         ValueError: these weights cannot have that mask, or inputs are not finite.
     """
-    return _Solver(
-        block,
-        dense,
-        pruned,
-        call,
-        weights,
-        pattern,
-        settings,
-        reduce,
-        per_step,
-        ranks,
-        seed,
-        stored,
-        progress,
-        reconstruction,
-    ).solve()
+    return _Solver(block, dense, pruned, call, weights, pattern, settings, options).solve()
 
 
 @dataclass
 class _Solver:
-    """A block on its way; fields as the arguments of `solve_block`."""
+    """One call of `solve_block`, whose arguments are the fields."""
 
     block: nn.Module
     dense: Stream
@@ -129,34 +123,31 @@ class _Solver:
     weights: Sequence[PrunableWeight]
     pattern: Pattern
     settings: StartConfig
-    reduce: Reduce
-    per_step: int
-    ranks: int
-    seed: int
-    stored: torch.dtype
-    progress: Callable[[int], object]
-    reconstruction: ReconstructionConfig | None
+    options: SolveOptions
 
     def solve(self) -> SolvedBlock:
         self.block.eval().requires_grad_(False)
-        # The dense stream moves on while the block is dense: from here on it holds the targets.
+        # The dense stream moves on while the block is dense: from here on it has the targets.
         self._advance(self.dense)
         if not self.weights:
             self._advance(self.pruned)
             return SolvedBlock({})
-        how = mask_for(self.settings, self.weights, self.pattern)
-        moments = self._measure_inputs(how)
-        few = self._few_tokens(moments)
-        solved = SolvedBlock({}, few_tokens={name: int(some_E.sum()) for name, some_E in few.items()})
-        if how == "annealed":
-            solved.masks = self._train(None, few)
+        # Inputs decide about the first mask, and about experts with too few tokens for more.
+        kind = mask_for(self.settings, self.weights, self.pattern)
+        moments = self._measure_inputs(kind)
+        starved = self._starved_experts(moments)
+        solved = SolvedBlock({}, few_tokens={name: int(starved_E.sum()) for name, starved_E in starved.items()})
+        # Masks come before training, or by it.
+        if kind == "annealed":
+            solved.masks = self._train(None, starved)
         else:
-            masks = self._first_masks(how, moments)
+            masks = self._first_masks(kind, moments)
             del moments
             solved.error_before = self._error()
-            solved.masks = self._train(masks, few) if self.settings.epochs else masks
+            solved.masks = self._train(masks, starved) if self.settings.epochs else masks
+        # The pruned stream moves on through the weights as they will be stored.
         for parameter in self.block.parameters():
-            parameter.data.copy_(parameter.data.to(self.stored))
+            parameter.data.copy_(parameter.data.to(self.options.stored))
         solved.error = self._error()
         self._advance(self.pruned)
         return solved
@@ -170,28 +161,28 @@ class _Solver:
         """Replace every input of the block by its output."""
         for number in range(len(stream)):
             stream[number] = self.call(number, stream[number].float())
-            self.progress(1)
+            self.options.progress(1)
 
-    def _measure_inputs(self, how: str) -> InputMoments:
-        """Measure the inputs of the weights in the pruned stream; a pass is made only where something needs it."""
-        moments = InputMoments(self.block, self.weights, full=how == "sparsegpt")
-        needed = how in ("sparsegpt", "wanda") or any(weight.experts for weight in self.weights)
+    def _measure_inputs(self, kind: str) -> InputMoments:
+        """Measure the inputs of the weights in the pruned stream, if the mask or an expert needs them."""
+        moments = InputMoments(self.block, self.weights, full=kind == "sparsegpt")
+        needed = kind in ("sparsegpt", "wanda") or any(weight.experts for weight in self.weights)
 
         def passes() -> Iterator[None]:
             for number in range(len(self.pruned)):
                 self.call(number, self.pruned[number].float())
-                self.progress(1)
+                self.options.progress(1)
                 yield
 
         if needed:
-            moments.measure(passes(), self.reduce)
+            moments.measure(passes(), self.options.reduce)
             moments.require_finite()
         else:
-            self.progress(len(self.pruned))
+            self.options.progress(len(self.pruned))
         return moments
 
-    def _few_tokens(self, moments: InputMoments) -> dict[str, Tensor]:
-        """(E,) bool of every weight of experts: which of them saw fewer tokens than they have inputs."""
+    def _starved_experts(self, moments: InputMoments) -> dict[str, Tensor]:
+        """Return for every weight of experts which of them saw fewer tokens than they have inputs, (E,) bool."""
         return {
             weight.name: moments.tokens[weight.name] < weight.shape[weight.input_axis]
             for weight in self.weights
@@ -199,58 +190,69 @@ class _Solver:
         }
 
     @torch.no_grad()
-    def _first_masks(self, how: str, moments: InputMoments) -> dict[str, Tensor]:
+    def _first_masks(self, kind: str, moments: InputMoments) -> dict[str, Tensor]:
+        """Choose the masks without training, and set pruned weights to 0."""
+        reconstruction = self.options.reconstruction or ReconstructionConfig(damping=self.settings.damping)
         masks = {}
         for weight in self.weights:
             value = self.block.get_parameter(weight.name).data
-            if how == "sparsegpt":
-                by = self.reconstruction or ReconstructionConfig(damping=self.settings.damping)
-                updated, kept = reconstruct_weight(weight, value, moments.of(weight.name), self.pattern, by)
-                value.copy_(updated if by.update_weights else torch.where(kept, value, 0.0))
+            if kind == "sparsegpt":
+                input_moments = moments.moments_for(weight.name)
+                updated, kept = reconstruct_weight(weight, value, input_moments, self.pattern, reconstruction)
+                value.copy_(updated if reconstruction.update_weights else torch.where(kept, value, 0.0))
             else:
-                squares = moments.of(weight.name) if how == "wanda" else None
+                squares = moments.moments_for(weight.name) if kind == "wanda" else None
                 kept = choose_by_score(weight, value, self.pattern, squares)
                 value.copy_(torch.where(kept, value, 0.0))
             masks[weight.name] = kept
         return masks
 
-    def _train(self, masks: dict[str, Tensor] | None, few: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run Adam on what is kept, and return the masks. Where there are none yet, they are annealed in the first part
-        of the steps."""
-        settings, count = self.settings, len(self.pruned)
-        steps_an_epoch = max(1, count // self.per_step)
+    def _train(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run Adam on the kept weights, and return the masks.
+
+        Args:
+            masks: None to anneal them in the first part of the steps.
+            starved: result of `_starved_experts`.
+        """
+        settings = self.settings
+        count = len(self.pruned)
+        steps_an_epoch = max(1, count // self.options.per_step)
         steps = settings.epochs * steps_an_epoch
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
         parameters = [*matrices, *(self._vectors() if settings.norms else [])]
+        # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
         squares = torch.stack([matrix.detach().square().sum() for matrix in matrices])
         rate = settings.rate * math.sqrt(float(squares.sum()) / sum(matrix.numel() for matrix in matrices))
-        annealing = None if masks else Annealing(self.block, self.weights, self.pattern, steps, few)
-        trainable = self._trainable(masks, few)
+        annealing = None if masks else Annealing(self.block, self.weights, self.pattern, steps, starved)
+        trainable = self._trainable(masks, starved)
         optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.options.seed)
         order: list[int] = []
         for parameter in parameters:
             parameter.requires_grad_(True)
         for step in range(steps):
             # A step reads consecutive micro-batches, which ranks divide among them: it is the same on any number.
             order = order or torch.randperm(steps_an_epoch, generator=generator).tolist()
-            first = order.pop() * self.per_step
-            with nullcontext() if annealing is None else annealing.listening():
-                for micro_batch in range(first, min(first + self.per_step, count)):
+            first = order.pop() * self.options.per_step
+            with nullcontext() if annealing is None else annealing.collect_sums():
+                for micro_batch in range(first, min(first + self.options.per_step, count)):
                     self._backward(micro_batch)
-            # All ranks make the same step, by the sum of their gradients.
+            # All ranks take the same step, with the sum of their gradients.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            self.reduce(gradients)
+            self.options.reduce(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             torch._foreach_mul_(gradients[: len(matrices)], trainable)
+            # The rate falls along a cosine.
             for group in optimizer.param_groups:
                 group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            if annealing is not None and (frozen := annealing.after_step(step + 1, self.reduce)):
-                masks, annealing = frozen, None
-                trainable = self._trainable(masks, few)
+            # Soft masks move, until they are frozen.
+            if annealing is not None and (frozen := annealing.after_step(step + 1, self.options.reduce)):
+                masks = frozen
+                annealing = None
+                trainable = self._trainable(masks, starved)
         assert masks is not None
         self.block.requires_grad_(False)
         for name, kept in masks.items():
@@ -259,7 +261,7 @@ class _Solver:
         return masks
 
     def _vectors(self) -> list[nn.Parameter]:
-        """Gains and biases of the norms, and biases of the layers that are pruned."""
+        """Return gains and biases of the norms, and biases of the pruned layers."""
         pruned = {weight.module for weight in self.weights}
         return [
             parameter
@@ -270,14 +272,14 @@ class _Solver:
             and parameter.dim() == 1
         ]
 
-    def _trainable(self, masks: dict[str, Tensor] | None, few: dict[str, Tensor]) -> list[Tensor]:
-        """1 for each weight that Adam moves, 0 for the others; in the order of `weights`."""
+    def _trainable(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> list[Tensor]:
+        """Return 1 for each element that Adam moves and 0 for the others, in the order of `weights`."""
         factors = []
         for weight in self.weights:
             value = self.block.get_parameter(weight.name)
             factor = torch.ones_like(value) if masks is None else masks[weight.name].to(value.dtype)
-            if weight.name in few:
-                factor = factor * ~few[weight.name].view(-1, *[1] * (value.dim() - 1))
+            if weight.name in starved:
+                factor = factor * ~starved[weight.name].view(-1, *[1] * (value.dim() - 1))
             factors.append(factor)
         return factors
 
@@ -285,26 +287,27 @@ class _Solver:
         """Add the gradient of one micro-batch's error."""
         with torch.enable_grad():
             output = self.call(number, self.pruned[number].float())
-            (_relative_errors(output, self.dense[number]).mean() / (self.per_step * self.ranks)).backward()
-        self.progress(BACKWARD)
+            loss = _relative_errors(output, self.dense[number]).mean()
+            (loss / (self.options.per_step * self.options.ranks)).backward()
+        self.options.progress(BACKWARD)
 
     @torch.no_grad()
     def _error(self) -> float:
-        """`SolvedBlock.error` of the block as it is."""
+        """Measure `SolvedBlock.error` of the block as it is."""
         count = len(self.pruned)
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for number in sorted({i * count // MEASURED for i in range(MEASURED)}):
             errors = _relative_errors(self.call(number, self.pruned[number].float()), self.dense[number])
             sums += torch.stack([errors.sum(), errors.new_tensor(errors.numel())])
-        self.reduce([sums])
+        self.options.reduce([sums])
         return float(sums[0] / sums[1])
 
 
 def _relative_errors(output_BSH: Tensor, target_BSH: Tensor) -> Tensor:
-    """(B, S) squared distance of each token's hidden states, by the squared length of what they should be.
+    """Return the squared distance of each token's hidden states from the target, by its squared length, (B, S).
 
-    By tokens, because a few hidden states are a hundred times as long as all others, and the norm behind makes all
-    equally important.
+    Each token counts by its own length: a few hidden states are a hundred times as long as all others, and the norm
+    behind them makes all equally important.
     """
     target_BSH = target_BSH.float()
     distance_BS = (output_BSH.float() - target_BSH).square().sum(-1)

@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification
 from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.export.proof import prove_folder, require
+from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
@@ -142,7 +142,7 @@ def test_too_little_memory_is_said_before_any_work(
             export(source, tmp_path / "out", format)
     export(source, tmp_path / "out", "packed24", skip_proof=True)
     monkeypatch.setattr(proof, "free_memory", lambda: 10**12)
-    require(source, packed=False)
+    require_provable(source, packed=False)
 
 
 def test_no_process_needs_deepspeed() -> None:

@@ -14,7 +14,7 @@ from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.start.blocks import capture_inputs, decoder_blocks, run_block
-from sparseforge_ds.start.solve import SolvedBlock, solve_block
+from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, solve_block
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mixture, token_batch
 
@@ -30,7 +30,7 @@ def _solve_all(
     blocks = decoder_blocks(model, weights)
     ids = [{"input_ids": token_batch(seed=seed)["input_ids"]} for seed in range(batches)]
     inputs = list(capture_inputs(model, blocks, ids))
-    dense = [one.hidden_BSH for one in inputs]
+    dense = [batch.hidden_BSH for batch in inputs]
     pruned = list(dense)
     solved = []
     for number, block in enumerate(blocks):
@@ -40,7 +40,9 @@ def _solve_all(
             return run_block(module, hidden, inputs[batch].arguments[number])
 
         solved.append(
-            solve_block(module, dense, pruned, call, block.weights, parse_pattern(pattern), settings, **options)
+            solve_block(
+                module, dense, pruned, call, block.weights, parse_pattern(pattern), settings, SolveOptions(**options)
+            )
         )
     return solved
 
