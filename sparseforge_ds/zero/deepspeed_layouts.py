@@ -1,4 +1,4 @@
-"""The shard map of each of DeepSpeed's optimizers: the only code that reads their memory layout.
+"""One `ShardLayout` for each of DeepSpeed's optimizers: the only code that reads their memory layout.
 
 Written against DeepSpeed 0.19; every field that is read is named here and nowhere else. `ShardLayout.check` compares
 the map with the low-precision weights when a forge is attached: a changed layout is an error then, not a wrong mask.
@@ -28,10 +28,10 @@ from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
 def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
-    """The layout of an engine, by the optimizer that DeepSpeed chose for it.
+    """Return the shard layout of an engine, by the optimizer that DeepSpeed chose for it.
 
     Raises:
-        ValueError: it is one that is not supported.
+        ValueError: the optimizer's layout is not supported.
     """
     if engine.optimizer is engine.basic_optimizer:
         return InnerLayout(engine)
@@ -51,7 +51,7 @@ class _AveragedGradients(ShardLayout):
     def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
         optimizer = self.optimizer
         offloads = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
-        # Quantised reductions scale whole blocks, in which gradients of pruned weights would count.
+        # Quantized reductions scale whole blocks, in which gradients of pruned weights would count.
         if offloads or self.engine.zero_quantized_gradients():
             return False
         step = optimizer.step
@@ -61,7 +61,7 @@ class _AveragedGradients(ShardLayout):
             with torch.no_grad():
                 for index, gradients in optimizer.averaged_gradients.items():
                     position = 0
-                    for flat in _end_to_end(gradients or ()):
+                    for flat in _merge_adjacent(gradients or ()):
                         mask(index, position, flat)
                         position += flat.numel()
             return step(*args, **kwargs)
@@ -71,11 +71,11 @@ class _AveragedGradients(ShardLayout):
 
 
 class Zero3Layout(_AveragedGradients):
-    """ZeRO-3: every weight cut in equal parts, one a rank; the parts of a sub-group laid end to end in a flat."""
+    """Layout of ZeRO-3: every weight in equal parts, one a rank; a sub-group's parts end to end in a flat."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        # zero.Init partitions over the world's own group, `deepspeed.initialize` over a clone of it; prunable weights
-        # come first.
+        # zero.Init partitions over the world's own group, `deepspeed.initialize` over a clone of it. Prunable weights
+        # come first, and theirs is the group that counts.
         group: dist.ProcessGroup | None = self.optimizer.fp16_groups[0][0].ds_process_group
         return group
 
@@ -96,7 +96,7 @@ class Zero3Layout(_AveragedGradients):
     @torch.no_grad()
     @override
     def push(self) -> None:
-        """Waits for the device: do not call it every step."""
+        """Copy masters to the weights that the next forward sees, and wait for the device: too slow for every step."""
         optimizer = self.optimizer
         optimizer._partition_all_parameters()
         for index in range(len(self.flats)):
@@ -111,7 +111,7 @@ class Zero3Layout(_AveragedGradients):
 
     @override
     def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
-        found = {}
+        ranges = {}
         for name, parameter in self.engine.module.named_parameters():
             if name in self.shards:
                 continue
@@ -121,12 +121,13 @@ class Zero3Layout(_AveragedGradients):
                     'set zero_optimization.offload_param.device to "cpu"'
                 )
             start, stop = _zero3_range(parameter, parameter.ds_tensor.ds_numel)
-            found[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
-        return found
+            ranges[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
+        return ranges
 
     @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        self.optimizer._set_fp32_optimizer_param_groups()  # they are empty but while a sub-group is stepped
+        # ZeRO-3 fills the groups only while it steps a sub-group.
+        self.optimizer._set_fp32_optimizer_param_groups()
         try:
             super().load_optimizer(states, settings)
         finally:
@@ -134,14 +135,19 @@ class Zero3Layout(_AveragedGradients):
 
 
 class _FlatGroupsLayout(ShardLayout):
-    """Weights of a param group laid end to end and cut in equal partitions, one a rank, at any element."""
+    """Layout of a param group's weights end to end, cut at any element into equal partitions, one a rank."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup | None = self.optimizer.real_dp_process_group[0]
         return group
 
     def _read_groups(self, flats: Iterable[Tensor], groups: Iterable[tuple[list[Parameter], list[int]]]) -> None:
-        """Read partitions of weights that begin at these offsets of their group."""
+        """Add the shards of all groups.
+
+        Args:
+            flats: this rank's partition of each group.
+            groups: weights of each group, and the offset of each weight in its group.
+        """
         self.flats = list(flats)
         self.group_of_flat = list(range(len(self.flats)))
         for index, (parameters, offsets) in enumerate(groups):
@@ -150,8 +156,8 @@ class _FlatGroupsLayout(ShardLayout):
             for parameter, offset in zip(parameters, offsets, strict=True):
                 start = min(max(first - offset, 0), parameter.numel())
                 stop = max(min(first + size - offset, parameter.numel()), start)
-                here = max(offset - first, 0) if stop > start else 0
-                self._add(parameter, tuple(parameter.shape), start, stop, index, here)
+                position = max(offset - first, 0) if stop > start else 0
+                self._add(parameter, tuple(parameter.shape), start, stop, index, position)
 
     @torch.no_grad()
     @override
@@ -165,7 +171,7 @@ class _FlatGroupsLayout(ShardLayout):
 
 
 class Zero12Layout(_AveragedGradients, _FlatGroupsLayout):
-    """ZeRO-1 and 2."""
+    """Layout of ZeRO-1 and 2."""
 
     def _read(self) -> None:
         optimizer = self.optimizer
@@ -181,7 +187,7 @@ class Zero12Layout(_AveragedGradients, _FlatGroupsLayout):
 
 
 class Bf16Layout(_FlatGroupsLayout):
-    """ZeRO-1 in bf16 with gradients accumulated in fp32."""
+    """Layout of ZeRO-1 in bf16 with gradients accumulated in fp32."""
 
     def _read(self) -> None:
         groups = self.optimizer.bf16_groups
@@ -189,7 +195,7 @@ class Bf16Layout(_FlatGroupsLayout):
 
 
 class _Stage0Layout(ShardLayout):
-    """Whole masters on every rank."""
+    """Layout of stage 0: every rank holds all masters in full."""
 
     replicated = True
 
@@ -198,7 +204,11 @@ class _Stage0Layout(ShardLayout):
         return group
 
     def _add_each(self, groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
-        """Weights that have a master each."""
+        """Add weights that have a master each.
+
+        Args:
+            groups: pairs of (weight, its master) of each param group.
+        """
         for index, pairs in enumerate(groups):
             for parameter, master in pairs:
                 self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
@@ -206,7 +216,7 @@ class _Stage0Layout(ShardLayout):
                 self.group_of_flat.append(index)
 
     def check(self, names: Iterable[str]) -> None:
-        """Nothing: DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart."""
+        """Check nothing: DeepSpeed's 16-bit constructors of stage 0 step once and leave master and weight apart."""
 
     @torch.no_grad()
     @override
@@ -216,7 +226,7 @@ class _Stage0Layout(ShardLayout):
 
 
 class Fp16Layout(_Stage0Layout):
-    """Stage 0 in 16 bits with an optimizer of DeepSpeed's: the weights of a param group laid end to end."""
+    """Layout of stage 0 in 16 bits with an optimizer of DeepSpeed's: a param group's weights end to end."""
 
     def _read(self) -> None:
         self.flats = list(self.optimizer.fp32_groups_flat)
@@ -227,7 +237,7 @@ class Fp16Layout(_Stage0Layout):
 
 
 class Fp16UnfusedLayout(_Stage0Layout):
-    """Stage 0 in 16 bits with any other optimizer."""
+    """Layout of stage 0 in 16 bits with any other optimizer."""
 
     def _read(self) -> None:
         pairs = zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True)
@@ -235,13 +245,13 @@ class Fp16UnfusedLayout(_Stage0Layout):
 
 
 class InnerLayout(_Stage0Layout):
-    """Stage 0 in fp32: no optimizer of DeepSpeed's, and the weights are their own masters."""
+    """Layout of stage 0 in fp32: DeepSpeed wraps no optimizer, and the weights are their own masters."""
 
     def _read(self) -> None:
         self._add_each([(p, p) for p in group["params"]] for group in self.inner.param_groups)
 
     def push(self) -> None:
-        """Nothing: what was written is what the forward sees."""
+        """Do nothing: the masters are the weights that the forward sees."""
 
 
 _LAYOUTS: dict[type, type[ShardLayout]] = {
@@ -254,39 +264,44 @@ _LAYOUTS: dict[type, type[ShardLayout]] = {
 
 
 def _zero3_range(parameter: Any, length: int) -> tuple[int, int]:
-    """First element of a weight on this rank and one past the last, where each rank has `length` with padding."""
+    """Return this rank's range of a weight's elements; every rank holds `length` of them, padding included."""
     start = min(dist.get_rank(parameter.ds_process_group) * length, parameter.ds_numel)
     return start, min(start + length, parameter.ds_numel)
 
 
-def _end_to_end(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield flat tensors to be changed in place, in the order of `tensors`; one for those that lie end to end."""
+def _merge_adjacent(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield flat tensors to be changed in place, in the order of `tensors`; one for all that lie end to end."""
     run: list[Tensor] = []
     for tensor in tensors:
+        # A tensor with gaps is changed in a copy.
         if not tensor.is_contiguous():
-            yield from _joined(run)
+            yield from _flatten_run(run)
             run = []
             flat = tensor.reshape(-1)
             yield flat
             tensor.copy_(flat.view(tensor.shape))
             continue
+        # A tensor that does not begin where the last one ended begins a new run.
         if run:
             last = run[-1]
             same = tensor.untyped_storage()._cdata == last.untyped_storage()._cdata and tensor.dtype == last.dtype
             if not same or tensor.storage_offset() != last.storage_offset() + last.numel():
-                yield from _joined(run)
+                yield from _flatten_run(run)
                 run = []
         run.append(tensor)
-    yield from _joined(run)
+    yield from _flatten_run(run)
 
 
-def _joined(run: list[Tensor]) -> Iterator[Tensor]:
+def _flatten_run(run: list[Tensor]) -> Iterator[Tensor]:
+    """Yield one flat view of tensors that lie end to end; nothing if there are none."""
     if run:
         yield run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,))
 
 
 def _offsets(group: Iterable[Parameter]) -> list[int]:
-    offsets, position = [], 0
+    """Return where each weight of a group begins, if they lie end to end."""
+    offsets = []
+    position = 0
     for parameter in group:
         offsets.append(position)
         position += parameter.numel()

@@ -1,11 +1,11 @@
-"""What the fused experts of a mixture see and receive during a probe, expert by expert.
+"""Hooks on the fused experts of a mixture during a probe: inputs and output gradients, expert by expert.
 
-transformers looks up how experts are computed in a table of functions, by a name in the model's config. For the length
-of a probe that name is ours: the same mathematics, with a hook behind each of the two matmuls, before the routing
-weights multiply. Tokens are sorted by expert, so that every expert has a run of rows.
+transformers looks up how experts are computed in a table of functions, by a name in the model's config. During a probe
+the config names our function: the same mathematics, with a hook behind each of the two matmuls, before the routing
+weights multiply. Tokens are sorted by expert, so that every expert has consecutive rows.
 
-Llama 4's experts are not in that table. Each of them is given all tokens, zeros where a token is not routed to it, and
-for the length of a probe their module has a forward of ours, which leaves the zeros out of what is heard.
+Llama 4's experts are not in that table. Each of them gets all tokens, as zeros if they are not routed to it. During a
+probe their module has our forward, which leaves these zeros out of what a hook gets.
 
 Legend of shape suffixes: T tokens, K experts of a token, S rows sorted by expert (T * K of them), E experts.
 """
@@ -27,34 +27,37 @@ from sparseforge_ds.transformers_internals import ALL_EXPERTS_FUNCTIONS, _groupe
 from sparseforge_ds.zero.layer_hooks import uncompiled, with_hook
 
 ExpertHook = Callable[[str, str, Tensor | None, Tensor, Tensor, int], None]
-"""(name of the module, name of its parameter, dL/dy (S, out) or None, x (S, in), one past each expert's last row (E,),
-T); for every layer `down_proj` comes before `gate_up_proj` in a backward, and after it in a forward."""
+"""Function of (module's name, its parameter's name, dL/dy (S, out) or None, x (S, in), one past each expert's last row
+(E,), T). For every layer `down_proj` comes before `gate_up_proj` in a backward, and after it in a forward."""
 
 _NAME = "sparseforge_probe"
 
 
 @dataclass(frozen=True)
 class _Listener:
+    """Hook on one module."""
+
     name: str
     hook: ExpertHook
     loops: bool
-    """Whether the model computes expert by expert, which has no demands on sizes; else by one grouped matmul."""
+    """True to compute expert by expert, with no demands on sizes; else by one grouped matmul."""
     gradients: bool
+    """True to call the hook in backwards, with gradients; else in forwards."""
 
 
 _listeners: dict[Module, _Listener] = {}
-"""Modules that are being probed."""
-_before: dict[int, str | None] = {}
-"""What configs of theirs, by id, named before."""
+"""Listener of each module that is being probed."""
+_implementations: dict[int, str | None] = {}
+"""Original `_experts_implementation` of the modules' configs, by id(config)."""
 
 
 def sees_all_tokens(module: Module) -> bool:
-    """Whether every expert is given all tokens."""
+    """Return whether every expert of a module gets all tokens."""
     return type(module).__name__ == "Llama4TextExperts"
 
 
 def why_unhookable(module: Module) -> str | None:
-    """Why a module's experts cannot be hooked, or None."""
+    """Return why a module's experts cannot be hooked, as the predicate of a sentence; None if they can."""
     if sees_all_tokens(module):
         return None
     if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
@@ -68,19 +71,23 @@ def why_unhookable(module: Module) -> str | None:
 
 @contextmanager
 def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool = True) -> Iterator[None]:
-    """While active, every backward through one of the modules calls the hook twice; or every forward, without them."""
+    """Call the hook twice in every backward through one of the modules while active.
+
+    Without `gradients` it is called in every forward instead.
+    """
     assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
-    alone = [module for module in modules.values() if sees_all_tokens(module)]
-    configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in alone}
-    _before.update({key: config._experts_implementation for key, config in configs.items()})
+    # Experts that are not in the table of functions get a forward of their own.
+    replaced = [module for module in modules.values() if sees_all_tokens(module)]
+    configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in replaced}
+    _implementations.update({key: config._experts_implementation for key, config in configs.items()})
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
-        loops = module in alone or _before[id(module.config)] == "eager"
+        loops = module in replaced or _implementations[id(module.config)] == "eager"
         _listeners[module] = _Listener(name, hook, loops, gradients)
     try:
-        for module in alone:
-            module.forward = partial(_forward_of_all, module)
+        for module in replaced:
+            module.forward = partial(_forward_on_all_tokens, module)
         for config in configs.values():
             config._experts_implementation = _NAME
         with uncompiled():
@@ -88,29 +95,34 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     finally:
         for module in modules.values():
             del _listeners[module]
-        for module in alone:
+        for module in replaced:
             vars(module).pop("forward", None)
         for key, config in configs.items():
-            config._experts_implementation = _before.pop(key)
+            config._experts_implementation = _implementations.pop(key)
 
 
 def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """In the place of an experts module's forward; modules that share a config with a hooked one come here too."""
+    """Compute an experts module as its own forward does, with hooks if it is being probed.
+
+    Modules that share a config with a probed one come here too.
+    """
     if module not in _listeners:
-        module.config._experts_implementation = _before[id(module.config)]
+        module.config._experts_implementation = _implementations[id(module.config)]
         try:
-            plain: Tensor = type(module).forward(module, hidden_TI, expert_TK, weight_TK)
+            output_TI: Tensor = type(module).forward(module, hidden_TI, expert_TK, weight_TK)
         finally:
             module.config._experts_implementation = _NAME
-        return plain
+        return output_TI
     listener = _listeners[module]
     T, K = expert_TK.shape
+    # Sort tokens by expert.
     expert_S, order_S = expert_TK.reshape(-1).sort(stable=True)
     number_E = torch.arange(module.num_experts, device=expert_S.device, dtype=expert_S.dtype)
     stop_E = torch.searchsorted(expert_S, number_E, right=True, out_int32=True)
 
     def matmul(x_SI: Tensor, parameter: str) -> Tensor:
-        weight_E, transposed = getattr(module, parameter), module.is_transposed
+        weight_E = getattr(module, parameter)
+        transposed = module.is_transposed
         if listener.loops:
             runs = zip(x_SI.tensor_split(stop_E[:-1].cpu().long()), weight_E.unbind(0), strict=True)
             y_SO = torch.cat([x @ weight if transposed else F.linear(x, weight) for x, weight in runs])
@@ -118,37 +130,45 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tenso
             y_SO = _grouped_linear(x_SI, weight_E, stop_E, is_transposed=transposed)
         if module.has_bias:
             y_SO = y_SO + getattr(module, f"{parameter}_bias")[expert_S]
-        return _heard(listener, parameter, y_SO, x_SI, stop_E, T)
+        return _with_listener(listener, parameter, y_SO, x_SI, stop_E, T)
 
+    # Back in the order of tokens, the outputs of a token's K experts are summed.
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
     weighted_SO = matmul(gated_SI, "down_proj") * weight_TK.reshape(-1)[order_S, None]
     placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
 
 
-def _heard(listener: _Listener, parameter: str, y_SO: Tensor, x_SI: Tensor, stop_E: Tensor, tokens: int) -> Tensor:
-    """The output of a matmul, behind which the listener's hook is."""
+def _with_listener(
+    listener: _Listener, parameter: str, y_SO: Tensor, x_SI: Tensor, stop_E: Tensor, tokens: int
+) -> Tensor:
+    """Return a matmul's output with the listener's hook behind it, or call the hook now if it takes no gradients."""
     if not listener.gradients:
         listener.hook(listener.name, parameter, None, x_SI.detach(), stop_E, tokens)
-    elif torch.is_grad_enabled():  # not in the first pass of re-entrant checkpointing
+    # The first pass of re-entrant checkpointing records no graph.
+    elif torch.is_grad_enabled():
 
-        def received(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
+        def on_gradient(grad_SO: Tensor, x_SI: Tensor, stop_E: Tensor) -> None:
             listener.hook(listener.name, parameter, grad_SO, x_SI, stop_E, tokens)
 
-        return with_hook(y_SO, received, x_SI.detach(), stop_E)
+        return with_hook(y_SO, on_gradient, x_SI.detach(), stop_E)
     return y_SO
 
 
-def _forward_of_all(module: Any, hidden_NI: Tensor) -> Tensor:
-    """In the place of the forward of experts that are given all tokens, N = E * T rows sorted by expert."""
-    listener, E = _listeners[module], module.num_experts
+def _forward_on_all_tokens(module: Any, hidden_NI: Tensor) -> Tensor:
+    """Compute experts that get all tokens, N = E * T rows sorted by expert, with hooks on the routed rows."""
+    listener = _listeners[module]
+    E = module.num_experts
+    # A token that is not routed to an expert is a row of zeros.
     routed_N = (hidden_NI != 0).any(dim=1)
-    row_S, stop_E = routed_N.nonzero()[:, 0], routed_N.view(E, -1).sum(1).cumsum(0).int()
+    row_S = routed_N.nonzero()[:, 0]
+    stop_E = routed_N.view(E, -1).sum(1).cumsum(0).int()
     T = len(hidden_NI) // E
 
     def matmul(x_NI: Tensor, parameter: str) -> Tensor:
         y_NO = torch.bmm(x_NI.view(E, T, -1), getattr(module, parameter)).view(E * T, -1)
-        return y_NO.index_copy(0, row_S, _heard(listener, parameter, y_NO[row_S], x_NI[row_S], stop_E, T))
+        y_SO = _with_listener(listener, parameter, y_NO[row_S], x_NI[row_S], stop_E, T)
+        return y_NO.index_copy(0, row_S, y_SO)
 
     gate, up = matmul(hidden_NI, "gate_up_proj").chunk(2, dim=-1)
     return matmul(up * module.act_fn(gate), "down_proj")

@@ -1,4 +1,4 @@
-"""One module whole on every rank, as a plain copy without DeepSpeed's hooks, and the way back to the ranks' shards."""
+"""Parameters in full on every rank, for a plain copy of a module without DeepSpeed's hooks, and back to shards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparseforge_ds.zero.state import ShardState
 
 
 class FullParameters:
-    """Reads parameters whole, in fp32, from what the ranks hold of them, and writes them back."""
+    """Reader of full fp32 parameters from the shards of all ranks, and writer of them to the shards."""
 
     def __init__(self, layout: ShardLayout, state: ShardState) -> None:
         """Look up where every parameter is.
 
         Args:
-            layout: of the engine.
-            state: of the prunable weights, of which W is read and written; of others it is the master.
+            layout: shard map of the engine.
+            state: state of the prunable weights. W is read and written for them, the master for others.
         """
         self.layout = layout
         self.state = state
@@ -31,7 +31,7 @@ class FullParameters:
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
     def names(self, module: nn.Module) -> list[str]:
-        """Return the names in the whole model of a module's parameters."""
+        """Return the names of a module's parameters, as the full model names them."""
         return [self._names[id(parameter)] for parameter in module.parameters()]
 
     def is_trained(self, name: str) -> bool:
@@ -40,24 +40,23 @@ class FullParameters:
 
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return whole fp32 parameters end to end, and views of each by its name. Collective; one sum over the
-        ranks."""
+        """Return full fp32 parameters end to end, and a view of each by name. Collective: one sum over the ranks."""
         sizes = {name: math.prod(self._shapes[name]) for name in names}
         flat = torch.zeros(sum(sizes.values()), device=self.layout.device)
-        whole = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
-        for name, values in whole.items():
+        flat_views = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
+        for name, values in flat_views.items():
             start, stop, part = self._part(name)
-            # What is not divided counts once in the sum.
+            # A parameter that every rank holds in full counts once in the sum.
             divided = self.is_trained(name) or stop - start < values.numel()
             if divided or self.layout.replicated or self.layout.rank == 0:
                 values[start:stop] = part
         self.layout.sum_shards(flat)
-        return flat, {name: values.view(self._shapes[name]) for name, values in whole.items()}
+        return flat, {name: values.view(self._shapes[name]) for name, values in flat_views.items()}
 
     @torch.no_grad()
-    def write(self, whole: Mapping[str, Tensor]) -> None:
-        """Store this rank's part of trained parameters; `ShardLayout.push` makes them visible."""
-        for name, values in whole.items():
+    def write(self, full: Mapping[str, Tensor]) -> None:
+        """Store this rank's part of full parameters, and skip untrained ones; `ShardLayout.push` makes them visible."""
+        for name, values in full.items():
             if self.is_trained(name):
                 start, stop, part = self._part(name)
                 part.copy_(values.reshape(-1)[start:stop])
@@ -72,25 +71,25 @@ class FullParameters:
         return shard.start, shard.stop, part
 
 
-def plain_copy(module: nn.Module, whole: Mapping[int, Tensor]) -> nn.Module:
+def plain_copy(module: nn.Module, full: Mapping[int, Tensor]) -> nn.Module:
     """Return a module that computes what `module` does in evaluation, with parameters and buffers of its own.
 
-    No hook comes along, and no recomputation of activations. Everything else that it refers to is shared.
+    It has no hooks and does not recompute activations. Everything else that it refers to is shared.
 
     Args:
-        module: of a model, partitioned or not.
-        whole: the values of its parameters, by their ids.
+        module: part of a model, partitioned or not.
+        full: full values of its parameters, by id(parameter).
     """
     parameters: dict[int, nn.Parameter] = {}
 
-    def own(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def own_parameter(parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None:
             return None
         if id(parameter) not in parameters:
-            parameters[id(parameter)] = nn.Parameter(whole[id(parameter)], requires_grad=False)
+            parameters[id(parameter)] = nn.Parameter(full[id(parameter)], requires_grad=False)
         return parameters[id(parameter)]
 
-    def copy_of(original: nn.Module) -> nn.Module:
+    def copy_module(original: nn.Module) -> nn.Module:
         copy = original.__class__.__new__(original.__class__)
         # The attributes of a bare module are its registries and hooks, all empty.
         vars(copy).update({**vars(original), **vars(nn.Module())})
@@ -99,12 +98,12 @@ def plain_copy(module: nn.Module, whole: Mapping[int, Tensor]) -> nn.Module:
         if "gradient_checkpointing" in vars(copy):
             vars(copy)["gradient_checkpointing"] = False
         for name, parameter in original._parameters.items():
-            copy._parameters[name] = own(parameter)
+            copy._parameters[name] = own_parameter(parameter)
         for name, buffer in original._buffers.items():
             copy._buffers[name] = None if buffer is None else buffer.detach().clone()
         copy._non_persistent_buffers_set = set(original._non_persistent_buffers_set)
         for name, child in original._modules.items():
-            copy._modules[name] = None if child is None else copy_of(child)
+            copy._modules[name] = None if child is None else copy_module(child)
         return copy
 
-    return copy_of(module).eval()
+    return copy_module(module).eval()

@@ -1,9 +1,9 @@
-"""Gradients of frozen pruned weights are zeroed before DeepSpeed takes the norm that it clips by, and logs.
+"""Hooks that zero gradients of frozen pruned weights before DeepSpeed takes the norm that it clips by, and logs.
 
-DeepSpeed takes that norm before it calls the inner optimizer, where a mask would be too late. Under ZeRO each rank
-holds its averaged gradients by then, laid out like its master partitions, and they are masked once a step. With offload
-the norm is added up during backward, and at stage 0 gradients are whole: there a hook on each weight zeroes its
-gradient as it arises. The weight is published, and what is +0.0 in it is pruned (`mask.effective_mask.is_kept`).
+DeepSpeed takes that norm before it calls the inner optimizer, where masking would be too late. Under ZeRO each rank
+then holds its averaged gradients, laid out like its master partitions, and they are masked once a step. With offload
+the norm is added up during backward, and at stage 0 every rank holds full gradients: there a hook on each weight zeroes
+its gradient as it arises. The published weight shows the mask: +0.0 is pruned (`mask.effective_mask.is_kept`).
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from sparseforge_ds.zero.state import ShardState
 
 
 def mask_before_norm(state: ShardState, names: Iterable[str]) -> bool:
-    """Attach to the engine, for as long as it lives, and return whether gradients reach the optimizer masked.
+    """Attach hooks to the engine, for as long as it lives, and return whether gradients reach the optimizer masked.
 
-    Without clipping, and where DeepSpeed leaves no moment between averaging and the norm, nothing is attached: the
-    optimizer's pre hook masks gradients then, and the logged norm counts those of pruned weights too. A kept weight
-    that is published as +0.0, in fp16 one below 3e-8, goes without the gradient of a pass that a hook has seen.
+    Nothing is attached without clipping, if DeepSpeed leaves no moment between averaging and the norm. The optimizer's
+    pre hook masks gradients then, and the logged norm counts those of pruned weights too. With hooks on weights, a kept
+    weight that is published as +0.0 (in fp16 one below 3e-8) gets no gradient in that pass.
 
     Args:
-        state: knows whether masks are frozen; before that, nothing is done.
-        names: of the weights.
+        state: state of the prunable weights; until it is frozen, gradients stay as they are.
+        names: names of the prunable weights.
     """
-    layout, flats = state.layout, set(state.flats)
+    layout = state.layout
+    flats = set(state.flats)
 
     def mask(index: int, offset: int, gradient: Tensor) -> None:
         if state.frozen and index in flats:
             state.zero_pruned(index, gradient, offset)
 
+    # A moment between averaging and the norm is best: a step of a rank masks each gradient once.
     if layout.before_norm(mask):
         return True
     if not layout.engine.gradient_clipping():
         return False
+    # Else gradients are masked as they arise, in every micro-batch.
     for name in names:
         weight: Any = layout.low_precision[name]
 

@@ -1,8 +1,8 @@
-"""Groups that a shard boundary cuts: only the missing members travel, both sides then decide the same group.
+"""Exchange of the missing members of groups that a shard boundary cuts; both ranks then decide the same group.
 
-A *span* is the shortest run of flat elements that contains whole groups. A shard that starts or stops inside a span
-lacks a prefix or a suffix; the ranks that hold these elements send exactly them. The plan is made once, from the
-geometry of all ranks; an exchange is one all-to-all, and none at all when no group is cut.
+A *period* is the smallest number of consecutive flat elements that contain whole groups only. A shard that starts or
+stops inside a period lacks a prefix or a suffix, its *halo*; the ranks that hold these elements send exactly them. The
+plan is made once, from the shards of all ranks; an exchange is one all-to-all, and none at all if no group is cut.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from sparseforge_ds.mask.kernels.chunks import ALIGNMENT, CHUNK
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Halo = dict[str, tuple[Tensor, Tensor]]
-"""(prefix, suffix) that a shard lacks, by weight name."""
+"""(prefix, suffix) of the shards that lack elements, by weight name."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of one weight's flat elements that one rank holds and another needs."""
+    """Consecutive flat elements [start, stop) of one weight."""
 
     name: str
     start: int
@@ -31,146 +31,158 @@ class Span:
 
 
 class HaloExchange:
-    """Completes shards to whole groups."""
+    """Completes the shards of this rank to whole groups."""
 
-    def __init__(self, layout: ShardLayout, shards: dict[str, Shard], spans: dict[str, int]) -> None:
+    def __init__(self, layout: ShardLayout, shards: dict[str, Shard], periods: dict[str, int]) -> None:
         """Plan the exchange. Collective.
 
         Args:
-            layout: of the engine.
-            shards: of the prunable weights on this rank, by name, in the same order on every rank.
-            spans: flat elements that contain whole groups only, by weight name.
+            layout: shard map of the engine.
+            shards: shards of the prunable weights on this rank, by name, in the same order on every rank.
+            periods: number of elements of a period, by weight name.
 
         Raises:
             RuntimeError: the ranks' shards do not tile some weight exactly.
         """
         self.layout = layout
         self.shards = shards
-        self.prefix = {name: shard.start % spans[name] if shard.numel else 0 for name, shard in shards.items()}
-        self.suffix = {name: -shard.stop % spans[name] if shard.numel else 0 for name, shard in shards.items()}
-        self.chunks = {name: chunks_of(shard, spans[name]) for name, shard in shards.items()}
-        """Each shard as consecutive runs, so that what is worked on at a time has a limit; none of an empty one."""
+        self.prefix = {name: shard.start % periods[name] if shard.numel else 0 for name, shard in shards.items()}
+        """Number of elements that each shard lacks before its first, by weight name."""
+        self.suffix = {name: -shard.stop % periods[name] if shard.numel else 0 for name, shard in shards.items()}
+        """Number of elements that each shard lacks after its last, by weight name."""
+        self.chunks = {name: cut_into_chunks(shard, periods[name]) for name, shard in shards.items()}
+        """Consecutive chunks of each shard, so that the memory of a computation has a bound; none of an empty shard."""
         self.ranges = self._all_ranges()
+        """(start, stop) of every weight on every rank."""
         self.send: list[list[Span]] = [[] for _ in range(layout.world_size)]
+        """Spans that this rank sends to each rank."""
         self.receive: list[list[Span]] = [[] for _ in range(layout.world_size)]
+        """Spans that this rank receives from each rank."""
         if not layout.replicated:
             for name in shards:
-                self._plan(name, spans[name])
+                self._plan(name, periods[name])
         cut = torch.tensor(
             [any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int
         )
         self.any_cut = bool(layout.all_reduce(cut).item())
-        """Whether some rank holds a part of a group: the same answer on every rank."""
+        """True if a group is cut on some rank; the same on every rank."""
 
     def _all_ranges(self) -> dict[str, list[tuple[int, int]]]:
-        """(start, stop) of every weight on every rank, checked to tile the weight."""
-        mine = [(shard.start, shard.stop) for shard in self.shards.values()]
-        everyone: list[list[tuple[int, int]]] = self.layout.all_gather_object(mine)
-        ranges = {name: [rank[i] for rank in everyone] for i, name in enumerate(self.shards)}
+        """Gather (start, stop) of every weight on every rank, and check that they tile the weight."""
+        own_ranges = [(shard.start, shard.stop) for shard in self.shards.values()]
+        ranges_of_rank: list[list[tuple[int, int]]] = self.layout.all_gather_object(own_ranges)
+        ranges = {name: [of_rank[i] for of_rank in ranges_of_rank] for i, name in enumerate(self.shards)}
         for name, shard in self.shards.items():
             numel = math.prod(shard.shape)
             if self.layout.replicated:
-                tiled = all(chunk == (0, numel) for chunk in ranges[name])
+                tiled = all(bounds == (0, numel) for bounds in ranges[name])
             else:
-                held = sorted(chunk for chunk in ranges[name] if chunk[0] < chunk[1])
-                starts, stops = [start for start, _ in held], [stop for _, stop in held]
+                filled = sorted((start, stop) for start, stop in ranges[name] if start < stop)
+                starts = [start for start, _ in filled]
+                stops = [stop for _, stop in filled]
                 tiled = starts == [0, *stops[:-1]] and stops[-1:] == [numel]
             if not tiled:
                 raise RuntimeError(f"{name}: the shards of the ranks do not tile its {numel} elements: {ranges[name]}")
         return ranges
 
-    def _plan(self, name: str, span: int) -> None:
-        me = self.layout.rank
+    def _plan(self, name: str, period: int) -> None:
+        """Add the spans of one weight that this rank sends and receives."""
+        own_rank = self.layout.rank
         for reader, (start, stop) in enumerate(self.ranges[name]):
             if stop == start:
                 continue
-            for low, high in ((start - start % span, start), (stop, stop - stop % -span)):
+            prefix = (start - start % period, start)
+            suffix = (stop, stop - stop % -period)
+            for low, high in (prefix, suffix):
                 if low == high:
                     continue
+                # Each holder sends its part of the missing elements.
                 for holder, (first, last) in enumerate(self.ranges[name]):
-                    chunk = Span(name, max(low, first), min(high, last))
-                    if chunk.start >= chunk.stop or holder == reader:
+                    span = Span(name, max(low, first), min(high, last))
+                    if span.start >= span.stop or holder == reader:
                         continue
-                    if reader == me:
-                        self.receive[holder].append(chunk)
-                    if holder == me:
-                        self.send[reader].append(chunk)
+                    if reader == own_rank:
+                        self.receive[holder].append(span)
+                    if holder == own_rank:
+                        self.send[reader].append(span)
 
     def exchange(self, read: Callable[[Span], Tensor], names: Collection[str] | None = None) -> Halo:
-        """Fetch what this rank's shards lack. Collective when any group is cut on any rank, otherwise free.
+        """Fetch the missing elements of this rank's shards. Collective if a group is cut on some rank, else free.
 
         Args:
-            read: gives the (stop - start,) fp32 values of a chunk that this rank holds.
-            names: the weights meant, the same on every rank; None for all.
+            read: function that returns the (stop - start,) fp32 values of a span that this rank holds.
+            names: weights to exchange, the same on every rank; None for all.
 
         Returns:
-            (prefix, suffix) by weight name, for the shards that lack something.
+            (prefix, suffix) of the shards that lack elements, by weight name, on the device of the shards.
         """
         if not self.any_cut:
             return {}
-        device, home = self.layout.device, self.layout.flats[0].device
+        device = self.layout.device
+        home = self.layout.flats[0].device
         names = self.shards.keys() if names is None else names
-        send, receive = (
-            [[p for p in chunks if p.name in names] for chunks in plan] for plan in (self.send, self.receive)
-        )
-        outgoing = [read(chunk) for chunks in send for chunk in chunks]
-        send_sizes = [sum(chunk.stop - chunk.start for chunk in chunks) for chunks in send]
-        receive_sizes = [sum(chunk.stop - chunk.start for chunk in chunks) for chunks in receive]
-        # With optimizer offload the shards are on the host: one copy there and one back.
+        send = [[span for span in spans if span.name in names] for spans in self.send]
+        receive = [[span for span in spans if span.name in names] for spans in self.receive]
+        # With optimizer offload the shards are on the host: one copy to the device and one back.
+        outgoing = [read(span) for spans in send for span in spans]
         buffer = torch.cat(outgoing).to(device) if outgoing else torch.empty(0, device=device)
+        send_sizes = [sum(span.stop - span.start for span in spans) for spans in send]
+        receive_sizes = [sum(span.stop - span.start for span in spans) for spans in receive]
         incoming = torch.empty(sum(receive_sizes), device=device)
         self.layout.all_to_all(incoming, buffer, receive_sizes, send_sizes)
         incoming = incoming.to(home)
+        # Each received span goes to its place in a prefix or a suffix.
         halo = {
             name: (torch.empty(self.prefix[name], device=home), torch.empty(self.suffix[name], device=home))
             for name in names
             if self.prefix[name] or self.suffix[name]
         }
         position = 0
-        for chunk in (chunk for chunks in receive for chunk in chunks):
-            length = chunk.stop - chunk.start
-            shard, (prefix, suffix) = self.shards[chunk.name], halo[chunk.name]
-            if chunk.start < shard.start:
-                target, first = prefix, shard.start - prefix.numel()
-            else:
-                target, first = suffix, shard.stop
-            target[chunk.start - first : chunk.stop - first] = incoming[position : position + length]
+        for span in (span for spans in receive for span in spans):
+            length = span.stop - span.start
+            shard = self.shards[span.name]
+            prefix, suffix = halo[span.name]
+            is_prefix = span.start < shard.start
+            target = prefix if is_prefix else suffix
+            first = shard.start - prefix.numel() if is_prefix else shard.stop
+            target[span.start - first : span.stop - first] = incoming[position : position + length]
             position += length
         return halo
 
-    def with_halo(self, shard: Shard, mine: Tensor, halo: Halo) -> Tensor:
-        """(numel,) of a shard or a chunk of one -> (prefix + numel + suffix,), whole groups; `mine` where it has them.
+    def with_halo(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
+        """Return (prefix + numel + suffix,) values of whole groups: (numel,) of a shard or a chunk, and its halo.
 
-        A halo is at the ends of the whole shard only.
+        Only a chunk at an end of its shard has a halo. Without one, the result is `values` itself.
         """
         before, after = self._missing(shard)
         if shard.name not in halo or not (before or after):
-            return mine
+            return values
         prefix, suffix = halo[shard.name]
-        return torch.cat([prefix[:before], mine, suffix[:after]])
+        return torch.cat([prefix[:before], values, suffix[:after]])
 
     def span_with_halo(self, shard: Shard) -> Span:
-        """The elements that `with_halo` gives of a shard or a chunk of one."""
+        """Return the span of the elements that `with_halo` returns for a shard or a chunk of one."""
         before, after = self._missing(shard)
         return Span(shard.name, shard.start - before, shard.stop + after)
 
-    def without_halo(self, shard: Shard, widened: Tensor) -> Tensor:
-        """The own elements of a shard, or of a chunk of one, in a widened tensor."""
+    def without_halo(self, shard: Shard, values: Tensor) -> Tensor:
+        """Return a (numel,) view of a shard's or chunk's own elements in a tensor laid out as `with_halo` returns."""
         before, _ = self._missing(shard)
-        return widened[before : before + shard.numel]
+        return values[before : before + shard.numel]
 
     def _missing(self, shard: Shard) -> tuple[int, int]:
-        """Elements of the halo before and after a shard, or a chunk of one."""
-        whole = self.shards[shard.name]
-        before = self.prefix[shard.name] if shard.start == whole.start else 0
-        return before, self.suffix[shard.name] if shard.stop == whole.stop else 0
+        """Return the number of halo elements before and after a shard or a chunk of one."""
+        full_shard = self.shards[shard.name]
+        before = self.prefix[shard.name] if shard.start == full_shard.start else 0
+        after = self.suffix[shard.name] if shard.stop == full_shard.stop else 0
+        return before, after
 
 
-def chunks_of(shard: Shard, span: int) -> list[Shard]:
-    """Consecutive chunks of a shard of about `CHUNK` elements, cut between spans."""
-    unit = span * ALIGNMENT // math.gcd(span, ALIGNMENT)
+def cut_into_chunks(shard: Shard, period: int) -> list[Shard]:
+    """Return consecutive chunks of a shard, of about `CHUNK` elements each, cut between periods."""
+    unit = period * ALIGNMENT // math.gcd(period, ALIGNMENT)
     size = max(unit, CHUNK - CHUNK % unit)
-    bounds = [shard.start, *range(shard.start - shard.start % span + size, shard.stop, size), shard.stop]
+    bounds = [shard.start, *range(shard.start - shard.start % period + size, shard.stop, size), shard.stop]
     return [
         replace(shard, start=start, stop=stop, offset=shard.offset + start - shard.start)
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True)

@@ -1,10 +1,9 @@
-"""What linear layers see and receive during a probe: their inputs, and the gradients of their outputs; and when a
-backward pass is done with a block of layers.
+"""Hooks on layers during a probe: inputs of linear layers, gradients of their outputs, logits, entries of blocks.
 
-A hook is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own machinery,
-so that activation checkpointing recomputes it like any other activation instead of keeping it alive. What it returns is
-where the layer's output is, and may be changed in place, as Falcon and Llama 4 do (autograd would refuse that for a
-view); the gradient that is seen is that of the output before the change.
+A gradient hook is an identity in the autograd graph behind a linear layer. It saves the input through the graph's own
+machinery, so that activation checkpointing recomputes it like any other activation instead of keeping it alive. Its
+result shares memory with the layer's output and may be changed in place, as Falcon and Llama 4 do (autograd would
+refuse that for a view); the hook sees the gradient of the output before the change.
 """
 
 from __future__ import annotations
@@ -23,16 +22,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _FLEX = "flex_attention"
 
 TokenHook = Callable[[str, Tensor, Tensor], None]
+"""Function of a module's name, dL/dy (T, out) and x (T, in)."""
 InputHook = Callable[[str, Tensor], None]
+"""Function of a module's name and x (T, in)."""
 DisplacementHook = Callable[[str, Tensor], Tensor]
+"""Function of a module's name and y (T, out) that returns what is added to y."""
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """While active, what torch.compile has compiled runs as it is: its code does not look for new hooks. Flex attention
-    does not, for it is a compiled function that no hook looks into, and as it is it forms all scores of a layer.
+    """Run what torch.compile has compiled in eager mode while active, since compiled code does not see new hooks.
 
-    Nothing is compiled where the compiler was never loaded, which takes seconds.
+    Flex attention stays compiled: no hook looks into it, and in eager mode it forms all scores of a layer. Without the
+    compiler loaded, which takes seconds, nothing is compiled and nothing is done.
     """
     if "torch._dynamo" not in sys.modules:
         yield
@@ -53,6 +55,8 @@ def uncompiled() -> Iterator[None]:
 
 
 class _Hook(torch.autograd.Function):
+    """Identity whose backward calls a hook with the gradient and saved tensors."""
+
     @staticmethod
     def forward(ctx: Any, output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
         ctx.save_for_backward(*saved)
@@ -68,7 +72,7 @@ class _Hook(torch.autograd.Function):
 
 
 def with_hook(output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tensor:
-    """`output`, whose backward calls hook(gradient, *saved), whether anything before it has a gradient or not."""
+    """Return `output` with a backward that calls hook(gradient, *saved), even if nothing before it has a gradient."""
     if not output.requires_grad:
         output = output.detach().requires_grad_()
     return _Hook.apply(output, hook, *saved)  # type: ignore[no-any-return,no-untyped-call]
@@ -78,45 +82,46 @@ def with_hook(output: Tensor, hook: Callable[..., None], *saved: Tensor) -> Tens
 def token_gradients(
     modules: dict[str, Module], hook: TokenHook, displacement: DisplacementHook | None = None
 ) -> Iterator[None]:
-    """While active, every backward through a module calls hook(name, dL/dy (T, out), x (T, in)).
+    """Call hook(name, dL/dy (T, out), x (T, in)) in every backward through a module while active.
 
-    With a `displacement`, every module returns y + displacement(name, y (T, out)), which must be the same whenever a
-    layer is computed again, as activation checkpointing does.
+    With a `displacement`, every module returns y + displacement(name, y (T, out)). It must be the same when activation
+    checkpointing computes a layer again.
     """
 
-    def hooked(name: str, given: Tensor, output: Tensor) -> Tensor:
+    def on_forward(name: str, inputs: Tensor, output: Tensor) -> Tensor:
         if displacement is not None:
             output = output + displacement(name, _rows(output.detach())).view_as(output)
+        # The first pass of re-entrant checkpointing records no graph.
         if not torch.is_grad_enabled():
-            return output  # the first, recording-free pass of re-entrant checkpointing
-        return with_hook(output, lambda grad, given: hook(name, _rows(grad), _rows(given)), given.detach())
+            return output
+        return with_hook(output, lambda grad, inputs: hook(name, _rows(grad), _rows(inputs)), inputs.detach())
 
     # A hook behind DeepSpeed's own hooks would recompute a checkpointed layer before ZeRO-3 fetches the module for its
     # backward: an order unlike training's, and the prefetch trace would be thrown away at every probe.
-    with _on_forward(modules, hooked, first=True):
+    with _forward_hooks(modules, on_forward, first=True):
         yield
 
 
 @contextmanager
 def block_entries(modules: dict[str, Module], enter: Callable[[str, int], None]) -> Iterator[None]:
-    """While active, every forward of a module calls enter(name, T).
+    """Call enter(name, T) at every forward of a module while active.
 
-    A module is given its tokens as its first floating-point tensor, (..., hidden): T of them.
+    The first floating-point tensor among a module's arguments is its hidden states, (..., hidden), of T tokens.
 
     Raises:
-        ValueError: (in the forward) a module is given no such tensor.
+        ValueError: (in the forward) a module is called without such a tensor.
     """
 
-    def hooked(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (*args, *kwargs.values())
-        hidden = next((value for value in given if isinstance(value, Tensor) and value.is_floating_point()), None)
+    def before_forward(module: Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = (*args, *kwargs.values())
+        hidden = next((value for value in arguments if isinstance(value, Tensor) and value.is_floating_point()), None)
         if hidden is None:
             raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
         enter(name, hidden.shape[:-1].numel())
 
     handles = [
         module.register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: hooked(module, name, args, kwargs), with_kwargs=True
+            lambda module, args, kwargs, name=name: before_forward(module, name, args, kwargs), with_kwargs=True
         )
         for name, module in modules.items()
     ]
@@ -129,49 +134,49 @@ def block_entries(modules: dict[str, Module], enter: Callable[[str, int], None])
 
 @contextmanager
 def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
-    """While active, every forward of a module calls hook(name, x (T, in))."""
+    """Call hook(name, x (T, in)) at every forward of a module while active."""
 
-    def seen(name: str, given: Tensor, _output: Tensor) -> None:
-        hook(name, _rows(given.detach()))
+    def on_forward(name: str, inputs: Tensor, _output: Tensor) -> None:
+        hook(name, _rows(inputs.detach()))
 
-    with _on_forward(modules, seen):
+    with _forward_hooks(modules, on_forward):
         yield
 
 
 @contextmanager
 def captured_logits(model: Module) -> Iterator[list[Tensor]]:
-    """While active, collects the logits that a model returns, with their graph.
+    """Yield a list that collects the logits that a model returns while active, with their graph.
 
     Raises:
         ValueError: (in the forward) the model returns none.
     """
-    found: list[Tensor] = []
+    collected: list[Tensor] = []
 
-    def returned(_name: str, _given: Any, output: Any) -> None:
+    def on_forward(_name: str, _inputs: Any, output: Any) -> None:
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise ValueError(
                 f'importance "gauss_newton" draws labels from the logits, but {type(model).__name__} returned '
                 f'{type(output).__name__} without any; use "fisher"'
             )
-        found.append(logits)
+        collected.append(logits)
 
-    with _on_forward({"": model}, returned):
-        yield found
+    with _forward_hooks({"": model}, on_forward):
+        yield collected
 
 
 def _rows(values: Tensor) -> Tensor:
+    """Return (..., n) values as (T, n), one row a token."""
     return values.reshape(-1, values.shape[-1])
 
 
 @contextmanager
-def _on_forward(
+def _forward_hooks(
     modules: dict[str, Module], hook: Callable[[str, Tensor, Tensor], Any], first: bool = False
 ) -> Iterator[None]:
-    """While active, hook(name, input, output) follows every forward; what it returns replaces the output.
+    """Call hook(name, input, output) after every forward while active, in eager mode; its result replaces the output.
 
-    `first`: before the hooks that the modules have, such as DeepSpeed's. Compiled code, which does not look for new
-    hooks, stands back.
+    With `first` it is called before the hooks that the modules have, such as DeepSpeed's.
     """
     handles = [
         module.register_forward_hook(

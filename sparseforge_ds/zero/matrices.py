@@ -1,7 +1,7 @@
-"""One table of sums for all matrices, one reduction for the table.
+"""One table of sums with a row for each matrix, so that one reduction sums all of them.
 
-A *matrix* is what is standardized by itself: a 2-D weight, one expert of a fused 3-D weight, or the gate or up half of
-one where these are stacked.
+A *matrix* is standardized by itself: a 2-D weight, one expert of a fused 3-D weight, or the gate or up half of an
+expert if these are stacked.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 @dataclass(frozen=True)
 class MatrixSlice:
-    """The elements of one matrix that lie in one shard."""
+    """Elements of one matrix that lie in one shard."""
 
     row: int
-    """Row of the table."""
+    """Row of the matrix in the table."""
     start: int
     """First element, counted from the beginning of the shard."""
     stop: int
+    """One past the last element, counted from the beginning of the shard."""
 
 
 class Matrices:
-    """Numbers the matrices of all prunable weights and says which parts of them a shard holds."""
+    """Rows of the matrices of all prunable weights, and the slices of matrices that each shard holds."""
 
     def __init__(self, layout: ShardLayout, shards: dict[str, Shard], counts: dict[str, int]) -> None:
-        """Number them.
+        """Number the matrices.
 
         Args:
-            layout: of the engine.
-            shards: of the prunable weights, by name.
-            counts: matrices of equal size that lie end to end in each weight, by name.
+            layout: shard map of the engine.
+            shards: shards of the prunable weights, by name.
+            counts: number of matrices of equal size that lie end to end in each weight, by name.
         """
         self.layout = layout
         self._shapes = {name: shard.shape for name, shard in shards.items()}
         self.names: list[str] = []
+        """Name of each row's matrix."""
         self.rows: dict[str, range] = {}
         """Rows of each weight's matrices in the table, by weight name."""
         self.slices: dict[str, list[MatrixSlice]] = {}
+        """Slices of matrices in this rank's shard of each weight, by weight name."""
         for name, shard in shards.items():
             count = counts[name]
             size = math.prod(shard.shape) // count
@@ -56,9 +59,9 @@ class Matrices:
                 self.slices[name].append(MatrixSlice(first + number, start, stop))
 
     def size(self, name: str) -> int:
-        """Elements of one of the weight's matrices."""
+        """Return the number of elements of one of a weight's matrices."""
         return math.prod(self._shapes[name]) // len(self.rows[name])
 
     def table(self, columns: int) -> Tensor:
-        """(matrices, columns) fp64 zeros on the device that collectives use."""
+        """Return (matrices, columns) fp64 zeros on the device of collectives."""
         return torch.zeros(len(self.names), columns, dtype=torch.float64, device=self.layout.device)

@@ -1,9 +1,9 @@
-"""An extra forward and backward at a step boundary that leaves no trace (design 2.1).
+"""Extra forward and backward passes at a step boundary that leave no trace in training.
 
-The backward is the engine's own. Where gradients of weights are wanted, they are reduced, unscaled and partitioned as
-in training; the optimizer is then stepped while `Probe.harvest` is set: the step hooks hand over the gradients and
-leave every parameter alone. Where layer hooks see all that is wanted, no weight gets a gradient and nothing is reduced.
-Everything that DeepSpeed counts or scales on the way is put back.
+The backward is the engine's own. `Probe.gradients` reduces, unscales and partitions gradients of weights as in
+training, and steps the optimizer while `Probe.harvest` is set: the step hooks then pass on the gradients and leave
+every parameter alone. `Probe.activations` serves layer hooks: no weight gets a gradient and nothing is reduced.
+Everything that DeepSpeed counts or scales on the way is restored.
 """
 
 from __future__ import annotations
@@ -20,81 +20,85 @@ from torch import Tensor
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Closure = Callable[[], Tensor]
-"""Runs the engine's forward on one micro-batch and returns the scalar loss."""
+"""Function that runs the engine's forward on one micro-batch and returns the scalar loss."""
 Harvest = Callable[[int, Tensor], None]
-"""Gets the index of a master partition and its averaged, unscaled, unclipped gradient."""
+"""Function of a master partition's index and its averaged, unscaled, unclipped gradient."""
 
 
 class ProbeBatches(Protocol):
-    """The sequences that probes read. A batch is the same sequences on any number of ranks.
+    """Batches of sequences that probes read. A batch is the same sequences on any number of ranks.
 
-    Where losses are not means over all tokens of their micro-batch, `divisor(batch)` is what they divide the sum by,
-    and `predicted(batch)` says of every micro-batch, (tokens,), what is trained on: not what is -100.
+    If losses are not means over all tokens of their micro-batch, two more methods describe them. `divisor(batch)`
+    returns the number by which they divide the sum over tokens. `predicted(batch)` returns (tokens,) labels of every
+    micro-batch, with -100 for tokens that are not trained on.
     """
 
     def passes(self, batch: int) -> Sequence[Closure]:
-        """This rank's micro-batches of probe batch `batch`, counted from 0; as many on every rank."""
+        """Return this rank's micro-batches of probe batch `batch`, counted from 0; as many on every rank."""
         ...
 
 
 def batches_of(probe: Closure | ProbeBatches) -> ProbeBatches:
-    """What a probe reads; a bare closure stands for batches of the one micro-batch that it runs."""
+    """Return batches to probe; a bare closure makes batches of the one micro-batch that it runs."""
     return _OneMicroBatch(probe) if callable(probe) else probe
 
 
 def divisor_of(batches: ProbeBatches, batch: int) -> float | None:
-    """What the losses of a batch divide the sum over their tokens by; None where that is the number of tokens."""
+    """Return the divisor of a batch's summed losses; None if it is the number of tokens."""
     divisor: Callable[[int], float | None] | None = getattr(batches, "divisor", None)
     return None if divisor is None else divisor(batch)
 
 
 def predicted_of(batches: ProbeBatches, batch: int) -> Sequence[Tensor | None]:
-    """Labels of each micro-batch of a batch, at the places that predict them; None where all are trained on."""
+    """Return the labels of each micro-batch, at the positions that predict them; None if all are trained on."""
     predicted: Callable[[int], Sequence[Tensor]] | None = getattr(batches, "predicted", None)
     return [None] * len(batches.passes(batch)) if predicted is None else predicted(batch)
 
 
 @dataclass(frozen=True)
 class _OneMicroBatch:
+    """Batches that are all the one micro-batch of a closure."""
+
     closure: Closure
 
     def passes(self, batch: int) -> Sequence[Closure]:
         return (self.closure,)
 
 
-# What a step of DeepSpeed's optimizers counts or caches, beside the loss scaler.
 _OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimizer_states_linked")
+"""Attributes of DeepSpeed's optimizers that a step changes, beside the loss scaler."""
 
 
 class Probe:
-    """Runs extra passes on one engine."""
+    """Extra passes on one engine that leave no trace in its training."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
         self.harvest: Harvest | None = None
-        """While set, a step of the optimizer hands its gradients to this and changes nothing."""
+        """While set, a step of the optimizer passes its gradients to this function and changes nothing."""
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step, by which the engine divides every loss."""
+        """Number of micro-batches of a step, by which the engine divides every loss."""
         return int(self.layout.engine.gradient_accumulation_steps())
 
     @property
     def backward_scale(self) -> float:
-        """What dL/dy is multiplied by during a probe's backward pass."""
+        """Factor of dL/dy during a probe's backward pass."""
         return self.layout.loss_scale / self.accumulation
 
     def gradients(self, passes: Sequence[Closure], harvest: Harvest) -> bool:
-        """Forward and backward of every pass; `harvest(flat, gradient)` sees every master partition's mean gradient.
+        """Run forward and backward of every pass, and harvest the mean gradient of every master partition.
 
         Args:
-            passes: each runs the engine forward on a micro-batch and returns the scalar loss.
-            harvest: gets the index of a master partition and its averaged, unscaled, unclipped gradient.
+            passes: closures, one for each micro-batch.
+            harvest: function that gets the mean gradient over the passes.
 
         Returns:
-            False when the gradients overflowed in fp16 and nothing was harvested.
+            False if the gradients overflowed in fp16 and nothing was harvested.
         """
-        engine, optimizer = self.layout.engine, self.layout.optimizer
+        engine = self.layout.engine
+        optimizer = self.layout.optimizer
         harvested = False
 
         def on_gradient(index: int, gradient: Tensor) -> None:
@@ -105,8 +109,8 @@ class Probe:
 
         with self._untraced():
             self.forget_gradients()
-            # The engine divides by the accumulation steps, and so does not overflow where training does not; a probe
-            # may have another number of passes, so that the mean over them is formed afterwards.
+            # The engine divides by the accumulation steps, so that a probe overflows no sooner than training. It may
+            # have another number of passes: `on_gradient` forms the mean over them.
             self._backward(passes)
             self.harvest = on_gradient
             try:
@@ -120,24 +124,26 @@ class Probe:
         return harvested
 
     def activations(self, passes: Sequence[Closure]) -> None:
-        """Forward and backward of every pass, in which activations have gradients and weights have none.
+        """Run forward and backward of every pass with gradients of activations alone.
 
-        For hooks: they get what they get in `gradients`, bit for bit. They tell of an overflow by numbers that are not
-        finite. Under leaf modules weights do have gradients: ZeRO-3 reduces theirs whether there are any or not.
+        Layer hooks get the same tensors as in `gradients`, bit for bit; after an overflow they are not finite. With
+        ZeRO-3's leaf modules weights have gradients too: ZeRO-3 reduces these whether there are any or not.
         """
         engine = self.layout.engine
         if getattr(self.layout.optimizer, "leaf_parameters", None):
             self.gradients(passes, lambda _index, _gradient: None)
             return
         with self._untraced(), _without_weight_gradients(engine.module):
-            reduces, engine.enable_backward_allreduce = engine.enable_backward_allreduce, False  # stage 2 would
+            # Stage 2 would reduce gradients that are not there.
+            reduces = engine.enable_backward_allreduce
+            engine.enable_backward_allreduce = False
             try:
                 self._backward(passes)
             finally:
                 engine.enable_backward_allreduce = reduces
 
     def usable(self, *measured: Tensor) -> bool:
-        """Whether what hooks measured did not overflow in fp16 on any rank; other dtypes cannot. Collective."""
+        """Return whether measured tensors are finite on all ranks; only fp16 can overflow. Collective."""
         if next(iter(self.layout.low_precision.values())).dtype != torch.float16:
             return True
         overflowed = torch.zeros((), device=self.layout.device)
@@ -146,17 +152,18 @@ class Probe:
         return bool((self.layout.all_reduce(overflowed) == 0).item())
 
     def forget_gradients(self) -> None:
-        """ZeRO-3 hands a parameter that is unused in a step what this buffer held in the one before."""
+        """Zero ZeRO-3's gradient buffer: a parameter that a step does not use would get the last step's gradient."""
         buffer = getattr(self.layout.optimizer, "grad_partitions_flat_buffer", None)
         if isinstance(buffer, Tensor):
             buffer.zero_()
 
     def loss(self, closure: Closure) -> Tensor:
-        """Forward only, without a graph: the detached scalar loss of this rank's batch."""
+        """Return the detached scalar loss of this rank's micro-batch, by a forward without a graph."""
         with self._untraced(), torch.no_grad():
             return closure().detach().float()
 
     def _backward(self, passes: Sequence[Closure]) -> None:
+        """Run forward and backward of every pass; the last one is a boundary of gradient accumulation."""
         engine = self.layout.engine
         for number, closure in enumerate(passes):
             engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
@@ -170,7 +177,11 @@ class Probe:
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
-        engine, optimizer, inner = self.layout.engine, self.layout.optimizer, self.layout.inner
+        """Restore counters, loss scale, hyperparameters and random state at the end; gradients are not clipped."""
+        engine = self.layout.engine
+        optimizer = self.layout.optimizer
+        inner = self.layout.inner
+        # What a pass changes.
         boundary = engine._is_gradient_accumulation_boundary
         scalars = {name: getattr(optimizer, name) for name in _OPTIMIZER_SCALARS if hasattr(optimizer, name)}
         scalers = [(holder, dict(holder.__dict__)) for holder in self.layout.loss_scalers()]
@@ -178,7 +189,8 @@ class Probe:
             {key: value for key, value in group.items() if key != "params"} for group in inner.param_groups
         ]
         accelerator = get_accelerator()
-        cpu_rng, device_rng = torch.get_rng_state(), accelerator.get_rng_state()
+        cpu_rng = torch.get_rng_state()
+        device_rng = accelerator.get_rng_state()
         if "clip_grad" in scalars:
             optimizer.clip_grad = 0.0
         try:
@@ -197,7 +209,7 @@ class Probe:
 
 @contextmanager
 def _without_weight_gradients(model: Any) -> Iterator[None]:
-    """No parameter requires a gradient; what the model embeds its tokens as does, for recomputed blocks to have one."""
+    """Let no parameter require a gradient while active; the embedded tokens do, so that recomputed blocks have one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     embedding: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
 
@@ -223,39 +235,43 @@ def reduce_to_shard(
     """Sum flat elements of a weight over the ranks and keep those of this rank. Collective.
 
     Args:
-        layout: of the engine.
+        layout: shard map of the engine.
         shard: this rank's part of the weight.
         ranges: (start, stop) of the weight on every rank.
         full: (n,) contribution of this rank to n consecutive elements, or all, of the weight; overwritten.
-        first: number of the first of them in the weight.
+        first: index in the weight of the first of these elements.
 
     Returns:
-        Which elements of the shard these are, and their sums over the ranks.
+        The range of the shard's elements that are summed, counted from the shard's first, and their sums.
     """
     numel = full.numel()
-    mine = slice(*(min(max(end, first), first + numel) - first for end in (shard.start, shard.stop)))
-    ours = max(first - shard.start, 0)
-    inside = slice(ours, ours + mine.stop - mine.start)
+
+    def clip(element: int) -> int:
+        """Return the index in `full` of an element of the weight, or of the nearer end."""
+        return min(max(element, first), first + numel) - first
+
+    own = slice(clip(shard.start), clip(shard.stop))
+    before = max(first - shard.start, 0)
+    in_shard = slice(before, before + own.stop - own.start)
     if layout.world_size == 1:
-        return inside, full
+        return in_shard, full
     if layout.replicated:
-        return inside, layout.all_reduce(full)
-    inner = [
-        (min(max(start, first), first + numel) - first, min(max(stop, first), first + numel) - first)
-        for start, stop in ranges
-    ]
-    length = inner[0][1] - inner[0][0]
-    missing = length * layout.world_size - numel
-    # A weight that one rank holds whole (stages 1 and 2) would be padded to as many times its size.
-    if 0 <= missing < layout.world_size and all(
+        return in_shard, layout.all_reduce(full)
+    # Equal parts, one a rank in order (ZeRO-3), are one reduce-scatter. A weight that one rank holds in full (stages 1
+    # and 2) is not: it would be padded to `world_size` times its size.
+    clipped = [(clip(start), clip(stop)) for start, stop in ranges]
+    length = clipped[0][1] - clipped[0][0]
+    padding = length * layout.world_size - numel
+    if 0 <= padding < layout.world_size and all(
         (start, stop) == (min(rank * length, numel), min((rank + 1) * length, numel))
-        for rank, (start, stop) in enumerate(inner)
+        for rank, (start, stop) in enumerate(clipped)
     ):
-        padded = torch.nn.functional.pad(full, (0, missing)) if missing else full
+        padded = torch.nn.functional.pad(full, (0, padding)) if padding else full
         received = full.new_empty(length)
         layout.reduce_scatter(received, padded)
-        return inside, received[: mine.stop - mine.start]
-    for owner, (start, stop) in enumerate(inner):
+        return in_shard, received[: own.stop - own.start]
+    # Parts of other sizes are reduced one by one.
+    for owner, (start, stop) in enumerate(clipped):
         if stop > start:
             layout.reduce(full[start:stop], owner)
-    return inside, full[mine]
+    return in_shard, full[own]

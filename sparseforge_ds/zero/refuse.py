@@ -1,4 +1,4 @@
-"""Engines that would break the journey of a weight, refused before the first step."""
+"""Refusal of engines with which masks cannot be trained, before the first step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from deepspeed import DeepSpeedEngine
 from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, MUON, refused_setting
 
 
-def _no_engine(given: object) -> str:
-    """What to do about something that DeepSpeed did not make."""
-    name = f"{type(given).__module__}.{type(given).__qualname__}".removeprefix("builtins.")
-    if isinstance(given, tuple):
+def _describe_no_engine(value: object) -> str:
+    """Return a message about a value that is no DeepSpeed engine, with the cure."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    if isinstance(value, tuple):
         return (
-            f"not a DeepSpeed engine, but a tuple of {len(given)}: pass the first thing that deepspeed.initialize gives"
+            f"not a DeepSpeed engine, but a tuple of {len(value)}: pass the first thing that deepspeed.initialize gives"
         )
-    if isinstance(getattr(given, "module", None), torch.nn.Module):
-        name += f" around a {type(given.module).__name__}"  # type: ignore[attr-defined]
+    if isinstance(getattr(value, "module", None), torch.nn.Module):
+        name += f" around a {type(value.module).__name__}"  # type: ignore[attr-defined]
     return (
         f"not a DeepSpeed engine, but a {name}: pass the first thing that deepspeed.initialize gives. Under accelerate "
         "that is what prepare() gives with a DeepSpeed plugin (`accelerate launch --use_deepspeed "
@@ -26,13 +26,13 @@ def _no_engine(given: object) -> str:
 
 
 def refuse_unsupported(engine: DeepSpeedEngine) -> None:
-    """Stop at attach time when DeepSpeed is set up in a way that masks cannot survive.
+    """Refuse an engine whose settings or parts would break the training of masks.
 
     Raises:
-        ValueError: what is set, why it cannot work, and what to set instead.
+        ValueError: the message says what is set, why it cannot work, and what to set instead.
     """
     if not isinstance(engine, DeepSpeedEngine):
-        raise ValueError(_no_engine(engine))
+        raise ValueError(_describe_no_engine(engine))
     inner = getattr(engine, "basic_optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ValueError(
@@ -41,7 +41,8 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
         )
     if message := refused_setting(engine._config):
         raise ValueError(f"cannot train a mask with this engine: {message}")
-    refusals = [  # What a configuration does not show: parts that were made outside it.
+    # Parts of the engine that were made outside of its configuration.
+    refusals = [
         (
             getattr(engine, "has_sparseforge", False),
             "a SparseForge is attached to it already, and its hooks stay; make a new engine with deepspeed.initialize",

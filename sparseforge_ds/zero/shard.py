@@ -1,6 +1,6 @@
-"""Which elements of which weight this rank holds, and what the ranks that share the data tell each other.
+"""The map from weights to the elements that this rank holds, and the collectives of the ranks that share the data.
 
-`deepspeed_layouts` reads a `ShardLayout` out of each of DeepSpeed's optimizers.
+`deepspeed_layouts` reads a `ShardLayout` from each of DeepSpeed's optimizers.
 """
 
 from __future__ import annotations
@@ -25,77 +25,78 @@ GROUP_KEY = "sparseforge"
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of consecutive elements of one weight that lies on this rank."""
+    """Consecutive elements of one weight that this rank holds."""
 
     name: str
     """Parameter name in the model."""
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     start: int
-    """First flat element of the weight that is here."""
+    """First element on this rank, counted in the flattened weight."""
     stop: int
-    """One past the last; `stop == start` when this rank holds nothing of the weight."""
+    """One past the last element; equal to `start` if this rank holds nothing of the weight."""
     flat: int
-    """Index of the master partition (`ShardLayout.flats`) that holds it."""
+    """Index of the master partition (`ShardLayout.flats`) that holds the shard."""
     offset: int
-    """Where it begins in that partition."""
+    """Position of the first element in that partition."""
 
     @property
     def numel(self) -> int:
-        """Elements of the weight on this rank."""
+        """Number of elements."""
         return self.stop - self.start
 
     def slice_of_flat(self, flat: Tensor) -> Tensor:
-        """The shard's elements, as a view of a tensor laid out like its master partition."""
+        """Return a (numel,) view of the shard's elements in a tensor laid out like its master partition."""
         return flat.view(-1)[self.offset : self.offset + self.numel]
 
 
 class ShardLayout(ABC):
-    """The shard map of one engine, the way back from master to low-precision weights, and the ranks' collectives.
+    """The shards of one engine on this rank, and the collectives of its data-parallel ranks.
 
     The collectives run on the communicator of ZeRO's own gathers and reductions. A second communicator beside it could
     deadlock under NCCL, where ranks may start the kernels of two communicators in different orders.
 
-    A subclass says which group the ranks form (`_data_parallel_group`), fills `flats`, `group_of_flat` and the shards
-    (`_read`, which calls `_add` once for each weight), and brings masters to the weights of the forward (`push`).
+    A subclass names the ranks' group (`_data_parallel_group`), fills `flats`, `group_of_flat` and the shards (`_read`,
+    which calls `_add` once for each weight), and copies masters to the weights of the forward (`push`).
     """
 
     replicated: bool = False
-    """Whether every rank holds every element (stage 0)."""
+    """True if every rank holds every element (stage 0)."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        """Read the shard map.
+        """Read the shards of an engine.
 
         Args:
-            engine: needs `module`, `optimizer` (DeepSpeed's), `basic_optimizer` (torch's, inside it) and `device` here,
-                and what the methods of a subclass read.
+            engine: has `module`, `optimizer` (DeepSpeed's), `basic_optimizer` (torch's, inside it), `device`, and the
+                attributes that a subclass reads.
         """
         self.engine = engine
         self.optimizer: Any = engine.optimizer
         self.inner: torch.optim.Optimizer = engine.basic_optimizer
         self.device: torch.device = torch.device(engine.device)
         self.group: dist.ProcessGroup | None = self._data_parallel_group()
-        """The ranks that hold the shards; None for all there are."""
+        """Ranks that hold the shards; None for the whole world."""
         self.world_size: int = dist.get_world_size(self.group)
         self.rank: int = dist.get_rank(self.group)
-        said = engine._config._param_dict.get("sequence_parallel_size") or 1
-        self.sequence_parallel = max(int(engine.sequence_parallel_size), int(said))
-        """Consecutive ranks that share their sequences, each with a part of the tokens."""
+        configured_size = engine._config._param_dict.get("sequence_parallel_size") or 1
+        self.sequence_parallel = max(int(engine.sequence_parallel_size), int(configured_size))
+        """Number of consecutive ranks that share their sequences, each with a part of the tokens."""
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
-        """This rank's master partitions, as the inner optimizer has them."""
+        """Master partitions of this rank, the very tensors that the inner optimizer steps."""
         self.group_of_flat: list[int] = []
-        """Index of the inner optimizer's param group that each flat belongs to."""
+        """Index of each flat's param group in the inner optimizer."""
         self.shards: dict[str, Shard] = {}
-        """What this rank holds of each weight in the optimizer, by name; in the same order on every rank."""
+        """Shard of each weight in the optimizer, by name; in the same order on every rank."""
         self.low_precision: dict[str, Any] = {}
-        """The parameters that the forward sees, by name."""
+        """Parameters that the forward sees, by name."""
         self._read()
         self.index_of: dict[int, int] = {id(flat): index for index, flat in enumerate(self.flats)}
+        """Index of a flat in `flats`, by id(flat)."""
 
     @abstractmethod
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group on which ZeRO gathers weights and reduces gradients."""
+        """Return the group on which ZeRO gathers weights and reduces gradients."""
 
     @abstractmethod
     def _read(self) -> None:
@@ -103,41 +104,42 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def push(self) -> None:
-        """Bring changed masters to the weights that the next forward sees, as DeepSpeed does at the end of a step."""
+        """Copy masters to the weights that the next forward sees, as DeepSpeed does at the end of a step."""
 
     def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
-        """Have `mask` called on this rank's averaged gradients in every step, before DeepSpeed looks at them.
+        """Call `mask` on this rank's averaged gradients in every step, before DeepSpeed takes their norm.
 
         Args:
-            mask: is given the index of a master partition, the element that the gradients begin with, and the flat
-                gradients, to be changed in place.
+            mask: function of a master partition's index, the first element of the gradients in that partition, and
+                (n,) gradients, which it changes in place.
 
         Returns:
-            False where DeepSpeed has no such moment; `mask` is never called then.
+            False if DeepSpeed offers no such moment; `mask` is never called then.
         """
         return False
 
     def _add(self, parameter: Parameter, shape: tuple[int, ...], start: int, stop: int, flat: int, offset: int) -> None:
+        """Register the shard of one weight; arguments as in `Shard`."""
         name = self._name_of[id(parameter)]
         self.shards[name] = Shard(name, shape, start, stop, flat, offset)
         self.low_precision[name] = parameter
 
     @property
     def loss_scale(self) -> float:
-        """What gradients are multiplied by during a backward pass; 1 without fp16."""
+        """Factor of gradients during a backward pass; 1 without fp16."""
         scale = getattr(self.optimizer, "loss_scale", None)
         return 1.0 if scale is None else float(scale)
 
     @property
     def groups(self) -> list[list[str]]:
-        """Names of each param group of the inner optimizer, in the order of its flats."""
+        """Names of the weights in each param group of the inner optimizer, in the order of its flats."""
         names: list[list[str]] = [[] for _ in self.inner.param_groups]
         for name, shard in self.shards.items():
             names[self.group_of_flat[shard.flat]].append(name)
         return names
 
     def require_own_partitions(self, names: Iterable[str]) -> dict[str, Shard]:
-        """Shards of the named weights, which must have master partitions of their own.
+        """Return the shards of prunable weights, after a check that no other weight lies in their partitions.
 
         Raises:
             ValueError: some weight is missing from the optimizer, or shares a partition with others.
@@ -145,32 +147,36 @@ class ShardLayout(ABC):
         cure = (
             "build the optimizer with deepspeed.initialize(model_parameters=sparseforge_ds.param_groups(model, config))"
         )
-        chosen: dict[str, Shard] = {}
+        # Every prunable weight is trained.
+        prunable: dict[str, Shard] = {}
         for name in names:
             if name not in self.shards:
                 raise ValueError(f"{name} is not in the engine's optimizer; {cure}")
-            chosen[name] = self.shards[name]
-        flats = {shard.flat for shard in chosen.values()}
+            prunable[name] = self.shards[name]
+        # No other weight lies in one of their partitions.
+        flats = {shard.flat for shard in prunable.values()}
         for name, shard in self.shards.items():
-            if shard.flat in flats and name not in chosen:
+            if shard.flat in flats and name not in prunable:
                 raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
+        # The marks on the param groups agree with the config.
         groups = zip(self.groups, self.inner.param_groups, strict=True)
         marked = {name for names, group in groups if group.get(GROUP_KEY) for name in names}
-        if odd := sorted(marked ^ chosen.keys()):
-            what = "is not prunable by this config" if odd[0] in marked else "is prunable"
-            raise ValueError(f"{odd[0]} {what}, and its param group says otherwise; {cure}")
-        return chosen
+        if mismatched := sorted(marked ^ prunable.keys()):
+            state = "is not prunable by this config" if mismatched[0] in marked else "is prunable"
+            raise ValueError(f"{mismatched[0]} {state}, and its param group says otherwise; {cure}")
+        return prunable
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the map with the low-precision weights, element by element.
+        """Compare the masters of weights with their low-precision copies, element by element.
 
         Raises:
-            RuntimeError: some weight is not where the map says; the installed DeepSpeed has another layout.
+            RuntimeError: some shard is not what its copy is; the installed DeepSpeed has another layout.
         """
         for name in names:
-            shard, here = self.shards[name], self._low_precision_of(self.shards[name])
+            shard = self.shards[name]
+            copy = self._low_precision_of(shard)
             master = shard.slice_of_flat(self.flats[shard.flat].detach())
-            if not torch.equal(master.to(here.dtype).to(here.device), here):
+            if not torch.equal(master.to(copy.dtype).to(copy.device), copy):
                 raise RuntimeError(
                     f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "
                     f"DeepSpeed {version('deepspeed')} lays out {type(self.optimizer).__name__} in another way. "
@@ -178,15 +184,18 @@ class ShardLayout(ABC):
                 )
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) view of the weight that the forward sees, where it is on this rank."""
+        """Return a (numel of the shard,) view of the weight that the forward sees."""
         part: Tensor = self.low_precision[shard.name].data.view(-1)[shard.start : shard.stop]
         return part
 
     def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
-        """Parameters that the optimizer does not have: first element here, one past the last, and a view of them.
+        """Return what this rank holds of every parameter that the optimizer does not have, by name.
+
+        Returns:
+            First element on this rank, one past the last, and a flat view of these elements.
 
         Raises:
-            ValueError: one of them is swapped out to disk.
+            ValueError: one of the parameters is swapped out to disk.
         """
         return {
             name: (0, parameter.numel(), parameter.data.view(-1))
@@ -195,75 +204,85 @@ class ShardLayout(ABC):
         }
 
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        """Replace the whole state of the inner optimizer, through its own loading and its hooks.
+        """Replace the state of the inner optimizer through its own `load_state_dict` and the hooks on it.
 
         Args:
-            states: of each flat, laid out like it; empty for none.
-            settings: what to change in each param group.
+            states: state of each flat, with tensors laid out like it; an empty dict for none.
+            settings: new values of each param group's hyperparameters.
         """
         state: dict[int, dict[str, Any]] = {}
         groups = []
+        # A state_dict numbers parameters through all groups.
         for group, changed in zip(self.inner.param_groups, settings, strict=True):
             numbers = list(range(len(state), len(state) + len(group["params"])))
             state |= {n: states[self.index_of[id(flat)]] for n, flat in zip(numbers, group["params"], strict=True)}
             groups.append({**group, **changed, "params": numbers})
-        self.inner.load_state_dict({"state": {n: held for n, held in state.items() if held}, "param_groups": groups})
+        filled = {number: flat_state for number, flat_state in state.items() if flat_state}
+        self.inner.load_state_dict({"state": filled, "param_groups": groups})
 
     def set_loss_scale(self, saved: dict[str, Any]) -> None:
-        """Continue a dynamic fp16 loss scale; one that is fixed here stays what it is."""
+        """Continue a dynamic fp16 loss scale from saved numbers; a fixed scale stays as it is."""
         for scaler in self.loss_scalers():
             if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False):
-                scaler.cur_scale, scaler.cur_iter = saved["scale"], saved["iteration"]
+                scaler.cur_scale = saved["scale"]
+                scaler.cur_iter = saved["iteration"]
                 scaler.last_overflow_iter = saved["last_overflow"]
                 if "hysteresis" in saved and hasattr(scaler, "cur_hysteresis"):
                     scaler.cur_hysteresis = saved["hysteresis"]
 
     def loss_scalers(self) -> list[Any]:
-        """What holds DeepSpeed's loss scale: ZeRO's `loss_scaler`, the `loss_scale_config` of stage 0."""
-        held = (getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
-        return [scaler for scaler in held if hasattr(scaler, "__dict__")]
+        """Return the objects that hold DeepSpeed's loss scale (`loss_scaler`, or `loss_scale_config` at stage 0)."""
+        scalers = (getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
+        return [scaler for scaler in scalers if hasattr(scaler, "__dict__")]
 
     # -- collectives; a rank is its number in the group ---------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum a tensor over the ranks in place, and return it."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def sum_shards(self, tensor: Tensor) -> Tensor:
-        """Sum in place what every rank has formed of its shards; what was formed of replicas is whole already."""
+        """Sum in place what each rank computed from its shards; at stage 0 every rank has the sum already."""
         return tensor if self.replicated else self.all_reduce(tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> None:
-        """Sum over the ranks, in place on the owner; elsewhere the tensor is scratch afterwards."""
+        """Sum a tensor over the ranks, in place on the owner; on other ranks it is scratch afterwards."""
         dist.reduce(tensor, group=self.group, group_dst=owner)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor) -> None:
-        """(world_size * n,) of every rank -> (n,) of the sum, each rank its part."""
+        """Sum (world_size * n,) over the ranks, and fill `out`, (n,), with this rank's part."""
         dist.reduce_scatter_tensor(out, tensor, group=self.group)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """(n,) of every rank -> (world_size * n,) on all of them."""
+        """Fill `out`, (world_size * n,), with the (n,) tensors of all ranks."""
         dist.all_gather_into_tensor(out, tensor, group=self.group)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> None:
-        """(sum of sent,) -> (sum of received,): so many elements to and from each rank."""
+        """Exchange elements with every rank.
+
+        Args:
+            out: (sum of received,), is filled.
+            tensor: (sum of sent,).
+            received: number of elements from each rank.
+            sent: number of elements to each rank.
+        """
         dist.all_to_all_single(out, tensor, received, sent, group=self.group)
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
-        """The owner's tensor on every rank, in place."""
+        """Copy the owner's tensor to every rank, in place."""
         dist.broadcast(tensor, group=self.group, group_src=owner)
 
     def send(self, tensor: Tensor, receiver: int) -> None:
-        """Hand a contiguous tensor to one rank, which calls `receive`."""
+        """Send a contiguous tensor to one rank, which calls `receive`."""
         dist.send(tensor, group=self.group, group_dst=receiver)
 
     def receive(self, tensor: Tensor, sender: int) -> None:
-        """Fill a contiguous tensor by what one rank sends."""
+        """Fill a contiguous tensor with what one rank sends."""
         dist.recv(tensor, group=self.group, group_src=sender)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """A picklable value of every rank, by rank."""
+        """Return the picklable values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values

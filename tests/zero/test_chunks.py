@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.zero.halo import chunks_of
+from sparseforge_ds.zero.halo import cut_into_chunks
 from sparseforge_ds.zero.shard import Shard
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, probe_of, published, short, states, train_step
@@ -84,7 +84,7 @@ def test_a_run_in_pieces_is_the_run_at_once() -> None:
 def test_pieces_are_cut_between_spans(start: int, stop: int, span: int) -> None:
     shard = Shard("w", (300, 320), start, stop, 1, 50)
     with mock.patch("sparseforge_ds.zero.halo.CHUNK", 256):
-        chunks = chunks_of(shard, span)
+        chunks = cut_into_chunks(shard, span)
     ends = [start, *(chunk.stop for chunk in chunks)]
     assert [chunk.start for chunk in chunks] == ends[:-1] and ends[-1] == stop
     assert all(chunk.stop > chunk.start and chunk.offset - 50 == chunk.start - start for chunk in chunks)

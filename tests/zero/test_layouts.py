@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseforge_ds.zero import layouts
+from sparseforge_ds.zero import deepspeed_layouts
 from tests.distributed import run_distributed
 from tests.zero.case import MODELS, Case, build, build_engine, probe_of, train_step
 from tests.zero.test_communication import COLLECTIVES, NOTHING_PERSISTENT
@@ -121,7 +121,7 @@ def waits(stage: int) -> list[int]:
     case = Case(stage=stage)
     engine, forge = build(case)
     device = Asynchronous()
-    layouts.get_accelerator = lambda: device  # type: ignore[assignment]
+    deepspeed_layouts.get_accelerator = lambda: device  # type: ignore[assignment]
     counts = []
     for step in range(4):
         before = device.waited
@@ -140,7 +140,7 @@ def refused() -> str:
     engine = build_engine(Case(stage=1))
     engine.optimizer = object()
     with pytest.raises(ValueError) as error:
-        layouts.layout_of(engine)
+        deepspeed_layouts.layout_of(engine)
     return str(error.value)
 
 
