@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, byte for byte. `inventory` tells by names and sizes, which costs nothing."""
+"""Checks that checkpoints are intact, byte for byte. `inventory` checks names and sizes alone, which costs nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from sparseforge_ds.checkpoint.manifest import Manifest, check_content
 
 
 def check_intact(folder: Path) -> None:
-    """Read every byte of a checkpoint. Raises ValueError where it differs from its checksums, or a file is missing."""
+    """Read every byte of a checkpoint.
+
+    Raises:
+        ValueError: a file is missing, or its bytes are not those of its checksums.
+    """
     if (folder / MANIFEST).exists():
         manifest = Manifest.read(folder)
         manifest.check_sizes()
@@ -26,7 +30,7 @@ def check_intact(folder: Path) -> None:
 
 
 def verify_checkpoint(folder: Path) -> SavedCheckpoint:
-    """`describe_checkpoint` of a checkpoint that is read whole."""
+    """Describe a checkpoint after reading every byte of it."""
     entry = describe_checkpoint(folder)
     try:
         check_intact(folder)
@@ -37,14 +41,13 @@ def verify_checkpoint(folder: Path) -> SavedCheckpoint:
 
 @contextmanager
 def suggest_intact_checkpoint(folder: Path) -> Iterator[None]:
-    """Add to a ValueError about a checkpoint which other one of its run is the newest that is whole, if there are
-    others."""
+    """Append the newest intact sibling checkpoint, if there are siblings, to the message of a ValueError inside."""
     try:
         yield
     except ValueError as error:
-        others = [other for other in list_checkpoints(folder.parent) if other.name != folder.name]
-        if not others:
+        siblings = [sibling for sibling in list_checkpoints(folder.parent) if sibling.name != folder.name]
+        if not siblings:
             raise
-        whole = next((other for other in reversed(others) if verify_checkpoint(other).complete), None)
-        said = f"the newest whole one beside it is {whole}" if whole else "no other one beside it is whole"
-        raise ValueError(f"{error}; {said}") from None
+        intact = next((sibling for sibling in reversed(siblings) if verify_checkpoint(sibling).complete), None)
+        advice = f"the newest whole one beside it is {intact}" if intact else "no other one beside it is whole"
+        raise ValueError(f"{error}; {advice}") from None

@@ -1,4 +1,4 @@
-"""What gets its final name when all of it is on the disk: after a power cut too it is there whole, or not at all."""
+"""Atomic files and folders: each gets its final name once all of it is on the disk, so a power cut leaves no half."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def open_own_file(path: Path, flags: int) -> int:
-    """Open a file of a folder of ours for writing, and make it where it is missing.
+    """Open a file in a folder of ours for writing, and create it if it is missing.
 
-    Raises ValueError for a link: what it leads to would be overwritten.
+    Raises:
+        ValueError: it is a link, whose target would be overwritten.
     """
     try:
         return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
@@ -45,9 +46,9 @@ def open_own_file(path: Path, flags: int) -> int:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name at the end of the block; after an error nothing of it stays.
+    """Yield a file that gets its name at the end of the block; after an error nothing of it stays.
 
-    Its temporary name is its own: two runs may fill one folder at once (sparseforge compare), with equal bytes.
+    Its temporary name is unique: two runs may fill one folder at once (sparseforge compare), with equal bytes.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -63,10 +64,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
-    """A folder that gets its name at the end of the block, where none is by then, or an empty one; after an error
-    nothing of it stays. What a killed process left under the temporary name is removed.
+    """Yield a temporary folder that gets its name at the end of the block; after an error nothing of it stays.
 
-    With `replace` there may be one, which keeps its name until the new one is on the disk, and is then removed.
+    What a killed process left under the temporary name is removed first.
+
+    Args:
+        path: final name. No folder may have it by then, or an empty one.
+        temporary: name until then; by default `path` with `.tmp`.
+        replace: let a folder exist at `path`. It keeps its name until the new one is on the disk, and is then removed.
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -75,11 +80,11 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
         yield temporary
         sync_tree(temporary)
         if replace and path.exists():
-            before = path.with_name(f"{path.name}.old")
-            shutil.rmtree(before, ignore_errors=True)
-            path.replace(before)
+            previous = path.with_name(f"{path.name}.old")
+            shutil.rmtree(previous, ignore_errors=True)
+            path.replace(previous)
             temporary.replace(path)
-            shutil.rmtree(before)
+            shutil.rmtree(previous)
         else:
             temporary.replace(path)
         sync(path.absolute().parent)
@@ -88,6 +93,6 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
-    """A whole file of JSON that people read, too."""
+    """Write an atomic file of JSON, indented for people to read."""
     with atomic_file(path) as file:
         file.write((json.dumps(content, indent=indent) + "\n").encode())

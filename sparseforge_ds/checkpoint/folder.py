@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint: from a run's folder, its `checkpoints`, or one checkpoint to the `.pt` files."""
+"""The way from a run's folder, its `checkpoints` folder or one checkpoint to the `.pt` files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "checkpoint.json"
-"""In a checkpoint that the launcher saved: its files, and their checksums."""
+"""Name of the file, in a checkpoint that the launcher saved, that lists its files and their checksums."""
 OWN_FOLDERS = ("model", "data", "checkpoints", "tensorboard")
-"""Entries of a run folder that a run replaces or clears."""
+"""Names of the folders of a run folder that a run replaces or clears."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
@@ -25,47 +25,52 @@ class CheckpointFiles:
 
     folder: Path
     model: list[Path]
-    """One, or one per rank at ZeRO-3."""
+    """Model files: one, or one per rank at ZeRO-3."""
     optimizer: list[Path]
-    """One per rank; none at stage 0."""
+    """Optimizer files: one per rank; none at stage 0."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints`, the newest last. A checkpoint gets such a name when all of it
-    is on the disk."""
+    """Return the `step_*` folders of a run's `checkpoints` folder, the newest last.
+
+    A checkpoint gets such a name once all of it is on the disk.
+    """
     children = folder.iterdir() if folder.is_dir() else ()
-    found = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
-    return sorted(found, key=lambda child: (found[child], child.name))
+    steps = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    return sorted(steps, key=lambda child: (steps[child], child.name))
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Of a folder of `list_checkpoints`, by its name."""
+    """Return the step in the name of a folder that `list_checkpoints` returned."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Of a folder of checkpoints the newest `step_*` that the launcher wrote, or, where DeepSpeed alone saved, the one
-    that `latest` names."""
-    steps, latest = list_checkpoints(folder), folder / "latest"
+    """Return the newest checkpoint in a folder, if there is one.
+
+    It is the newest `step_*` that the launcher wrote, or, if DeepSpeed alone saved, the one that `latest` names.
+    """
+    steps = list_checkpoints(folder)
+    latest = folder / "latest"
     if latest.is_file() and not any((step / MANIFEST).is_file() for step in steps):
         return read_pointer(latest)
     return steps[-1] if steps else None
 
 
 def newest_trainer_checkpoint(folder: Path) -> Path | None:
-    """Of the output folder of transformers' Trainer the newest `checkpoint-N` that is whole, if any is."""
+    """Return the newest complete `checkpoint-N` in the output folder of transformers' Trainer, if there is one."""
     children = folder.iterdir() if folder.is_dir() else ()
-    found = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
-    return max(filter(is_complete_trainer_checkpoint, found), key=lambda child: found[child], default=None)
+    steps = {child: int(match[1]) for child in children if (match := _OF_TRAINER.fullmatch(child.name))}
+    return max(filter(is_complete_trainer_checkpoint, steps), key=lambda child: steps[child], default=None)
 
 
 def is_complete_trainer_checkpoint(folder: Path) -> bool:
-    """Whether all of a `checkpoint-N` is there: the trainer's own record is written when DeepSpeed has saved."""
+    """Return whether a `checkpoint-N` is complete: the trainer writes its own record after DeepSpeed has saved."""
     return all((folder / name).is_file() for name in ("latest", "trainer_state.json"))
 
 
 def read_pointer(file: Path) -> Path:
-    """The checkpoint that a file beside it names."""
+    """Return the checkpoint that a file beside it names, such as `latest` or `best`."""
     with file.open(errors="replace") as text:
         tag = text.read(300).strip()
     plain = tag not in ("", "..") and Path(tag).name == tag and len(tag) < 256
@@ -75,9 +80,15 @@ def read_pointer(file: Path) -> Path:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest one in it or in its `checkpoints` folder. It may also
-    be a file `checkpoints/best`, which names the best, or the output folder of transformers' Trainer. Raises ValueError
-    where there is none, or `latest` or `best` names nothing."""
+    """Return the checkpoint at `path`.
+
+    Args:
+        path: one checkpoint, a folder with checkpoints or with a `checkpoints` folder (the newest is returned), a file
+            `checkpoints/best`, or the output folder of transformers' Trainer.
+
+    Raises:
+        ValueError: there is no checkpoint, or `latest` or `best` names none.
+    """
     path = Path(path)
     if path.name == "best" and path.is_file():
         return read_pointer(path)
@@ -120,30 +131,36 @@ def check_outside_checkpoints(out: Path) -> None:
 
 
 def find_run(path: str | Path) -> Path | None:
-    """The run folder (with `sparseforge.json`) that `path` is or lies in, or None for a checkpoint from elsewhere."""
+    """Return the run folder, with `sparseforge.json`, that `path` is or lies in; None if there is none."""
     path = Path(path).absolute()
     return next((folder for folder in (path, *path.parents[:2]) if (folder / "sparseforge.json").is_file()), None)
 
 
 def list_files(folder: Path) -> CheckpointFiles:
-    """Sort the files of a checkpoint folder by rank. Raises ValueError where that of a rank is missing, or tensor or
-    expert parallelism made the checkpoint."""
+    """List the files of a checkpoint folder in rank order.
+
+    Raises:
+        ValueError: the file of a rank is missing, or tensor or expert parallelism made the checkpoint.
+    """
     model: dict[int, Path] = {}
     optimizer: dict[int, Path] = {}
+    # Every .pt file is the model or the optimizer file of one rank.
     for file in sorted(folder.glob("*.pt")):
-        for pattern, into in ((_MODEL, model), (_OPTIMIZER, optimizer)):
+        for pattern, files_by_rank in ((_MODEL, model), (_OPTIMIZER, optimizer)):
             if match := pattern.fullmatch(file.name):
                 if int(match[2]) != 0:
                     raise ValueError(f"{file}: a shard of tensor or pipeline parallelism, which is not supported")
                 rank = int(match[1] or 0)
-                if rank in into:
-                    raise ValueError(f"{file}: rank {rank} has two files, the other is {into[rank].name}; remove one")
-                into[rank] = file
+                if rank in files_by_rank:
+                    other = files_by_rank[rank].name
+                    raise ValueError(f"{file}: rank {rank} has two files, the other is {other}; remove one")
+                files_by_rank[rank] = file
                 break
         else:
             raise ValueError(f"{file}: not a file of plain data parallelism; expert parallelism is not supported")
     if not model:
         raise ValueError(f"{folder}: no *_model_states.pt in it, so it is no DeepSpeed checkpoint")
+    # Ranks are numbered without gaps.
     for kind, files in (("model", model), ("optimizer", optimizer)):
         for rank in range(max(files, default=-1)):
             if rank not in files:
@@ -152,26 +169,30 @@ def list_files(folder: Path) -> CheckpointFiles:
 
 
 def check_depth(content: Any, most: int = 40) -> None:
-    """Raise ValueError for lists and dicts nested more than `most` deep, which Python handles by recursion."""
-    level = [content]
+    """Raise ValueError for lists and dicts nested more than `most` levels deep, which Python handles by recursion."""
+    values = [content]
     for _ in range(most + 1):
-        nested = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
-        if not nested:
+        containers = [
+            value.values() if isinstance(value, dict) else value for value in values if isinstance(value, (dict, list))
+        ]
+        if not containers:
             return
-        level = list(itertools.chain.from_iterable(nested))
+        values = list(itertools.chain.from_iterable(containers))
     raise ValueError(f"it is nested more than {most} deep")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
+        # Reading a pipe or a device might never end.
         if path.exists() and not path.is_file():
-            raise OSError("it is not a file")  # a pipe or a device might never end
+            raise OSError("it is not a file")
         content = json.loads(path.read_text())
         check_depth(content)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:  # also not UTF-8, and numbers of thousands of digits
+    # ValueError is also bytes that are not UTF-8, and a number of thousands of digits.
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a readable JSON file ({str(error)[:200]})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, expected a JSON object")

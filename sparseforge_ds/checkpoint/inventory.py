@@ -1,6 +1,6 @@
-"""What lies in a `checkpoints` folder: which checkpoints are whole, which is the newest, what a crash left behind.
+"""Inventory of a `checkpoints` folder: complete checkpoints, the newest, and what a crash left behind.
 
-Reads names, sizes and manifests, and opens no `.pt` file.
+It reads names, sizes and manifests, and opens no `.pt` file.
 """
 
 from __future__ import annotations
@@ -21,61 +21,66 @@ class SavedCheckpoint:
 
     name: str
     step: int | None
-    """Of its manifest, or else what its name says."""
+    """Step in its manifest, or else in its name."""
     bytes: int
+    """Size of all its files."""
     problem: str | None
-    """Why it is not whole, or None."""
+    """Reason why it is not complete or not intact, or None."""
     damaged: bool = False
-    """Whether all is there, but not as it was written; known where its bytes were read."""
+    """True if every file is there, but some bytes are not as they were written; known only if bytes were read."""
 
     @property
     def complete(self) -> bool:
-        """Every file is there, has the size that was written and, where its bytes were read, its checksums."""
+        """True if every file is there in the size that was written, and with its checksums if bytes were read."""
         return self.problem is None
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """A `checkpoints` folder."""
+    """Content of a `checkpoints` folder."""
 
     entries: list[SavedCheckpoint]
-    """By step."""
+    """All checkpoints, in the order of their steps."""
     leftovers: list[str]
-    """What interrupted saves left behind; the next start of the run removes it."""
+    """Names of folders that interrupted saves left behind; the next start of the run removes them."""
     current: SavedCheckpoint | None
-    """The newest checkpoint, from which a run goes on and which is exported."""
+    """Newest checkpoint, from which a run continues and which is exported."""
     problem: str | None
-    """Why nobody can tell which one that is."""
+    """Reason why the newest checkpoint is not known, or None."""
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is, or was meant to be, one checkpoint."""
+    """Return whether a folder is one checkpoint, complete or not."""
     return (folder / MANIFEST).exists() or any(folder.glob("*_states.pt"))
 
 
 def take_inventory(folder: Path) -> Inventory:
-    """Look at every checkpoint in a folder."""
-    current, problem = None, None
+    """List every checkpoint in a folder, and find the newest."""
+    current = None
+    problem = None
     try:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
         leftovers = [child.name for child in children if child.suffix == ".tmp"]
-        found = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
-        entries = [describe_checkpoint(child) for child in {*list_checkpoints(folder), *found}]
+        folders = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
+        entries = [describe_checkpoint(child) for child in {*list_checkpoints(folder), *folders}]
         entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
         newest = newest_checkpoint(folder)
     except OSError as error:
         raise ValueError(f"{folder}: cannot be read ({error})") from None
     except ValueError as error:
-        newest, problem = None, str(error)
+        newest = None
+        problem = str(error)
+    # Without a pointer to the newest checkpoint, the last entry stands for it, with the reason.
     if newest is not None:
         current = describe_checkpoint(newest)
     elif entries:
-        current, problem = entries[-1], problem or f"{folder / 'latest'}: no such file"
+        current = entries[-1]
+        problem = problem or f"{folder / 'latest'}: no such file"
     return Inventory(entries, leftovers, current, problem)
 
 
 def describe_checkpoint(folder: Path) -> SavedCheckpoint:
-    """One checkpoint: its files against its manifest, or against each other where DeepSpeed alone saved it."""
+    """Describe one checkpoint by its files' sizes in its manifest, or by its files' names if it has no manifest."""
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     digits = _STEP.findall(folder.name)
     step = int(digits[-1][:18]) if digits else None

@@ -1,4 +1,4 @@
-"""`checkpoint.json`: what a checkpoint folder holds, byte for byte, so that damage is named before anything is loaded.
+"""`checkpoint.json`: sizes and fingerprints of a checkpoint's files, so that damage is named before a load.
 
 The fingerprint of a `.pt` file covers the names, sizes and checksums of its records, which is a few kB to read; the
 records themselves are compared with those checksums. The fingerprint of any other file covers its bytes.
@@ -22,18 +22,24 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint folder as it was when its save was done."""
+    """State of a checkpoint folder at the end of its save."""
 
     folder: Path
     step: int
     world_size: int
     stage: int
     files: dict[str, int]
+    """Size of each file in bytes, by name."""
     fingerprints: dict[str, str]
+    """`fingerprint` of each file, by name."""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint."""
+        """Read the manifest of a checkpoint.
+
+        Raises:
+            ValueError: it is missing, damaged, or of another version.
+        """
         try:
             record = read_json(folder / MANIFEST)
         except ValueError as error:
@@ -43,25 +49,29 @@ class Manifest:
                 f"{folder} has format {version!r:.100}, this version of sparseforge_ds reads {FORMAT}; "
                 "resume with the version that wrote it"
             )
+        # Every key has its type.
         kinds = {"step": int, "world_size": int, "zero_stage": int, "files": dict, "fingerprints": dict}
-        odd = [
+        problems = [
             f"{key}: {record.get(key)!r:.100} is no {kind.__name__}"
             for key, kind in kinds.items()
             if type(record.get(key)) is not kind
         ]
-        if not odd:
-            files, prints = record["files"], record["fingerprints"]
-            odd += [name for name, size in files.items() if Path(name).name != name or type(size) is not int]
-            odd += [name for name, print in prints.items() if type(print) is not str]
-            odd += ["files and fingerprints"] if files.keys() != prints.keys() else []
-        if odd:
+        # Every file lies in the folder itself, and has a size and a fingerprint.
+        if not problems:
+            files = record["files"]
+            fingerprints = record["fingerprints"]
+            problems += [name for name, size in files.items() if Path(name).name != name or type(size) is not int]
+            problems += [name for name, value in fingerprints.items() if type(value) is not str]
+            problems += ["files and fingerprints"] if files.keys() != fingerprints.keys() else []
+        if problems:
             raise ValueError(
-                f"{folder} was not written by this trainer, or is damaged: {MANIFEST} cannot be read ({odd[0]:.200})"
+                f"{folder} was not written by this trainer, or is damaged: {MANIFEST} cannot be read "
+                f"({problems[0]:.200})"
             )
-        return cls(folder, record["step"], record["world_size"], record["zero_stage"], files, prints)
+        return cls(folder, record["step"], record["world_size"], record["zero_stage"], files, fingerprints)
 
     def record(self) -> dict[str, Any]:
-        """The content of `checkpoint.json`."""
+        """Return the content of `checkpoint.json`."""
         return {
             "format": FORMAT,
             "step": self.step,
@@ -72,7 +82,7 @@ class Manifest:
         }
 
     def check_sizes(self) -> None:
-        """Every file is there in its full length, and no other; reads nothing."""
+        """Raise ValueError unless every file is there in its full size, and no other. Reads no file."""
         paths = [path for path in self.folder.iterdir() if path.name != MANIFEST]
         present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
@@ -83,8 +93,10 @@ class Manifest:
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
 
     def check_shards(self) -> None:
-        """The `.pt` files are those that were saved. It reads their directories only, so not every damaged byte
-        shows."""
+        """Raise ValueError unless the `.pt` files are those that were saved.
+
+        Reads the directories of these archives only, so some damaged bytes do not show.
+        """
         for name in (name for name in self.files if name.endswith(".pt")):
             if fingerprint(self.folder / name) != self.fingerprints[name]:
                 raise ValueError(
@@ -92,7 +104,7 @@ class Manifest:
                 )
 
     def check_file(self, name: str) -> None:
-        """Read a file whole: it is the one that was saved, and holds nothing but plain tensors and values."""
+        """Read all of a file; raise ValueError unless it is the one that was saved and holds plain content."""
         path = self.folder / name
         if name not in self.fingerprints:
             raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
@@ -102,7 +114,7 @@ class Manifest:
 
 
 def check_content(path: Path) -> None:
-    """Compare every checksum in a file, and load it as plain tensors and values."""
+    """Compare every checksum in a `.pt` file, and load it as plain tensors and values. Other files pass."""
     if path.suffix == ".pt":
         archive = PtFile(path)
         archive.check_bytes()
@@ -110,8 +122,9 @@ def check_content(path: Path) -> None:
 
 
 def fingerprint(path: Path) -> str:
-    """Tells a file from every other one, as far as checksums do; of a `.pt` file it reads the directory only."""
-    if not path.is_file():  # a pipe or a device might never end
+    """Return the sha256 of a file's bytes; of a `.pt` file that of its records' names, sizes and checksums."""
+    # Reading a pipe or a device might never end.
+    if not path.is_file():
         raise ValueError(f"{path}: no such file; the checkpoint is incomplete, use another one")
     if path.suffix != ".pt":
         return hash_file(path)

@@ -16,23 +16,23 @@ from typing import Any
 from sparseforge_ds.checkpoint.folder import check_depth, read_json
 
 CHAT_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates of a tokenizer that has several."""
+"""Name of the folder of chat templates of a tokenizer that has several."""
 _FOLDERS = (CHAT_TEMPLATES, "permutation")
-"""Folders of a model's folder that are read, or copied, with it."""
+"""Names of folders in a model's folder that are read, or copied, with it."""
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-"""JSON files that transformers parses, which answers one that nests too deeply by a RecursionError."""
+"""Names of JSON files that transformers parses, with a RecursionError if one nests too deeply."""
 _LEGAL_WORDS = ("license", "licence", "notice", "copying", "copyright", "policy", "term", "patent", "attribution")
-"""In the names of files that say how a model may be used."""
+"""Words in the names of files that state terms of use."""
 LEGAL_FILES = tuple(f"*{''.join(f'[{letter.upper()}{letter}]' for letter in word)}*" for word in _LEGAL_WORDS)
-"""Patterns of file names that find all of them in a repository, and perhaps others."""
+"""Glob patterns that match all such files of a repository, and perhaps more."""
 _CODE_OR_WEIGHTS = (".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")
 _AT_LEAST_ONE = (
     *("hidden_size", "n_embd", "d_model", "vocab_size"),
     *("num_attention_heads", "n_head", "num_hidden_layers", "n_layer"),
 )
-"""Keys of a config.json whose sizes are not 0."""
+"""Keys of a config.json whose sizes are at least 1."""
 _MOST = 4096
-"""Layers, or experts of a layer, of the largest model. Every one of them is built, also without weights."""
+"""Most layers, or experts of a layer, of any model. Every one of them is built, also without weights."""
 
 
 def is_legal_file(name: str) -> bool:
@@ -42,10 +42,11 @@ def is_legal_file(name: str) -> bool:
 
 
 def check_model_folder(folder: str | Path) -> None:
-    """Check what every reader of a model's folder relies on.
+    """Check links, indices of weights and settings of a model's folder, before any reader uses them.
 
-    Raises ValueError for a link that leads out of the folder, an index of weights that names a file outside of it, and
-    settings that are not readable JSON, or say what no model has.
+    Raises:
+        ValueError: a link leads out of the folder, an index of weights names a file outside of it, or settings are not
+            readable JSON or have impossible sizes.
     """
     folder = Path(folder)
     check_links(folder)
@@ -59,10 +60,14 @@ def check_model_folder(folder: str | Path) -> None:
 
 
 def check_sizes(config: dict[str, Any], where: object) -> None:
-    """Check sizes by which transformers divides, and those that decide how long it takes to build a model at all.
+    """Check the sizes that would make transformers divide by 0 or build a model for hours.
 
-    Raises ValueError, which begins with `where`, for sizes below 1, more layers or experts than any model has, and
-    deeply nested values.
+    Args:
+        config: content of a config.json.
+        where: beginning of error messages.
+
+    Raises:
+        ValueError: a size is below 1, there are more layers or experts than any model has, or values nest deeply.
     """
     check_depth(config)
     parts = [config]
@@ -82,8 +87,8 @@ def check_links(folder: str | Path, everything: bool = False) -> None:
     """Raise ValueError for a link that leads out of a model's folder, or to a folder.
 
     Args:
-        folder: the model's; it may be a link itself.
-        everything: look into every folder below, as an upload does. Otherwise only at what belongs to a model.
+        folder: model's folder; it may be a link itself.
+        everything: check all folders below, as an upload needs, not only those that belong to a model.
     """
     folder = Path(folder)
     root = Path(os.path.realpath(folder))
@@ -100,7 +105,11 @@ def check_links(folder: str | Path, everything: bool = False) -> None:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return the file of every tensor by an index of weights. Raises ValueError where one lies elsewhere."""
+    """Return the file of every tensor in an index of weights.
+
+    Raises:
+        ValueError: the index is not one, or names a file outside of its folder.
+    """
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{index}: has no weight_map")
@@ -110,7 +119,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _entries(folder: Path, everything: bool) -> Iterator[Path]:
-    """Yield files and links of a folder, and of the folders in it that count."""
+    """Yield files and links of a folder, and of the folders below that belong to a model, or of all of them."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_folder = path.is_dir()
         if not is_folder or everything or path.name in _FOLDERS:

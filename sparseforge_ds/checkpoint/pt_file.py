@@ -25,7 +25,10 @@ class _Stage(int):
 
 
 def _member(kind: object, name: object) -> _Stage:
-    """Stand-in of getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) saves a member of an enumeration."""
+    """Return a member of ZeroStageEnum; stand-in of getattr, which Python before 3.11.4 pickles for such a member.
+
+    Debian 12 has 3.11.2.
+    """
     if kind is not _Stage or name not in _STAGES:
         raise RefusedContentError(
             f"refused, it takes {str(name)[:100]!r} of {kind!r:.100}, which no DeepSpeed checkpoint does"
@@ -49,7 +52,6 @@ _STAND_INS: list[Any] = [
     (_Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
 ]
 
-# What torch.load raises on damaged bytes, depending on where in the file the damage is.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -63,15 +65,16 @@ _UNREADABLE = (
     ValueError,
     AssertionError,
 )
+"""Errors of torch.load on damaged bytes, depending on where in the file the damage is."""
 
 _GLOBAL = re.compile(r"nsupported (?:global: )?GLOBAL ([\w.]+)")
-"""How torch names a class that it refuses."""
+"""Pattern of torch's message about a class that it refuses."""
 _OPENING = threading.Lock()
-"""The list of classes that torch accepts belongs to the process, so files are opened one at a time."""
+"""Lock of all loads: the list of classes that torch accepts belongs to the process."""
 
 
 def why_unreadable(value: object) -> str | None:
-    """Why a checkpoint with `value` in it could be saved, and not be read by `PtFile`; None if it can."""
+    """Return why `PtFile` could not read a checkpoint with `value` in it; None if it could."""
     content = io.BytesIO()
     try:
         torch.save(value, content)
@@ -79,8 +82,10 @@ def why_unreadable(value: object) -> str | None:
         with _OPENING, torch.serialization.safe_globals(_STAND_INS):
             check_content(torch.load(content, map_location="cpu", weights_only=True))
     except (pickle.PicklingError, *_UNREADABLE) as error:
-        found = _GLOBAL.search(str(error))
-        return f"it has a {found[1]} in it" if found else str(error).strip().partition("\n")[0][:200]
+        refused_class = _GLOBAL.search(str(error))
+        if refused_class:
+            return f"it has a {refused_class[1]} in it"
+        return str(error).strip().partition("\n")[0][:200]
     return None
 
 
@@ -93,7 +98,7 @@ class PtFile:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The saved dict; its tensors are views of the mapped file."""
+        """Saved dict, whose tensors are views of the mapped file."""
         content = self._content
         if content is None:
             with _OPENING:
@@ -107,7 +112,7 @@ class PtFile:
         self._content = None
 
     def check_bytes(self) -> None:
-        """Read the whole file and compare the checksum of every tensor in it."""
+        """Read the whole file; raise ValueError if the checksum of a tensor in it is wrong."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 damaged = archive.testzip()
@@ -119,6 +124,7 @@ class PtFile:
             )
 
     def _load(self) -> dict[str, Any]:
+        """Map the file and check its content."""
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file; the checkpoint is incomplete, use another one")
         try:
@@ -135,6 +141,7 @@ class PtFile:
         return content
 
     def _cure(self, error: BaseException) -> str:
+        """Return what an error of torch or zipfile means, and what to do."""
         text = str(error)
         if match := _GLOBAL.search(text):
             return f"refused, it refers to {match[1]}, which no DeepSpeed checkpoint does; nothing was executed"

@@ -1,9 +1,9 @@
-"""Full weights and optimizer states out of a checkpoint, one at a time, without engine or process group.
+"""Reader of full weights and optimizer states from a checkpoint, one at a time, without engine or process group.
 
 The files are those of DeepSpeed 0.19: ZeRO stages 0 to 3 and BF16_Optimizer, fp32, bf16 and fp16, any world size. They
-are mapped, never loaded whole, and unmapped now and then: memory is a small multiple of the largest weight. At stages 0
-to 2 every master is compared with the low-precision copy in the same checkpoint, so that files of different steps, or a
-layout that is not understood, end in an error and never in a wrong weight. Any number of threads may read at once.
+are mapped rather than loaded, and unmapped now and then: memory is a small multiple of the largest weight. At stages 0
+to 2 every master is compared with the low-precision copy in the same checkpoint, so that files of different steps, or
+of an unknown layout, end in an error and never in a wrong weight. Any number of threads may read at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sparseforge_ds.checkpoint.rank_files import RankFiles
 from sparseforge_ds.checkpoint.slots import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
 from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, number_states, read_field, read_loss_scale
 
-# What entries of a wrong type raise, wherever they are first used.
 _DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+"""Errors that entries of a wrong type raise where they are first used."""
 
 _OF_DEEPSPEED = {
     *("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
@@ -32,24 +32,24 @@ _OF_DEEPSPEED = {
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
     "checkpoint_parallel_dimensions",
 }
-"""Entries of a model file that are DeepSpeed's own."""
+"""Keys of a model file that are DeepSpeed's own."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One weight, or one persistent buffer of the module."""
+    """Description of one weight, or of one persistent buffer of the module."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Of what is stored: of the master, or of the module's own tensor where there is no master."""
+    """Dtype of the master, or of the module's own tensor if there is no master."""
     trained_dtype: torch.dtype
-    """What the network computed with."""
+    """Dtype in which the network computed."""
     states: dict[str, torch.dtype]
-    """Per-element optimizer states."""
+    """Dtype of each per-element optimizer state, by key."""
     scalars: dict[str, Number]
-    """Optimizer states that are one number, such as `step`: a float where the optimizer keeps a tensor, else an int."""
-    others: tuple[str, ...]
-    """Optimizer states that are neither, which cannot be cut into shards."""
+    """Optimizer states that are one number, such as `step`: floats if the optimizer keeps tensors, else ints."""
+    indivisible: tuple[str, ...]
+    """Keys of optimizer states of other shapes, which cannot be cut into shards."""
 
     @property
     def numel(self) -> int:
@@ -59,19 +59,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Group:
-    """One param group of the optimizer."""
+    """Param group of the optimizer."""
 
     names: tuple[str, ...]
-    """Its weights. At stage 0 none where the client state has no names."""
+    """Names of its weights; empty at stage 0 if the client state has no names."""
     settings: dict[str, Any]
     """Hyperparameters and other keys of the group, without the parameters."""
 
 
 class Checkpoint:
-    """A checkpoint folder that can be asked for any weight, or for any run of its elements.
+    """Weights and optimizer states of a checkpoint folder, each read in full or in part.
 
     Args:
-        path: a run's folder, its `checkpoints` folder (both mean the newest complete checkpoint), or one checkpoint.
+        path: one checkpoint, or a run's folder or its `checkpoints` folder, whose newest checkpoint is read.
 
     Raises:
         ValueError: (constructor, methods) a file is missing, damaged, foreign or of another step; the message names it.
@@ -83,27 +83,27 @@ class Checkpoint:
             Manifest.read(self.folder).check_shards()
         self._files = files = RankFiles(self.folder)
         self.files = (*files.model, *files.optimizer)
-        """Of all ranks."""
+        """Files of all ranks."""
         self._first = first = files.model[0]
         try:
             files.open()
             module = read_field(first, dict, "module")
             self.stage = files.stage
-            """The ZeRO stage of the run that saved it."""
+            """ZeRO stage of the run that saved it."""
             self.world_size = files.world_size
-            """Ranks of the run that saved it."""
+            """Number of ranks of the run that saved it."""
             self.step = files.step
-            """Steps as DeepSpeed counts them, skipped ones included."""
+            """Number of steps as DeepSpeed counts them, skipped ones included."""
             self.samples: int = read_field(first, int, "global_samples")
-            """Sequences trained on."""
+            """Number of sequences trained on."""
             self.skipped: int = read_field(first, int, "skipped_steps")
-            """Steps that an fp16 overflow skipped."""
+            """Number of steps that an fp16 overflow skipped."""
             self.client_state: dict[str, Any] = {
                 key: read_field(first, dict, key) if key in ("sparseforge", "train") else value
                 for key, value in first.content.items()
                 if key not in _OF_DEEPSPEED
             }
-            """What was saved beside the weights by others than DeepSpeed."""
+            """Entries of the model file that are not DeepSpeed's own."""
             self.aliases = read_aliases(files, module)
             """Tied weights: name without data -> name that holds it."""
             self.buffers = frozenset(read_field(first, list, "buffer_names"))
@@ -113,47 +113,48 @@ class Checkpoint:
             self.shapes = read_shapes(files, module, flat_shapes, set(self.aliases))
             """Full shape of everything that `weight` returns, in the module's order."""
             self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
-            """All that is known of it besides the elements."""
+            """Description of everything that `weight` returns."""
             self.groups = self._read_groups(flat_shapes)
-            """The optimizer's param groups."""
+            """Param groups of the optimizer."""
             self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
-            """scale, iteration, last_overflow and hysteresis of a dynamic fp16 loss scale."""
+            """State of a dynamic fp16 loss scale (scale, iteration, last_overflow, hysteresis), or None."""
             scheduled = first.content.get("lr_scheduler") is not None
             self.lr_scheduler = read_field(first, dict, "lr_scheduler") if scheduled else None
-            """State of the engine's own scheduler."""
+            """State of the engine's own scheduler, or None."""
         except _DAMAGE as error:
             raise ValueError(f"{first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
         files.release()
 
     def states(self, name: str) -> tuple[str, ...]:
-        """Names of the per-element optimizer states of a weight, such as dense, exp_avg, mask."""
+        """Return the keys of a weight's per-element optimizer states, such as dense, exp_avg, mask."""
         entry = self.entries.get(name)
         return () if entry is None else tuple(sorted(entry.states))
 
     def state(self, name: str, key: str) -> Tensor:
-        """A per-element optimizer state in the weight's full shape, in the dtype in which it was saved."""
+        """Return a per-element optimizer state in the weight's full shape and in the dtype in which it was saved."""
         return self.slice(name, key, 0, self._entry(name).numel).view(self.shapes[name])
 
     def weight(self, name: str) -> Tensor:
-        """The fp32 master in full shape, or what the module holds where there is no master (frozen weights,
-        buffers)."""
+        """Return the master in full shape, or the module's tensor if there is no master (frozen weights, buffers)."""
         return self.slice(name, None, 0, self._entry(name).numel).view(self.shapes[name])
 
     def slice(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        """(stop - start,) elements of a flat weight (`key` None: what `weight` returns) or of one of its states.
-        They have memory of their own; no other bytes are read."""
+        """Return (stop - start,) elements of a flattened state, or of the weight if `key` is None.
+
+        They have memory of their own; no other bytes are read.
+        """
         entry = self._entry(name)
         if key is not None and key not in entry.states:
-            held = ", ".join(self.states(name)) or "no state"
-            raise ValueError(f"{self.folder}: {name} has no optimizer state {key!r}, it has {held}")
+            known = ", ".join(self.states(name)) or "no state"
+            raise ValueError(f"{self.folder}: {name} has no optimizer state {key!r}, it has {known}")
         if not 0 <= start <= stop <= entry.numel:
             raise ValueError(f"{self.folder}: {name} has {entry.numel} elements, not {start}..{stop}")
         try:
-            taken = self._take(name, key, start, stop)
+            values = self._read_range(name, key, start, stop)
         except _DAMAGE as error:
             raise ValueError(f"{self.folder}: {name} cannot be read, its files are damaged ({error!r:.200})") from None
-        self._files.count(taken)
-        return taken
+        self._files.count_read(values)
+        return values
 
     def _entry(self, name: str) -> StoredTensor:
         if name not in self.entries:
@@ -161,70 +162,89 @@ class Checkpoint:
         return self.entries[name]
 
     def _describe(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """Describe a weight or buffer by its slots and by the module; all ranks must have the same dtypes."""
         trained_dtype = read_field(self._first, Tensor, "module", name).dtype
         slots = self._slots.get(name, [])
         pieces = [(slot, self._files.flats(slot.rank)) for slot in slots]
-        held = [element_states(flats.states[slot.group], slot.stop) for slot, flats in pieces]
-        keys = sorted(set.intersection(*map(set, held))) if held else []
+        # Per-element states that every piece has.
+        dtypes = [element_states(flats.states[slot.group], slot.stop) for slot, flats in pieces]
+        keys = sorted(set.intersection(*map(set, dtypes))) if dtypes else []
         masters = {flats.masters[slot.group].dtype for slot, flats in pieces if flats.masters is not None}
-        if len(masters) > 1 or any(states[key] != held[0][key] for states in held for key in keys):
+        if len(masters) > 1 or any(states[key] != dtypes[0][key] for states in dtypes for key in keys):
             raise ValueError(f"{self.folder}: the ranks hold {name} in different dtypes; use another checkpoint")
         if not masters and self._in_fragments(name):
             masters = {read_field(self._first, Tensor, "frozen_param_fragments", name).dtype}
+        # The first piece tells of all other states.
         state = pieces[0][1].states[slots[0].group] if pieces else {}
         scalars = number_states(state)
-        others = sorted(key for key, value in state.items() if key not in {*keys, *scalars} and value is not None)
-        states = {key: held[0][key] for key in keys}
-        return StoredTensor(shape, next(iter(masters), trained_dtype), trained_dtype, states, scalars, tuple(others))
+        indivisible = sorted(key for key, value in state.items() if key not in {*keys, *scalars} and value is not None)
+        return StoredTensor(
+            shape=shape,
+            dtype=next(iter(masters), trained_dtype),
+            trained_dtype=trained_dtype,
+            states={key: dtypes[0][key] for key in keys},
+            scalars=scalars,
+            indivisible=tuple(indivisible),
+        )
 
     def _read_groups(self, flat_shapes: FlatShapes) -> list[Group]:
         flats = self._files.flats(0)
         names: list[list[str]] = [[] for _ in flats.groups]
         for group, shapes in zip(flats.group_of_flat, flat_shapes, strict=True):
             names[group].extend(shapes)
-        return [Group(tuple(held), settings) for held, settings in zip(names, flats.groups, strict=True)]
+        return [Group(tuple(own_names), settings) for own_names, settings in zip(names, flats.groups, strict=True)]
 
     def _in_fragments(self, name: str) -> bool:
-        """Whether a weight is one that ZeRO-3 keeps in equal pieces outside of its optimizer, as it does not train."""
+        """Return whether ZeRO-3 keeps this weight in pieces outside of the optimizer, since it is not trained."""
         return self.stage == 3 and name not in self._slots and name not in self.buffers
 
-    def _take(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        entry, files = self.entries[name], self._files
+    def _read_range(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
+        """Read elements of a weight or state from where this stage keeps them."""
+        entry = self.entries[name]
+        files = self._files
+        # Untrained weights of ZeRO-3 lie in pieces in the model files of all ranks.
         if key is None and self._in_fragments(name):
             fragments = (read_field(archive, Tensor, "frozen_param_fragments", name) for archive in files.model)
             return self._assemble(name, (piece.detach().reshape(-1) for piece in fragments), entry.dtype, start, stop)
+        # Without a master the module holds the weight.
         if key is None and (name not in self._slots or files.flats(0).masters is None):
             return self._in_module(name, start, stop).clone()
+        # All else lies in the slots of the flats.
         pieces = (files.flats(slot.rank).flat(slot.group, key)[slot.start : slot.stop] for slot in self._slots[name])
-        taken = self._assemble(name, pieces, entry.dtype if key is None else entry.states[key], start, stop)
+        values = self._assemble(name, pieces, entry.dtype if key is None else entry.states[key], start, stop)
         if key is None and self.stage < 3:
-            self._check_copy(name, taken, start, stop)
-        return taken
+            self._check_copy(name, values, start, stop)
+        return values
 
     def _assemble(self, name: str, pieces: Iterable[Tensor], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Elements start..stop of what `pieces` are end to end."""
+        """Return elements [start, stop) of pieces that lie end to end."""
         out = torch.empty(stop - start, dtype=dtype)
         position = 0
         for piece in pieces:
             if piece.dtype != dtype:
                 raise ValueError(f"{self.folder}: the ranks hold {name} as {piece.dtype} and as {dtype}")
-            first, last = max(start - position, 0), min(stop - position, piece.numel())
-            if first < last:
-                out[position + first - start : position + last - start] = piece[first:last]
+            low = max(start - position, 0)
+            high = min(stop - position, piece.numel())
+            if low < high:
+                out[position + low - start : position + high - start] = piece[low:high]
             position += piece.numel()
         if position < stop:
             raise ValueError(f"{self.folder}: the pieces of {name} are smaller than its shape; it is damaged")
         return out
 
     def _in_module(self, name: str, start: int, stop: int) -> Tensor:
+        """Return a view of elements [start, stop) of the module's own tensor."""
         tensor: Tensor = read_field(self._first, Tensor, "module", name)
         return tensor.detach().reshape(-1)[start:stop]
 
     def _check_copy(self, name: str, master: Tensor, start: int, stop: int) -> None:
+        """Raise ValueError unless elements of a master are those of the module, rounded to its dtype."""
+        # DeepSpeed's 16-bit constructors of stage 0 step once and leave master and weight apart.
         if self.stage == 0 and self.step == 0:
-            return  # DeepSpeed's 16-bit stage-0 constructors step once and leave master and weight apart
+            return
         copy = self._in_module(name, start, stop)
-        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):  # NaN and -0.0 count too
+        # Bytes are compared, so that NaN and -0.0 count too.
+        if not torch.equal(master.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)):
             raise ValueError(
                 f"{self._first.path}: {name} is not what {self._files.state_file(0).path.name} and its peers "
                 "hold; the files are of different steps or runs, use another checkpoint"

@@ -1,7 +1,7 @@
-"""Which weights the files of a checkpoint hold, and in which slots of which flats: names, shapes and sizes only.
+"""Names and shapes of a checkpoint's weights, and the slots of flats that hold their elements.
 
-A *flat* is one rank's one-dimensional fp32 partition of an optimizer group (ZeRO-1/2), of a sub-group (ZeRO-3), or the
-whole of a group or a parameter (stage 0). The offline twin of `zero/shard.py`.
+A *flat* is one rank's one-dimensional fp32 partition of an optimizer group (ZeRO-1/2) or of a sub-group (ZeRO-3), or a
+full group or parameter (stage 0). This is the offline counterpart of `zero/shard.py`, and reads no element.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Slot:
 
 
 def read_aliases(files: RankFiles, module: dict[str, Any]) -> dict[str, str]:
-    """Tied weights: name without data -> name that holds it."""
+    """Return the tied weights: name without data -> name that holds it."""
     if files.stage:
         return dict(read_field(files.model[0], dict, "shared_params"))
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    first_name: dict[tuple[int, tuple[int, ...]], str] = {}
     aliases = {}
     for name, tensor in module.items():
         if isinstance(tensor, Tensor) and tensor.numel():
-            source = seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
+            source = first_name.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
             if source != name:
                 aliases[name] = source
     return aliases
 
 
 def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict[str, Any]) -> FlatShapes:
-    """What lies in the flats of every rank."""
+    """Return the names and shapes of the weights in each flat; they are the same on every rank."""
     if files.stage == 0:
         return stage0_names(files.model[0], files.flats(0), _shapes(module), forge_state)
     groups = read_field(files.model[0], list, "param_shapes")
@@ -53,8 +53,13 @@ def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict
 
 
 def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[Slot]]:
-    """Where the elements of every weight lie, all inside of the flats that are there."""
-    first, masters = files.model[0], files.flats(0).masters
+    """Return the slots of every weight's elements.
+
+    Raises:
+        ValueError: the ranks' partitions are not what the model file names.
+    """
+    first = files.model[0]
+    masters = files.flats(0).masters
     if masters is not None and len(masters) != len(flat_shapes):
         raise ValueError(
             f"{files.state_file(0).path}: has {len(masters)} partitions, {first.path.name} names {len(flat_shapes)}"
@@ -76,26 +81,38 @@ def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[Slot
 def read_shapes(
     files: RankFiles, module: dict[str, Any], flat_shapes: FlatShapes, without: set[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Full shapes of all weights and buffers but `without`, in the order of the module. Raises ValueError where module
-    and optimizer give a weight different shapes."""
+    """Return the full shapes of all weights and buffers but `without`, in the order of the module.
+
+    Raises:
+        ValueError: module and optimizer give a weight different shapes.
+    """
     first = files.model[0]
-    held = _shapes(module)
-    if files.stage == 3:  # where the module holds pieces of its weights
-        buffers = {name: held[name] for name in read_field(first, list, "buffer_names") if name in held}
+    shapes = _shapes(module)
+    # At stage 3 the module holds pieces of its weights.
+    if files.stage == 3:
+        buffers = {name: shapes[name] for name in read_field(first, list, "buffer_names") if name in shapes}
         frozen = first.content.get("frozen_param_shapes") or {}
-        held = {name: shape for group in flat_shapes for name, shape in group.items()}
-        held |= {name: tuple(shape) for name, shape in frozen.items()} | buffers
+        shapes = {name: shape for group in flat_shapes for name, shape in group.items()}
+        shapes |= {name: tuple(shape) for name, shape in frozen.items()} | buffers
     for name, shape in (item for group in flat_shapes for item in group.items()):
-        if held.get(name) != shape:
-            raise ValueError(f"{first.path}: {name} is {held.get(name)} in the module, {shape} in the optimizer")
+        if shapes.get(name) != shape:
+            raise ValueError(f"{first.path}: {name} is {shapes.get(name)} in the module, {shape} in the optimizer")
+    # Names that the module does not have come last.
     order = {name: position for position, name in enumerate(module)}
-    names = sorted(held.keys() - without, key=lambda name: (order.get(name, len(order)), name))
-    return {name: held[name] for name in names}
+    names = sorted(shapes.keys() - without, key=lambda name: (order.get(name, len(order)), name))
+    return {name: shapes[name] for name in names}
 
 
 def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: int) -> dict[str, list[Slot]]:
-    """ZeRO-3 cuts every weight by itself into `world_size` equal pieces, the last ones padded. Sub-groups are names
-    and full shapes in the order of their flats. Slots end to end are the flat weight; padding is left out."""
+    """Return the slots of every weight under ZeRO-3, which cuts each into `world_size` equal pieces.
+
+    Args:
+        sub_groups: names and full shapes of each sub-group, in the order of its flat.
+        world_size: number of ranks.
+
+    Returns:
+        Slots of each weight, which end to end are the flat weight; the padding of the last pieces is left out.
+    """
     slots: dict[str, list[Slot]] = {}
     for group, shapes in enumerate(sub_groups):
         offset = 0
@@ -114,12 +131,12 @@ def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: i
 def zero12_slots(
     groups: Sequence[Mapping[str, Sequence[int]]], paddings: Sequence[Sequence[int]], partitions: Sequence[int]
 ) -> dict[str, list[Slot]]:
-    """ZeRO-1/2 lay the weights of a group end to end and cut the whole into equal partitions.
+    """Return the slots of every weight under ZeRO-1/2, which lay a group end to end and cut it into equal partitions.
 
     Args:
         groups: names and full shapes in the order of each group's flat (with `round_robin_gradients`, the saved order).
-        paddings: elements of alignment after each weight of each group.
-        partitions: elements of one rank's partition of each group, padding included.
+        paddings: number of alignment elements after each weight of each group.
+        partitions: number of elements of one rank's partition of each group, padding included.
     """
     slots: dict[str, list[Slot]] = {}
     for group, (shapes, gaps, partition) in enumerate(zip(groups, paddings, partitions, strict=True)):
@@ -132,13 +149,13 @@ def zero12_slots(
 
 
 def whole_slots(flats: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[Slot]]:
-    """Stage 0 holds everything on every rank, in flats of one or of several weights."""
+    """Return the slots of every weight at stage 0, where every rank holds all flats, of one or several weights each."""
     sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in flats]
     return zero12_slots(flats, [[0] * len(shapes) for shapes in flats], sizes)
 
 
 def _cut(group: int, start: int, stop: int, partition: int) -> list[Slot]:
-    """The run [start, stop) of a whole group, cut at multiples of `partition`."""
+    """Return the slots of the elements [start, stop) of a group that is cut at multiples of `partition`."""
     slots = []
     while start < stop:
         rank = start // partition
@@ -149,18 +166,19 @@ def _cut(group: int, start: int, stop: int, partition: int) -> list[Slot]:
 
 
 def _shapes(module: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a module's state dict."""
     return {name: tuple(value.shape) for name, value in module.items() if isinstance(value, Tensor)}
 
 
 def _check_flats(files: RankFiles, slots: dict[str, list[Slot]]) -> None:
-    """Every slot lies inside the flat it points into, and all masters have one dtype, as DeepSpeed has them."""
+    """Raise ValueError unless every slot lies inside its flat and all masters have one dtype."""
     masters = [m for rank in range(max(1, len(files.optimizer))) for m in files.flats(rank).masters or ()]
     if len(dtypes := sorted({str(master.dtype) for master in masters})) > 1:
         raise ValueError(f"{files.folder}: its masters are of several dtypes, {', '.join(dtypes)}; it was changed")
-    for name, slot in ((name, slot) for name, held in slots.items() for slot in held):
-        held = files.flats(slot.rank).masters
-        if held is not None and held[slot.group].numel() < slot.stop:
+    for name, slot in ((name, slot) for name, own_slots in slots.items() for slot in own_slots):
+        flats = files.flats(slot.rank).masters
+        if flats is not None and (numel := flats[slot.group].numel()) < slot.stop:
             raise ValueError(
-                f"{files.state_file(slot.rank).path}: its partition {slot.group} has {held[slot.group].numel()} "
-                f"elements, {name} needs {slot.stop}; the file does not belong to {files.model[0].path.name}"
+                f"{files.state_file(slot.rank).path}: its partition {slot.group} has {numel} elements, {name} needs "
+                f"{slot.stop}; the file does not belong to {files.model[0].path.name}"
             )

@@ -33,40 +33,42 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SAMPLES, _SAMPLE = 8, 2**10
-"""A large tensor is hashed in so many samples of so many bytes."""
+_SAMPLES = 8
+"""Number of samples of a large tensor that are hashed."""
+_SAMPLE_BYTES = 2**10
+"""Size of a sample."""
 _OTHER_WEIGHTS = re.compile(
     r"pytorch_model.*\.bin|.+\.(?:pt|pth|ckpt|gguf|h5|msgpack)|(?:consolidated|adapter_model).*\.safetensors"
 )
-"""Files with weights in other forms, or under other names."""
+"""Names of files with weights that are not read here."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a tensor will be, before it is there."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor as they are in a file; no copy where it is contiguous."""
+    """Return the bytes of a tensor as in a file, without a copy if it is contiguous."""
     view: memoryview = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes."""
+    """Return the sha256 of a tensor's bytes."""
     return hashlib.sha256(tensor_bytes(tensor)).hexdigest()
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file's bytes."""
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:
@@ -84,29 +86,31 @@ class TensorFolder:
         self.folder = Path(folder)
         index = self.folder / f"{stem}.safetensors.index.json"
         single = self.folder / f"{stem}.safetensors"
-        held: dict[str, dict[str, TensorSpec]] = {}
+        specs_of_file: dict[str, dict[str, TensorSpec]] = {}
         if index.is_file() and single.is_file():
             raise ValueError(
                 f"{self.folder}: has both {single.name} and {index.name}, of which one is left from an earlier save: "
                 "transformers loads the first, other tools the files of the second; remove what is old"
             )
         check_links(self.folder)
+        # An index names the file of every tensor; without one there is one file.
         if index.is_file():
             files = read_weight_map(index)
             for file in sorted(set(files.values())):
-                held[file] = _read_specs(self.folder / file)
+                specs_of_file[file] = _read_specs(self.folder / file)
         elif single.is_file():
-            held[single.name] = _read_specs(single)
-            files = dict.fromkeys(held[single.name], single.name)
+            specs_of_file[single.name] = _read_specs(single)
+            files = dict.fromkeys(specs_of_file[single.name], single.name)
         else:
             raise ValueError(f"{self.folder}: no {single.name} and no {index.name} in it{_cure(self.folder, stem)}")
         self.files: dict[str, str] = files
+        """Name of the file of every tensor."""
         self.specs: dict[str, TensorSpec] = {}
         """Shape and dtype of every tensor, in the order of the files."""
         for name, file in files.items():
-            if name not in held[file]:
+            if name not in specs_of_file[file]:
                 raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
-            self.specs[name] = held[file][name]
+            self.specs[name] = specs_of_file[file][name]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,19 +118,19 @@ class TensorFolder:
         return {name: spec.shape for name, spec in self.specs.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, in memory of its own."""
+        """Read one tensor into memory of its own."""
         return self._mapped(name).clone()
 
     def read_slice(self, name: str, start: int, stop: int) -> Tensor:
-        """(stop - start,) elements of a flat tensor, in memory of their own; no other bytes are read."""
+        """Read (stop - start,) elements of a flattened tensor into memory of their own, and no other bytes."""
         return self._mapped(name).reshape(-1)[start:stop].clone()
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
-        """One tensor as chunks of `elements`, (n,) each, which lie in the mapped file: they are read only."""
+        """Yield one tensor in flat chunks of `elements`, as views of the mapped file. Do not write to them."""
         yield from self._mapped(name).reshape(-1).split(elements)
 
     def _mapped(self, name: str) -> Tensor:
-        """A tensor in the mapped file, which stays mapped as long as the tensor is there."""
+        """Return a tensor in the mapped file, which stays mapped as long as the tensor lives."""
         if name not in self.specs:
             raise ValueError(f"{self.folder}: holds no tensor {name!r}")
         with _opened(self.folder / self.files[name]) as file:
@@ -137,7 +141,7 @@ class TensorFolder:
 def fingerprint_weights(folder: Path) -> str:
     """Return a hash of names, dtypes, shapes and samples of all tensors of a folder, however they lie in files.
 
-    Small tensors are hashed whole, of large ones some bytes from beginning to end: training changes all of a weight.
+    Small tensors are hashed in full, large ones in samples from beginning to end: training changes all of a weight.
 
     Raises:
         ValueError: a file cannot be read.
@@ -148,17 +152,19 @@ def fingerprint_weights(folder: Path) -> str:
         path = folder / file
         try:
             with path.open("rb") as content:
+                # The header has the offsets of every tensor.
                 header = int.from_bytes(content.read(8), "little")
                 entries = json.loads(content.read(header))
-                for name in (name for name, of in tensors.files.items() if of == file):
+                for name in (name for name, file_of_name in tensors.files.items() if file_of_name == file):
                     entry = entries[name]
                     start, stop = (8 + header + offset for offset in entry["data_offsets"])
-                    spread = max(0, stop - start - _SAMPLE)
-                    places = [start + spread * part // (_SAMPLES - 1) for part in range(_SAMPLES)]
+                    # Samples are spread evenly; those of a small tensor overlap and cover it.
+                    spread = max(0, stop - start - _SAMPLE_BYTES)
+                    positions = {start + spread * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
                     digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                    for place in sorted(set(places)):
-                        content.seek(place)
-                        digest.update(content.read(min(_SAMPLE, stop - place)))
+                    for position in sorted(positions):
+                        content.seek(position)
+                        digest.update(content.read(min(_SAMPLE_BYTES, stop - position)))
                     digests[name] = digest.hexdigest()
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error})") from None
@@ -172,23 +178,24 @@ def unread_weight_files(folder: Path) -> list[str]:
 
 
 def _cure(folder: Path, stem: str) -> str:
-    """Return what to do about a folder without readable tensors."""
-    others = unread_weight_files(folder) if stem == "model" else []
-    if not others:
+    """Return what to do about a folder without readable tensors, as the end of a message."""
+    unread = unread_weight_files(folder) if stem == "model" else []
+    if not unread:
         return "; give an exported model"
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
     return (
-        f", but {others[0]}{more}, which is not read here: weights are read from safetensors files alone, which cannot "
+        f", but {unread[0]}{more}, which is not read here: weights are read from safetensors files alone, which cannot "
         "run code; load it with transformers and write a new folder with save_pretrained"
     )
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; the safetensors library judges whether it is one."""
+    """Yield an open safetensors file. Raises ValueError for any other file."""
     try:
+        # Reading a pipe or a device might never end.
         if path.exists() and not path.is_file():
-            raise OSError("it is not a file")  # a pipe or a device might never end
+            raise OSError("it is not a file")
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
@@ -196,7 +203,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _read_specs(path: Path) -> dict[str, TensorSpec]:
-    """What a file holds, in the order of its bytes."""
+    """Return shape and dtype of every tensor in a file, in the order of its bytes."""
     specs = {}
     with _opened(path) as file:
         for name in file.offset_keys():

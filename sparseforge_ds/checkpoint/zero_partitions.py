@@ -1,4 +1,4 @@
-"""The flat fp32 partitions and their optimizer states inside one rank's file, whatever the ZeRO stage calls them."""
+"""The flat fp32 partitions of one rank's file and their optimizer states, which each ZeRO stage names differently."""
 
 from __future__ import annotations
 
@@ -16,37 +16,42 @@ Number = int | float
 
 @dataclass(frozen=True)
 class RankPartitions:
-    """What one rank saved."""
+    """Partitions and optimizer states that one rank saved."""
 
     masters: list[Tensor] | None
-    """fp32 (or bf16) master of each flat; None at stage 0 in fp32, where the module's weights are the masters."""
+    """Master of each flat, fp32 or bf16; None at stage 0 in fp32, where the module's weights are the masters."""
     states: list[dict[str, Any]]
+    """Optimizer state of each flat."""
     groups: list[dict[str, Any]]
     """The inner optimizer's param groups: hyperparameters and our own keys, without the parameters."""
     group_of_flat: list[int]
     """Index into `groups` of each flat."""
 
     def flat(self, index: int, key: str | None) -> Tensor:
-        """(n,) elements of a flat: of its master (`key` None) or of one of its states."""
+        """Return the (n,) elements of a flat's state, or of its master if `key` is None."""
         if key is not None:
             return self.states[index][key].detach().reshape(-1)
         assert self.masters is not None
         return self.masters[index].detach().reshape(-1)
 
     def step(self) -> list[float | None]:
-        """The optimizer step of each flat, where the optimizer counts per flat."""
-        return [_number(step) if (step := state.get("step")) is not None else None for state in self.states]
+        """Return the optimizer step of each flat; None if the optimizer does not count per flat."""
+        return [_step_number(step) if (step := state.get("step")) is not None else None for state in self.states]
 
 
-def _number(step: Any) -> float:
+def _step_number(step: Any) -> float:
+    """Return the number in a state's `step`, or raise TypeError."""
     if not (step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))):
         raise TypeError(f"the step of a state is {str(step)[:80]}")
     return float(step)
 
 
 def read_field(archive: PtFile, kind: type, *keys: str) -> Any:
-    """`content[key][key]...` of a file, of a given type. Raises ValueError where there is no such entry, or it is
-    something else."""
+    """Return `content[key][key]...` of a file.
+
+    Raises:
+        ValueError: there is no such entry, or it is not a `kind`.
+    """
     value: Any = archive.content
     for depth, key in enumerate(keys):
         if not isinstance(value, dict) or key not in value:
@@ -58,7 +63,7 @@ def read_field(archive: PtFile, kind: type, *keys: str) -> Any:
 
 
 def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
-    """The ZeRO stage that wrote a checkpoint."""
+    """Return the ZeRO stage of the run that saved a checkpoint."""
     if optimizer is None:
         read_field(model, dict, "optimizer")
         return 0
@@ -69,11 +74,13 @@ def read_stage(model: PtFile, optimizer: PtFile | None) -> int:
             raise ValueError(f"{optimizer.path}: unknown ZeRO stage {stage}")
         return stage
     read_field(optimizer, list, "optimizer_state_dict", "single_partition_of_fp32_groups")
-    return 1  # BF16_Optimizer does not write its stage and is only used at stage 1
+    # BF16_Optimizer does not write its stage, and is used at stage 1 only.
+    return 1
 
 
 def read_flats(archive: PtFile, stage: int) -> RankPartitions:
-    """Find masters and states in the optimizer file of a rank (stages 1 to 3) or in the model file (stage 0)."""
+    """Read masters and states from the optimizer file of a rank (stages 1 to 3) or from the model file (stage 0)."""
+    # Each stage has keys of its own.
     if stage == 0:
         outer_keys: tuple[str, ...] = ("optimizer",)
         outer = read_field(archive, dict, "optimizer")
@@ -86,13 +93,17 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
         masters_key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         masters = read_field(archive, list, *outer_keys, masters_key)
     states_by_index = read_field(archive, dict, *inner_keys, "state")
-    groups, indices, group_of_flat = [], [], []
+    # Param groups, without the numbers of their parameters.
+    groups = []
+    indices = []
+    group_of_flat = []
     for number, group in enumerate(read_field(archive, list, *inner_keys, "param_groups")):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise ValueError(f"{archive.path}: param group {number} is damaged")
         groups.append({key: value for key, value in group.items() if key != "params"})
         indices.extend(group["params"])
         group_of_flat.extend([number] * len(group["params"]))
+    # Every flat has a master and a state.
     if masters is not None and (len(masters) != len(indices) or not all(isinstance(m, Tensor) for m in masters)):
         raise ValueError(f"{archive.path}: holds {len(masters)} fp32 partitions for {len(indices)} optimizer states")
     states = [states_by_index.get(index, {}) for index in indices]
@@ -102,8 +113,10 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
 
 
 def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
-    """Elements of this rank's partition of each group, padding included. DeepSpeedZeroOptimizer cuts the padding off
-    before it saves, BF16_Optimizer does not."""
+    """Return the number of elements of this rank's partition of each group, padding included.
+
+    DeepSpeedZeroOptimizer cuts the padding off before it saves; BF16_Optimizer does not.
+    """
     assert flats.masters is not None
     outer = read_field(archive, dict, "optimizer_state_dict")
     paddings = read_field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None
@@ -113,7 +126,7 @@ def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
 
 
 def zero12_alignment(archive: PtFile, groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
-    """Elements of alignment after each weight of each group (`parameter_alignment`), mostly 0."""
+    """Return the number of alignment elements after each weight of each group (`parameter_alignment`), mostly 0."""
     gaps = read_field(archive, dict, "optimizer_state_dict").get("param_alignment_paddings")
     if gaps is None:
         return [[0] * len(group) for group in groups]
@@ -125,46 +138,48 @@ def zero12_alignment(archive: PtFile, groups: list[dict[str, tuple[int, ...]]]) 
 def stage0_names(
     archive: PtFile, flats: RankPartitions, shapes: dict[str, tuple[int, ...]], forge_state: dict[str, Any]
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes in each flat of a stage-0 checkpoint.
+    """Return the names and shapes in each flat of a stage-0 checkpoint.
 
-    DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. In a checkpoint
-    that was saved without it flats stay nameless, and all weights are read from the module.
+    DeepSpeed saves no names at stage 0; our client state lists those of every param group, in order. Without a client
+    state the flats have no names, and all weights are read from the module.
     """
     if not forge_state:
         return [{} for _ in flats.group_of_flat]
     named: list[dict[str, tuple[int, ...]]] = [{} for _ in flats.group_of_flat]
     for number, names in enumerate(_group_names(archive, flats, forge_state)):
-        held = [index for index, group in enumerate(flats.group_of_flat) if group == number]
+        indices = [index for index, group in enumerate(flats.group_of_flat) if group == number]
         # A flat is one weight, or all weights of its group end to end.
-        parts = [[name] for name in names] if len(held) == len(names) else [names]
-        if len(held) != len(parts) or not shapes.keys() >= set(names):
+        names_of_flat = [[name] for name in names] if len(indices) == len(names) else [names]
+        if len(indices) != len(names_of_flat) or not shapes.keys() >= set(names):
             raise ValueError(f"{archive.path}: group {number} of its client state does not fit its optimizer state")
-        for index, part in zip(held, parts, strict=True):
-            named[index] = {name: shapes[name] for name in part}
+        for index, flat_names in zip(indices, names_of_flat, strict=True):
+            named[index] = {name: shapes[name] for name in flat_names}
+            # The flat has as many elements as its weights.
             numel = sum(math.prod(shape) for shape in named[index].values())
             if flats.masters is not None:
                 sizes = {flats.masters[index].numel()}
             else:
                 sizes = {v.numel() for v in flats.states[index].values() if isinstance(v, Tensor) and v.dim()}
             if sizes - {numel}:
-                raise ValueError(f"{archive.path}: {part} of its client state do not fit their optimizer state")
+                raise ValueError(f"{archive.path}: {flat_names} of its client state do not fit their optimizer state")
     return named
 
 
 def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
-    """Names of the weights of each param group, of which those marked as prunable hold the listed weights."""
-    listed, groups = forge_state.get("weights", []), forge_state.get("groups")
+    """Return the names of each param group's weights; the groups marked as prunable hold the prunable weights."""
+    listed = forge_state.get("weights", [])
+    groups = forge_state.get("groups")
     if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
         raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
     if not isinstance(groups, list) or not all(
         isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
     ):
         raise ValueError(f"{archive.path}: the list of groups in its client state is damaged")
-    every = [name for group in groups for name in group]
-    marked = [g for g, held in zip(groups, flats.groups, strict=False) if held.get("sparseforge") == "prunable"]
+    names = [name for group in groups for name in group]
+    marked = [g for g, saved in zip(groups, flats.groups, strict=False) if saved.get("sparseforge") == "prunable"]
     if (
         len(groups) != len(flats.groups)
-        or len(set(every)) != len(every)
+        or len(set(names)) != len(names)
         or sorted(name for group in marked for name in group) != sorted(weight["name"] for weight in listed)
     ):
         raise ValueError(f"{archive.path}: the groups in its client state are not those of its optimizer")
@@ -172,6 +187,7 @@ def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, 
 
 
 def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | None:
+    """Return the masters of a 16-bit run at stage 0; None for fp32."""
     if "fp32_groups_flat" in outer:
         return list(read_field(archive, list, "optimizer", "fp32_groups_flat"))
     if "fp32_groups" in outer:
@@ -180,7 +196,7 @@ def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | No
 
 
 def element_states(state: dict[str, Any], numel: int) -> dict[str, torch.dtype]:
-    """The dtype of each entry of a flat's state that holds one value per element."""
+    """Return the dtype of each entry of a flat's state that holds one value per element."""
     return {
         key: value.dtype
         for key, value in state.items()
@@ -189,7 +205,7 @@ def element_states(state: dict[str, Any], numel: int) -> dict[str, torch.dtype]:
 
 
 def number_states(state: dict[str, Any]) -> dict[str, Number]:
-    """The entries of a flat's state that are one number: tensors become floats, numbers stay what they are."""
+    """Return the entries of a flat's state that are one number; tensors become floats."""
     numbers: dict[str, Number] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
@@ -200,15 +216,15 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
 
 
 def read_loss_scale(archive: PtFile, stage: int) -> dict[str, Number] | None:
-    """The state of a dynamic fp16 loss scale; None where the scale is fixed or there is none."""
+    """Return the state of a dynamic fp16 loss scale; None if the scale is fixed or there is none."""
     outer = read_field(archive, dict, "optimizer" if stage == 0 else "optimizer_state_dict")
-    held = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
-    if not (outer.get("dynamic_loss_scale") if stage == 0 else held.get("dynamic")):
+    scaler = outer if stage == 0 else getattr(outer.get("loss_scaler"), "__dict__", {})
+    if not (outer.get("dynamic_loss_scale") if stage == 0 else scaler.get("dynamic")):
         return None
     keys = {"scale": "cur_scale", "iteration": "cur_iter", "last_overflow": "last_overflow_iter"}
     if stage:
         keys["hysteresis"] = "cur_hysteresis"
-    numbers = {name: held.get(key) for name, key in keys.items()}
+    numbers = {name: scaler.get(key) for name, key in keys.items()}
     for name, value in numbers.items():
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError(f"{archive.path}: the {name} of its loss scale is {value!r}")

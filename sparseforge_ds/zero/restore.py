@@ -154,10 +154,10 @@ class _Reader:
                     f"{self.where}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
                     "saved run; train what that run trained, or start a fresh run from its weights with --model"
                 )
-            if others := entries[self.source[name]].others:
+            if indivisible := entries[self.source[name]].indivisible:
                 raise ValueError(
-                    f"{self.where}: the optimizer state {others[0]!r} of {name} has not one value per element and is "
-                    "no number; continue with an optimizer like AdamW"
+                    f"{self.where}: the optimizer state {indivisible[0]!r} of {name} has not one value per element and "
+                    "is no number; continue with an optimizer like AdamW"
                 )
         for name in self.layout.untrained():
             if self.source[name] in self.group_of:
