@@ -1,4 +1,4 @@
-"""Where tensors live: the plumbing between DeepSpeed and the equations of `mask/`. There is no equation here.
+"""Shards, states and hooks that connect DeepSpeed with the equations of `mask/`. There is no equation here.
 
 A weight's journey through one optimizer step, on every ZeRO stage and at every world size, while masks move:
 
@@ -16,15 +16,18 @@ A weight's journey through one optimizer step, on every ZeRO stage and at every 
 Once masks are frozen the master is W: gradients of pruned weights are zeroed before their norm is taken, and nothing is
 published.
 
-shard       which elements of which weight this rank holds, and the ranks' collectives
-deepspeed_layouts  a shard map for each of DeepSpeed's optimizers: the only code that reads their layout
-refuse      engine settings under which the journey would break, as errors at attach time
-state       W, mask and curvature as optimizer state, and the one bit a weight that is left once masks are frozen
-step_hooks  the two hooks around the inner optimizer's step
-gradient_hooks  zeroes gradients of frozen pruned weights before their norm is taken
-restore     an engine of any layout filled from a checkpoint of any layout
-halo        groups that a shard boundary cuts
-matrices    one table of sums for all matrices
-layer_hooks what linear layers see and receive during a pass
-probe       an extra forward and backward that leaves no trace
+shard               elements of each weight on this rank, and the ranks' collectives
+deepspeed_layouts   shards of each of DeepSpeed's optimizers: the only code that reads their memory layout
+refuse              engines under which the journey would break, refused at attach time
+state               W, mask and curvature as optimizer state; one bit a weight once masks are frozen
+step_hooks          the two hooks around the inner optimizer's step
+gradient_hooks      zeros gradients of frozen pruned weights before their norm is taken
+engine_checkpoints  the engine's own save and load, with our state
+restore             an engine of any layout filled from a checkpoint of any layout
+halo                exchange of the missing members of groups that a shard boundary cuts
+matrices            one table of sums for all matrices
+layer_hooks         inputs and output gradients of linear layers during a pass
+expert_hooks        the same for fused experts, expert by expert
+probe               extra passes that leave no trace
+full_parameters     parameters in full on every rank, and back to shards
 """

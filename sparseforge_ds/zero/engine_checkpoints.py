@@ -1,8 +1,8 @@
-"""The engine's own `save_checkpoint` and `load_checkpoint`, so that a run is saved and continued as a whole by whoever
-calls them: an own loop, accelerate's `save_state` and `load_state`, transformers' Trainer.
+"""Saving and loading of a run through the engine's own `save_checkpoint` and `load_checkpoint`.
 
-Saving is DeepSpeed's own, with one more entry of the client state. Loading is `zero.restore`, which fits any number of
-ranks and any ZeRO stage, and unpickles nothing.
+An own loop, accelerate's `save_state` and `load_state`, and transformers' Trainer call these methods, and all save and
+continue the run in full. Saving is DeepSpeed's own, with one more entry in the client state. Loading is `zero.restore`,
+which fits any number of ranks and any ZeRO stage, and unpickles nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sparseforge_ds.zero.restore import together
 from sparseforge_ds.zero.shard import ShardLayout
 
 KEY = "sparseforge"
-"""Of the client state."""
+"""Key of our entry in the client state."""
 
 
 def carry_state(
@@ -30,27 +30,28 @@ def carry_state(
     restore: Callable[[Checkpoint], None],
     require_finite: Callable[[str], None],
 ) -> None:
-    """From now on the engine's checkpoints carry a state, and loading one continues it.
+    """Replace the engine's `save_checkpoint` and `load_checkpoint`, so that checkpoints carry a state.
 
     Args:
-        layout: of the engine.
-        state_dict: what is saved; called on all ranks.
-        restore: continues from a checkpoint whose bytes are as they were saved; called on all ranks.
-        require_finite: raises, on all ranks, where the weights are lost; takes what its message ends with.
+        layout: shard map of the engine.
+        state_dict: function that returns the state to save; called on all ranks.
+        restore: function that continues from a checkpoint with intact bytes; called on all ranks.
+        require_finite: function that raises, on all ranks, if weights are not finite; it gets the end of the message.
     """
     engine = layout.engine
-    save, load = engine.save_checkpoint, engine.load_checkpoint
+    save = engine.save_checkpoint
+    load = engine.load_checkpoint
 
     @functools.wraps(save)
     def save_checkpoint(
         save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        given = client_state or {}
-        require_finite(_what_stays(layout, Path(save_dir)))
-        carried = given if KEY in given else {**given, KEY: state_dict()}
-        leave_out = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
-        together(layout, lambda: _check_what_is_saved(layout, given, bool(leave_out)))
-        return save(str(save_dir), tag, carried, *args, **kwargs)
+        own_state = client_state or {}
+        require_finite(_describe_fallback(layout, Path(save_dir)))
+        full_state = own_state if KEY in own_state else {**own_state, KEY: state_dict()}
+        exclude_frozen = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
+        together(layout, lambda: _check_readable(layout, own_state, bool(exclude_frozen)))
+        return save(str(save_dir), tag, full_state, *args, **kwargs)
 
     @functools.wraps(load)
     def load_checkpoint(
@@ -62,8 +63,8 @@ def carry_state(
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        whole = load_module_strict and load_optimizer_states and load_lr_scheduler_states
-        if not whole or load_module_only or custom_load_fn is not None:
+        everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states
+        if not everything or load_module_only or custom_load_fn is not None:
             raise ValueError(
                 "engine.load_checkpoint: a run with masks is continued whole, with its optimizer states, its scheduler "
                 "and every weight: leave out load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
@@ -72,34 +73,38 @@ def carry_state(
             )
         checkpoint = together(layout, lambda: _read(_resolve_checkpoint(Path(load_dir), tag), layout))
         restore(checkpoint)
-        # Without the state, which is older than the forge's once training goes on: a caller saves this dict again.
+        # A caller saves this dict again, when our entry would be older than the forge's state.
         return str(checkpoint.folder), {key: value for key, value in checkpoint.client_state.items() if key != KEY}
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    engine.save_checkpoint = save_checkpoint
+    engine.load_checkpoint = load_checkpoint
 
 
-def _check_what_is_saved(layout: ShardLayout, client_state: dict[str, Any], without_frozen: bool) -> None:
-    """Raise ValueError for what could be saved and not be read again: loading unpickles nothing."""
-    if without_frozen and any(name not in layout.shards for name, _ in layout.engine.module.named_parameters()):
+def _check_readable(layout: ShardLayout, client_state: dict[str, Any], exclude_frozen: bool) -> None:
+    """Raise ValueError for a save that could not be read again, since loading unpickles nothing."""
+    if exclude_frozen and any(name not in layout.shards for name, _ in layout.engine.module.named_parameters()):
         raise ValueError(
             "engine.save_checkpoint: exclude_frozen_parameters leaves out weights without which a run with masks can "
             "be neither continued nor exported; do not set it"
         )
-    for group in layout.inner.param_groups:  # a learning rate that numpy computed is a number all the same
+    # A learning rate that numpy computed becomes a plain number.
+    for group in layout.inner.param_groups:
         numbers = {key: value for key, value in group.items() if not isinstance(value, Tensor)}
         group.update({key: value.item() for key, value in numbers.items() if hasattr(value, "item")})
     scheduler = getattr(layout.engine, "lr_scheduler", None)
-    held = {} if scheduler is None else {"the scheduler's state_dict": scheduler.state_dict()}
-    for key, value in {**{f"client_state[{key!r}]": value for key, value in client_state.items()}, **held}.items():
-        if (odd := why_unreadable(value)) is not None:
+    saved = {f"client_state[{key!r}]": value for key, value in client_state.items()}
+    if scheduler is not None:
+        saved["the scheduler's state_dict"] = scheduler.state_dict()
+    for name, value in saved.items():
+        if (reason := why_unreadable(value)) is not None:
             raise ValueError(
-                f"engine.save_checkpoint: {key} could not be read again ({odd}), since loading unpickles nothing; save "
-                "tensors, numbers and strings, and lists and dicts of these"
+                f"engine.save_checkpoint: {name} could not be read again ({reason}), since loading unpickles nothing; "
+                "save tensors, numbers and strings, and lists and dicts of these"
             )
 
 
-def _what_stays(layout: ShardLayout, save_dir: Path) -> str:
-    """Say that nothing was saved, and what is left in a folder to go back to. Collective: rank 0 looks."""
+def _describe_fallback(layout: ShardLayout, save_dir: Path) -> str:
+    """Return the end of a message: nothing was saved, and the checkpoint to go back to. Collective: rank 0 looks."""
     newest = layout.all_gather_object(_newest(save_dir) if layout.rank == 0 else None)[0]
     if newest is None:
         return f"nothing was saved, and {save_dir} holds no earlier checkpoint: begin again with a lower learning rate"
@@ -115,14 +120,14 @@ def _newest(save_dir: Path) -> Path | None:
 
 
 def _resolve_checkpoint(load_dir: Path, tag: str | None) -> Path:
-    """The checkpoint that DeepSpeed would load."""
+    """Return the checkpoint folder that DeepSpeed would load."""
     if tag is not None:
         return load_dir / tag
     return read_pointer(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
 
 
 def _read(folder: Path, layout: ShardLayout) -> Checkpoint:
-    """A checkpoint, of whose bytes every rank has compared its share with their checksums."""
+    """Open a checkpoint, after this rank has compared the bytes of its share of the files with their checksums."""
     checkpoint = Checkpoint(folder)
     for file in checkpoint.files[layout.rank :: layout.world_size]:
         file.check_bytes()

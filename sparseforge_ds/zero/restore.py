@@ -1,8 +1,8 @@
-"""Fills an engine of any layout from a checkpoint of any layout: ranks, ZeRO stage and offload may all be others.
+"""Restoring of an engine from a checkpoint of any layout: world size, ZeRO stage and offload may all differ.
 
-Every rank reads the elements that it holds, and no others, straight from the mapped files. What cannot be cut into
-elements (steps, hyperparameters, the loss scale) is the same on all ranks. Nothing is changed before all ranks have
-read everything; DeepSpeed's own `load_checkpoint`, which unpickles and knows one layout only, is not called.
+Every rank reads the elements that it holds, and no others, straight from the mapped files. State that cannot be cut
+into elements (steps, hyperparameters, the loss scale) is the same on all ranks. Nothing is changed before all ranks
+have read everything. DeepSpeed's own `load_checkpoint`, which unpickles and knows one layout only, is not called.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from sparseforge_ds.zero.shard import Shard, ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
-"""Hyperparameters that tell one kind of optimizer from another."""
+"""Hyperparameters by which kinds of optimizers differ."""
 T = TypeVar("T")
 Masks = Literal["none", "moving", "frozen"]
-"""What a checkpoint holds of masks: nothing before the first step, states while they move, zeros once frozen."""
+"""Masks in a checkpoint: none before the first step, states while they move, zeros of weights once frozen."""
 
 
 @dataclass
-class _Read:
-    """What this rank is going to hold, on the host where it is not optimizer state."""
+class _RankContent:
+    """New content of this rank. Optimizer states are on their device, all else on the host."""
 
     masters: list[Tensor]
+    """Master of each flat."""
     states: list[dict[str, Any]]
+    """Optimizer state of each flat."""
     settings: list[dict[str, Any]]
+    """Hyperparameters of each param group."""
     untrained: dict[str, Tensor]
+    """Elements on this rank of each parameter that is not trained, by name."""
     buffers: dict[str, Tensor]
+    """Persistent buffers, by name."""
 
 
 @torch.no_grad()
@@ -43,30 +48,34 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     """Put weights, optimizer state, loss scale and counters of a checkpoint into an engine. Collective.
 
     Args:
-        layout: of the engine.
-        state: of the prunable weights.
-        checkpoint: checked for damaged bytes by the caller.
-        masks: what it holds of them.
+        layout: shard map of the engine.
+        state: state of the prunable weights.
+        checkpoint: checkpoint whose bytes the caller has checked for damage.
+        masks: kind of masks in the checkpoint.
 
     Raises:
         ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
             of them cannot read it; the message names the file.
     """
-    read = together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
-    for flat, master in zip(layout.flats, read.masters, strict=True):
+    content = together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
+    # Weights, masters and buffers.
+    for flat, master in zip(layout.flats, content.masters, strict=True):
         flat.data.copy_(master)
-    for name, (_, _, own) in layout.untrained().items():
-        own.copy_(read.untrained[name])
+    for name, (_, _, part) in layout.untrained().items():
+        part.copy_(content.untrained[name])
     for name, buffer in _buffers(layout).items():
-        buffer.copy_(read.buffers[name])
+        buffer.copy_(content.buffers[name])
+    # The optimizer's state, with ours in it.
     state.reset()
-    layout.load_optimizer(read.states, read.settings)
+    layout.load_optimizer(content.states, content.settings)
+    # Loss scale, scheduler and counters.
     engine = layout.engine
     if checkpoint.loss_scale is not None:
         layout.set_loss_scale(checkpoint.loss_scale)
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
-    engine.global_steps, engine.global_samples = checkpoint.step, checkpoint.samples
+    engine.global_steps = checkpoint.step
+    engine.global_samples = checkpoint.samples
     engine.skipped_steps = checkpoint.skipped
     engine.micro_steps = checkpoint.step * engine.gradient_accumulation_steps()
     layout.push()
@@ -86,36 +95,41 @@ def together(layout: ShardLayout, work: Callable[[], T]) -> T:
 
 
 def _buffers(layout: ShardLayout) -> dict[str, Tensor]:
-    """Persistent buffers of the module, by name."""
-    found = {}
+    """Return the persistent buffers of the module, by name."""
+    buffers = {}
     for prefix, module in layout.engine.module.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 class _Reader:
-    """One rank's reading."""
+    """Reader of one rank's new content from a checkpoint."""
 
     def __init__(self, layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, masks: Masks) -> None:
         self.layout = layout
         self.state = state
         self.checkpoint = checkpoint
         self.masks = masks
-        self.where = checkpoint.folder
-        self._largest_of: dict[tuple[str, ...], dict[str, Number]] = {}
+        self.folder = checkpoint.folder
+        self._largest_scalars: dict[tuple[str, ...], dict[str, Number]] = {}
         self.group_of = {name: group for group in checkpoint.groups for name in group.names}
+        """Param group of each trained weight, by its name in the checkpoint."""
         self.shards: list[list[Shard]] = [[] for _ in layout.flats]
+        """Shards in each flat."""
         for shard in layout.shards.values():
             self.shards[shard.flat].append(shard)
-        self.source = self._sources()
+        self.source = self._match_names()
+        """Name in the checkpoint of every parameter and buffer of the model."""
 
-    def read(self) -> _Read:
-        self._check_optimizer()
+    def read(self) -> _RankContent:
+        """Read everything that this rank holds, after checks that the checkpoint fits the model and optimizer."""
+        self._check_trained()
+        self._check_masks()
         untrained = self.layout.untrained()
         indices = range(len(self.layout.flats))
-        return _Read(
+        return _RankContent(
             masters=[self._read_flat(index, None, self.layout.flats[index].dtype, "cpu") for index in indices],
             states=[self._read_state(index) for index in indices],
             settings=self._settings(),
@@ -126,87 +140,101 @@ class _Reader:
             buffers={name: self.checkpoint.weight(self.source[name]) for name in _buffers(self.layout)},
         )
 
-    def _sources(self) -> dict[str, str]:
-        """The checkpoint's name of every parameter and buffer of the model; tied weights may have another one there."""
-        shapes, aliases = self.checkpoint.shapes, self.checkpoint.aliases
-        wanted = {name: tuple(buffer.shape) for name, buffer in _buffers(self.layout).items()}
+    def _match_names(self) -> dict[str, str]:
+        """Return the checkpoint's name of every parameter and buffer of the model; tied weights may have another."""
+        saved_shapes = self.checkpoint.shapes
+        aliases = self.checkpoint.aliases
+        shapes = {name: tuple(buffer.shape) for name, buffer in _buffers(self.layout).items()}
         for name, parameter in self.layout.engine.module.named_parameters():
-            wanted[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        source = {name: name if name in shapes else aliases.get(name, name) for name in wanted}
-        for name, shape in wanted.items():
-            if (held := shapes.get(source[name])) != shape:
+            shapes[name] = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        source = {name: name if name in saved_shapes else aliases.get(name, name) for name in shapes}
+        # Both sides have the same names and shapes.
+        for name, shape in shapes.items():
+            if (saved_shape := saved_shapes.get(source[name])) != shape:
                 raise ValueError(
-                    f"{self.where}: {name} is {shape} in this model, {held or 'missing'} in the checkpoint; "
+                    f"{self.folder}: {name} is {shape} in this model, {saved_shape or 'missing'} in the checkpoint; "
                     "resume with the model of the saved run"
                 )
-        if left := sorted(shapes.keys() - set(source.values())):
-            raise ValueError(f"{self.where}: holds {left[0]}, which this model does not; resume with the saved model")
+        if left := sorted(saved_shapes.keys() - set(source.values())):
+            raise ValueError(f"{self.folder}: holds {left[0]}, which this model does not; resume with the saved model")
         if len(set(source.values())) != len(source):
-            raise ValueError(f"{self.where}: weights are tied in the checkpoint that are not tied in this model")
+            raise ValueError(f"{self.folder}: weights are tied in the checkpoint that are not tied in this model")
         return source
 
-    def _check_optimizer(self) -> None:
-        """What is trained here was trained there, by the same kind of optimizer, with states that can be cut."""
+    def _check_trained(self) -> None:
+        """Check that the saved run trained the same weights, with optimizer states that can be cut into shards.
+
+        Raises:
+            ValueError: a weight is trained in one run alone, a state cannot be cut, or one run has no scheduler.
+        """
         entries = self.checkpoint.entries
         for name in self.layout.shards:
             if self.source[name] not in self.group_of:
                 raise ValueError(
-                    f"{self.where}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
+                    f"{self.folder}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
                     "saved run; train what that run trained, or start a fresh run from its weights with --model"
                 )
             if indivisible := entries[self.source[name]].indivisible:
                 raise ValueError(
-                    f"{self.where}: the optimizer state {indivisible[0]!r} of {name} has not one value per element and "
-                    "is no number; continue with an optimizer like AdamW"
+                    f"{self.folder}: the optimizer state {indivisible[0]!r} of {name} has not one value per element "
+                    "and is no number; continue with an optimizer like AdamW"
                 )
         for name in self.layout.untrained():
             if self.source[name] in self.group_of:
-                raise ValueError(f"{self.where}: {name} was trained in the saved run and is frozen here")
-        here, there = self.layout.engine.lr_scheduler, self.checkpoint.lr_scheduler
-        if (here is None) != (there is None):
+                raise ValueError(f"{self.folder}: {name} was trained in the saved run and is frozen here")
+        scheduler = self.layout.engine.lr_scheduler
+        saved_scheduler = self.checkpoint.lr_scheduler
+        if (scheduler is None) != (saved_scheduler is None):
             raise ValueError(
-                f"{self.where}: was saved {'without' if there is None else 'with'} an lr scheduler in the engine, "
-                f"this engine has {'none' if here is None else type(here).__name__}; use the settings of the saved run"
+                f"{self.folder}: was saved {'without' if saved_scheduler is None else 'with'} an lr scheduler in the "
+                f"engine, this engine has {'none' if scheduler is None else type(scheduler).__name__}; use the "
+                "settings of the saved run"
             )
+
+    def _check_masks(self) -> None:
+        """Check that prunable weights have all states of ours while masks move, and no mask once they are frozen."""
         expected = {"moving": set(self.state.keys), "frozen": set(), "none": set()}[self.masks]
         for index in self.state.flats:
             for shard in self.shards[index]:
-                held = set(self.checkpoint.states(self.source[shard.name]))
-                if missing := expected - held:
+                saved_states = set(self.checkpoint.states(self.source[shard.name]))
+                if missing := expected - saved_states:
                     raise ValueError(
-                        f"{self.where}: holds no {', '.join(sorted(missing))} of {shard.name}; "
+                        f"{self.folder}: holds no {', '.join(sorted(missing))} of {shard.name}; "
                         "it was not saved by a run with this importance"
                     )
-                if self.masks == "frozen" and "mask" in held:
+                if self.masks == "frozen" and "mask" in saved_states:
                     raise ValueError(
-                        f"{self.where}: holds a mask of {shard.name} that was frozen before; it is inconsistent, use "
+                        f"{self.folder}: holds a mask of {shard.name} that was frozen before; it is inconsistent, use "
                         "another one"
                     )
 
     def _read_flat(self, index: int, key: str | None, dtype: torch.dtype, device: Any) -> Tensor:
-        """What a flat, or a state laid out like it, is going to hold; padding is 0.
+        """Return the new content of a flat (`key` None) or of a state laid out like it; padding is 0.
 
-        Masks may be stored in another form than here. Of a frozen run W is beside masters of 16 bits, or is the master.
+        Masks may be stored in another form than here. In a frozen run W lies beside masters of 16 bits, or is the
+        master.
         """
         out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
         for shard in self.shards[index]:
             source = self.source[shard.name]
             states = self.checkpoint.entries[source].states
+            # Either of W and the master stands for the other where the saved run had only one.
             if key == "dense" and key not in states:
-                where = None
+                saved_key = None
             elif key is None and index in self.state.flats and self.masks == "frozen" and "dense" in states:
-                where = "dense"
+                saved_key = "dense"
             else:
-                where = key
-            if shard.numel and (where is None or where in states):
-                taken = self.checkpoint.slice(source, where, shard.start, shard.stop)
-                shard.slice_of_flat(out).copy_(stored_as(values_of(taken), dtype) if key == "mask" else taken)
+                saved_key = key
+            if shard.numel and (saved_key is None or saved_key in states):
+                values = self.checkpoint.slice(source, saved_key, shard.start, shard.stop)
+                shard.slice_of_flat(out).copy_(stored_as(values_of(values), dtype) if key == "mask" else values)
         return out
 
     def _read_state(self, index: int) -> dict[str, Any]:
-        """A flat's optimizer state; empty where no weight in it had a gradient yet."""
+        """Return a flat's optimizer state; empty if no weight in it had a gradient yet."""
         entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.shards[index]]
         keys = {key for entry in entries for key in entry.states}
+        # After the freeze W is a state only beside masters of 16 bits.
         if index in self.state.flats and self.masks == "frozen":
             keys -= {"dense"}
             keys |= {"dense"} if self.layout.flats[index].dtype != torch.float32 else set()
@@ -219,11 +247,12 @@ class _Reader:
         return state
 
     def _read_scalars(self, index: int) -> dict[str, Any]:
+        """Return the optimizer states of a flat that are one number, such as `step`, in the optimizer's own form."""
         scalars: dict[str, Number] = {}
         for shard in self.shards[index]:
             source = self.source[shard.name]
             for key, value in self.checkpoint.entries[source].scalars.items():
-                # DeepSpeed's optimizers count in integers, and FusedAdam in one weight of a param group only.
+                # DeepSpeed's optimizers count in integers, FusedAdam in one weight of a param group alone.
                 value = self._largest(self.group_of[source], key) if isinstance(value, int) else value
                 scalars[key] = max(value, scalars.get(key, value))
         of_deepspeed = type(self.layout.inner).__module__.startswith("deepspeed.")
@@ -233,33 +262,38 @@ class _Reader:
         }
 
     def _largest(self, group: Group, key: str) -> Number:
-        known = self._largest_of.setdefault(group.names, {})
-        if key not in known:
+        """Return the largest value of a scalar state in a param group."""
+        cache = self._largest_scalars.setdefault(group.names, {})
+        if key not in cache:
             scalars = [self.checkpoint.entries[name].scalars for name in group.names]
-            known[key] = max(held[key] for held in scalars if key in held)
-        return known[key]
+            cache[key] = max(weight_scalars[key] for weight_scalars in scalars if key in weight_scalars)
+        return cache[key]
 
     def _settings(self) -> list[dict[str, Any]]:
-        """Learning rate and other numbers of each param group, as in the saved group of its first weight."""
+        """Return the numbers of each param group, such as its learning rate, from the saved group of its first weight.
+
+        Raises:
+            ValueError: another kind of optimizer was saved.
+        """
         settings = []
         for names, group in zip(self.layout.groups, self.layout.inner.param_groups, strict=True):
             saved = self.group_of[self.source[names[0]]].settings if names else {}
             for key in _KINDS if names else ():
                 if (key in saved) != (key in group):
                     raise ValueError(
-                        f"{self.where}: was saved with another kind of optimizer: its groups have "
+                        f"{self.folder}: was saved with another kind of optimizer: its groups have "
                         f"{'a' if key in saved else 'no'} {key}, unlike {type(self.layout.inner).__name__}"
                     )
             if bool(saved.get("amsgrad")) != bool(group.get("amsgrad")) and names:
                 raise ValueError(
-                    f"{self.where}: was saved with amsgrad = {bool(saved.get('amsgrad'))}, unlike this run"
+                    f"{self.folder}: was saved with amsgrad = {bool(saved.get('amsgrad'))}, unlike this run"
                 )
             settings.append({key: _like(saved[key], group[key]) for key in saved.keys() & group.keys()})
         return settings
 
 
 def _like(saved: Any, present: Any) -> Any:
-    """The saved number, or numbers, in the form of the present ones; flags and names stay the present ones."""
+    """Return a saved number, or tuple of numbers, in the form of the present one; flags and names stay as present."""
     if isinstance(present, tuple) and isinstance(saved, (tuple, list)):
         return tuple(saved)
     number = saved.item() if isinstance(saved, Tensor) and saved.numel() == 1 else saved
