@@ -150,7 +150,7 @@ def started_others() -> dict[str, bool]:
     return found
 
 
-def test_other_layers_dtypes_and_branches() -> None:
+def test_other_layers_dtypes_and_branches_start_alike() -> None:
     for found in run_distributed(started_others, 2):
         assert found == dict.fromkeys(OTHERS, True)
 
@@ -176,7 +176,7 @@ def refused() -> dict[str, str]:
     return said
 
 
-def test_what_cannot_be_is_refused_on_all_ranks() -> None:
+def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
     for said in run_distributed(refused, 2):
         assert "sparseforge.start needs calibration batches: call forge.start(probe)" in said["no text"], said
         assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in said["uneven"], said

@@ -130,7 +130,7 @@ def steps_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(w, n) for w, names in WORLD_SIZES.items() for n in names])
-def test_equals_the_gathered_model(saved: Any, world_size: int, name: str) -> None:
+def test_weights_are_those_of_the_gathered_model(saved: Any, world_size: int, name: str) -> None:
     folder, truth = saved[world_size][0], saved[world_size][1][name]
     checkpoint = Checkpoint(folder / name)
     assert (checkpoint.stage, checkpoint.world_size, checkpoint.step) == (CASES[name]["stage"], world_size, 2)
@@ -186,7 +186,7 @@ def test_threads_read_what_one_reads(saved: Any, name: str, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "groups", [3, ["a.weight"], [[*PRUNABLE]], [[*PRUNABLE], ["emb.weight"], ["emb.weight"]], [[], [*PRUNABLE], []]]
 )
-def test_damaged_names_of_groups(saved: Any, tmp_path: Path, groups: object) -> None:
+def test_damaged_names_of_groups_are_refused(saved: Any, tmp_path: Path, groups: object) -> None:
     shutil.copytree(saved[2][0] / "stage0-fp32", tmp_path / "names")
     file = tmp_path / "names" / "mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)
@@ -196,7 +196,7 @@ def test_damaged_names_of_groups(saved: Any, tmp_path: Path, groups: object) -> 
         Checkpoint(tmp_path / "names")
 
 
-def test_the_newest_is_found(saved: Any, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_found(saved: Any, tmp_path: Path) -> None:
     for step in (2, 1000000):
         shutil.copytree(saved[2][0] / "stage3-fp32", tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
     (tmp_path / "run" / "checkpoints" / "step_9000000.tmp").mkdir()
@@ -214,7 +214,7 @@ def test_the_newest_is_found(saved: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["optim", "model"])
-def test_files_of_different_steps(steps_folder: Path, tmp_path: Path, stage: int, kind: str) -> None:
+def test_files_of_different_steps_are_refused(steps_folder: Path, tmp_path: Path, stage: int, kind: str) -> None:
     shutil.copytree(steps_folder / f"stage{stage}-2", tmp_path / "mixed")
     file = sorted((tmp_path / "mixed").glob(f"*_{kind}_states.pt"))[-1]
     shutil.copy(steps_folder / f"stage{stage}-1" / file.name, file)
@@ -225,7 +225,7 @@ def test_files_of_different_steps(steps_folder: Path, tmp_path: Path, stage: int
 
 
 @pytest.mark.parametrize("name", ["stage1-bf16", "stage3-fp32"])
-def test_missing_rank(saved: Any, tmp_path: Path, name: str) -> None:
+def test_a_missing_file_of_a_rank_is_named(saved: Any, tmp_path: Path, name: str) -> None:
     for index in range(2):
         folder = tmp_path / str(index)
         shutil.copytree(saved[2][0] / name, folder)
@@ -234,7 +234,7 @@ def test_missing_rank(saved: Any, tmp_path: Path, name: str) -> None:
             Checkpoint(folder)
 
 
-def test_other_world_size(saved: Any, tmp_path: Path) -> None:
+def test_files_of_another_world_size_are_refused(saved: Any, tmp_path: Path) -> None:
     shutil.copytree(saved[3][0] / "stage2-fp32", tmp_path / "mixed")
     for file in (saved[2][0] / "stage2-fp32").glob("*.pt"):
         shutil.copy(file, tmp_path / "mixed" / file.name)
@@ -247,7 +247,7 @@ def test_other_world_size(saved: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
-def test_truncated_file(saved: Any, tmp_path: Path, keep: float) -> None:
+def test_a_truncated_file_is_named(saved: Any, tmp_path: Path, keep: float) -> None:
     shutil.copytree(saved[2][0] / "stage2-fp32", tmp_path / "cut")
     file = sorted((tmp_path / "cut").glob("*_optim_states.pt"))[1]
     content = file.read_bytes()
@@ -267,12 +267,12 @@ def test_flipped_bytes_of_a_weight_are_found(saved: Any, tmp_path: Path) -> None
         [file.check_bytes() for file in Checkpoint(tmp_path / "flipped").files]
 
 
-def test_json_of_a_checkpoint_is_plain(saved: Any) -> None:
+def test_the_client_state_is_plain_json(saved: Any) -> None:
     state = Checkpoint(saved[2][0] / "stage2-fp32").client_state["sparseforge"]
     assert json.loads(json.dumps(state)) == state
 
 
-def test_a_master_in_another_dtype(saved: Any, tmp_path: Path) -> None:
+def test_masters_of_several_dtypes_are_refused(saved: Any, tmp_path: Path) -> None:
     shutil.copytree(saved[2][0] / "stage1-bf16", tmp_path / "cast")
     file = sorted((tmp_path / "cast").glob("*_optim_states.pt"))[1]
     content = torch.load(file, weights_only=False)

@@ -63,7 +63,7 @@ def train_all(small: bool, cases: list[Case]) -> list[Any]:
     return [train(case, small) for case in cases]
 
 
-def test_a_run_in_pieces_is_the_run_at_once() -> None:
+def test_a_run_in_small_chunks_is_the_run_in_one() -> None:
     chunks, whole = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
     for rank in range(2):
         for name, small, plain in zip(CASES, chunks[rank], whole[rank], strict=True):
@@ -79,14 +79,14 @@ def test_a_run_in_pieces_is_the_run_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "stop", "span"), [(0, 1000, 4), (6, 1003, 4), (0, 0, 4), (7, 7, 4), (100, 90_000, 320)]
+    ("start", "stop", "period"), [(0, 1000, 4), (6, 1003, 4), (0, 0, 4), (7, 7, 4), (100, 90_000, 320)]
 )
-def test_pieces_are_cut_between_spans(start: int, stop: int, span: int) -> None:
+def test_chunks_are_cut_between_periods(start: int, stop: int, period: int) -> None:
     shard = Shard("w", (300, 320), start, stop, 1, 50)
     with mock.patch("sparseforge_ds.zero.halo.CHUNK", 256):
-        chunks = cut_into_chunks(shard, span)
+        chunks = cut_into_chunks(shard, period)
     ends = [start, *(chunk.stop for chunk in chunks)]
     assert [chunk.start for chunk in chunks] == ends[:-1] and ends[-1] == stop
     assert all(chunk.stop > chunk.start and chunk.offset - 50 == chunk.start - start for chunk in chunks)
-    assert all(chunk.stop % span == 0 for chunk in chunks[:-1])
+    assert all(chunk.stop % period == 0 for chunk in chunks[:-1])
     assert bool(chunks) == (stop > start)

@@ -54,7 +54,7 @@ def refusals(folder: str) -> dict[str, str]:
     return found
 
 
-def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
+def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
     for found in run_distributed(refusals, 2, str(tmp_path / "saved")):
         for name, words in {
             "numpy": "client_state['rng'] could not be read again (it has a numpy._core.multiarray._reconstruct in it)",
@@ -98,7 +98,7 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
     return [Path(each).name for each in loaded], said
 
 
-def test_after_going_back_the_branch_that_was_left_is_not_loaded(tmp_path: Path) -> None:
+def test_after_going_back_the_abandoned_steps_are_not_loaded(tmp_path: Path) -> None:
     (first, said), (second, nothing) = run_distributed(gone_back, 2, str(tmp_path))
     assert first == second == ["step_000003"] * 2
     was = f'version.deepspeed was "{version("deepspeed")}", is "0.99.0"'
@@ -139,7 +139,7 @@ def lost_all(folder: str) -> list[list[str]]:
     return [lost(case, str(Path(folder, str(number)))) for number, case in enumerate(LOST)]
 
 
-def test_weights_that_are_lost_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     for of_rank in run_distributed(lost_all, 2, str(tmp_path)):
         for number, messages in enumerate(of_rank):
             for message in messages:

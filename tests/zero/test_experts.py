@@ -83,7 +83,7 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
             torch.testing.assert_close(found[layer, parameter], value, rtol=1e-3, atol=1e-5 * value.max().item())
 
 
-def test_taps_change_no_gradient_and_survive_checkpointing() -> None:
+def test_hooks_change_no_gradient_and_survive_checkpointing() -> None:
     ids = token_batch(2, 8)["input_ids"]
     gradients, calls = [], []
 
@@ -316,7 +316,7 @@ def forget_where_it_is_from(model: PreTrainedModel) -> None:
         experts.has_post_expert_norm = True
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_experts_that_cannot_be_measured_are_refused() -> None:
     (text,) = run_distributed(refused, 1, Case(stage=0), forget_where_it_is_from)
     assert (
         "model.layers.0.mlp.experts" in text

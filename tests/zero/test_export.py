@@ -179,7 +179,7 @@ def test_experts_of_a_list_fill_the_model_that_fuses_them(runs: dict[str, Run], 
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "low-rank" in name])
-def test_low_rank_branch_as_peft_adapter(runs: dict[str, Run], exported: dict[str, Path], name: str) -> None:
+def test_a_branch_is_exported_as_a_peft_adapter(runs: dict[str, Run], exported: dict[str, Path], name: str) -> None:
     peft = pytest.importorskip("peft")
     base = load_model(str(exported[name]))
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_ties_of_a_soft_mask_go_to_the_lower_index(runs: dict[str, Run], tmp_pat
     assert ties > 100
 
 
-def test_unfinished_run_is_said_to_be_so(
+def test_an_unfinished_run_is_reported_as_unfinished(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["consolidate", "--skip_proof", str(runs["stage2-unfinished"].folder), str(tmp_path / "out")]) == 0
@@ -294,7 +294,7 @@ def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, 
         assert torch.equal(value, whole[key])
 
 
-def test_reader_on_forge_states(runs: dict[str, Run]) -> None:
+def test_the_reader_returns_the_states_of_the_forge(runs: dict[str, Run]) -> None:
     for name in ("stage0-fp32", "stage0-bf16", "stage1-tied-bf16", "stage3-bf16", "stage2-low-rank-conv1d"):
         checkpoint = Checkpoint(runs[name].folder)
         for key, mask in runs[name].mask.items():
@@ -309,7 +309,9 @@ def test_reader_on_forge_states(runs: dict[str, Run]) -> None:
             assert set(checkpoint.states(key)) == {"dense", "exp_avg", "exp_avg_sq", "mask"}
 
 
-def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_that_cannot_work_are_refused(
+    runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(runs["stage2-conv1d"].folder)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("mine")
@@ -332,7 +334,7 @@ def test_refusals(runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "empty" / "model.safetensors").is_file()
 
 
-def test_full_disk_leaves_nothing_behind(runs: dict[str, Run], tmp_path: Path) -> None:
+def test_a_full_disk_leaves_nothing_behind(runs: dict[str, Run], tmp_path: Path) -> None:
     """A limit on the size of files stands in for the full disk: the same OSError at the same place."""
     code = f"""
 import resource, signal, sys

@@ -276,7 +276,7 @@ def test_dense_models_count_nothing(results: dict[str, tuple[dict[str, Any], ...
     ],
     ids=["magnitude", "wanda", "gauss_newton", "fisher-4:8"],
 )
-def test_experts_by_other_importances(config: dict[str, Any]) -> None:
+def test_experts_by_other_importances_do_not_depend_on_ranks(config: dict[str, Any]) -> None:
     both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
     (alone,) = run_distributed(_train, 1, replace(ALONE, config=config), Family("deepseek"))
     _check_same(both[0], alone)
@@ -293,7 +293,7 @@ TIES = {("apart", "qwen3_moe"): 0.001, ("apart", "qwen2_moe"): 0.004}
 @pytest.mark.parametrize(
     ("text", "implementation"), [("apart", "eager"), ("uneven", "eager"), ("uneven", "grouped_mm")]
 )
-def test_curvature_where_ranks_call_different_experts(text: str, implementation: str) -> None:
+def test_curvature_is_exact_if_ranks_call_different_experts(text: str, implementation: str) -> None:
     """Equal tokens give many weights no gradient but rounding, of which Adam makes a full step: W stays where it is."""
     case = replace(ZERO3, lr=0.0, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
     names = ("deepseek", "qwen3_moe", "mixtral", *(("olmoe", "qwen2_moe") if text == "apart" else ()))
@@ -308,7 +308,7 @@ def test_curvature_where_ranks_call_different_experts(text: str, implementation:
         _check_same(first, expected, differing=TIES.get((text, name), 0.0))
 
 
-def test_experts_by_hutchinson() -> None:
+def test_experts_train_by_hutchinson() -> None:
     """A difference of gradients, whose rounding moves some scores."""
     config = {"importance": "hutchinson", "curvature": {"per_token": False, "radius": 0.1, "damping": 0.05}}
     both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
@@ -320,7 +320,7 @@ def test_experts_by_hutchinson() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_experts_in_bf16(implementation: str) -> None:
+def test_experts_train_in_bf16(implementation: str) -> None:
     both = run_distributed(_train, 2, replace(ZERO3, dtype="bf16"), Family("deepseek", implementation))
     for result in both:
         _check_frozen_in_bf16(result)
@@ -341,7 +341,7 @@ def _check_frozen_in_bf16(result: dict[str, Any]) -> None:
     ("text", "implementation"),
     [("apart", "eager"), ("uneven", "eager"), ("apart", "batched_mm"), ("uneven", "grouped_mm")],
 )
-def test_ranks_that_call_different_experts(text: str, implementation: str) -> None:
+def test_ranks_that_call_different_experts_train_alike(text: str, implementation: str) -> None:
     """No rank waits for another, and the result is that of one rank which sees everything."""
     case = replace(ZERO3, eps=1e-6, config={"importance": "magnitude"})  # see the last line
     alike = ("glm4_moe", "llama4_text", "qwen3_next", "qwen3_5_moe_text")  # as DeepSeek; calls all; as Qwen2-MoE
@@ -375,7 +375,7 @@ def _taken_apart(values: dict[str, Tensor], weights: list[PrunableWeight]) -> di
     return result
 
 
-def test_ranks_that_call_different_experts_with_a_teacher() -> None:
+def test_ranks_that_call_different_experts_distil_alike() -> None:
     """The teacher gathers and routes by itself, and the backward pass gathers and routes again."""
     case = replace(ZERO3, config={"importance": "magnitude", "distillation": {"hold": "zero3"}})
     families = [
@@ -413,7 +413,7 @@ def test_experts_in_a_list_are_measured_as_fused_ones(stage: int, importance: st
 
 
 @pytest.mark.parametrize(("text", "stage"), [("mixed", 3), ("apart", 3), ("uneven", 3), ("apart", 1)])
-def test_experts_in_a_list(text: str, stage: int) -> None:
+def test_experts_in_a_list_train_like_fused_ones(text: str, stage: int) -> None:
     """Experts without tokens are not called at all, and ranks disagree on which."""
     importance = "fisher" if text == "mixed" else "magnitude"
     case = replace(ZERO3, stage=stage, config={"importance": importance})
@@ -435,7 +435,7 @@ def test_elements_per_token_of_experts_in_a_list_are_refused() -> None:
         refuse_unmeasurable(model, prunable_weights(model, config), config)
 
 
-def test_experts_in_a_list_by_whole_gradients() -> None:
+def test_experts_in_a_list_train_by_whole_gradients() -> None:
     case = replace(ZERO3, config={"curvature": {"per_token": False}})
     family = Family("olmoe", listed=True)
     both = run_distributed(_train, 2, case, family)

@@ -385,7 +385,7 @@ def all_reports() -> list[dict[str, Any]]:
     return [reports(stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
-def test_reports() -> None:
+def test_metrics_and_histograms_report_every_matrix() -> None:
     ranks = run_distributed(all_reports, 3)
     for i, found in enumerate(ranks[0]):
         assert all(found["same"]), i

@@ -168,7 +168,7 @@ def drifted() -> list[str]:
     return go_on(engine, forge, case, 0, 9) if forge.step_count == 0 else ["begun"]
 
 
-def test_an_optimizer_that_moves_weights_without_gradients() -> None:
+def test_pruned_weights_stay_zero_under_optimizers_that_move_them_without_gradients() -> None:
     assert run_distributed(drifted, 2)[0] == []
 
 

@@ -173,7 +173,7 @@ KILLS = int(os.environ.get("SPARSEFORGE_KILLS", "8"))
 """For each stage."""
 
 
-def test_kills_at_random_moments(unbroken, tmp_path):
+def test_a_run_killed_at_random_moments_ends_where_the_unbroken_one_does(unbroken, tmp_path):
     stage, contents, seconds = unbroken
     chance = random.Random(stage)
     fell: Counter[str] = Counter()

@@ -85,7 +85,7 @@ def _tables(path: Path, config: SparseForgeConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("family", BUILDERS)
 @pytest.mark.parametrize("config", [PLAIN, LOW_RANK], ids=["plain", "low_rank"])
-def test_a_partitioned_model_reads_like_a_whole_one(family: str, config: SparseForgeConfig, folder: Path) -> None:
+def test_a_partitioned_model_reads_like_a_full_one(family: str, config: SparseForgeConfig, folder: Path) -> None:
     expected = _table(prepare(BUILDERS[family](), config), config)
     assert run_distributed(_tables, 2, folder / family, config) == [[expected, expected]] * 2
 
@@ -168,7 +168,7 @@ def test_branches_that_are_off_change_no_bit(stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_branches_in_bf16(stage: int, folder: Path) -> None:
+def test_branches_train_in_bf16(stage: int, folder: Path) -> None:
     losses, _ = _expected("llama", 2)
     results = run_distributed(_train, 2, folder / "llama", stage, LOW_RANK, {"bf16": {"enabled": True}})
     for rank, result in enumerate(results):

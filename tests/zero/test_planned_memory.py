@@ -142,7 +142,7 @@ def bytes_by_rank() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("index", range(len(STATES)))
-def test_memory_of_a_real_run(bytes_by_rank: list[list[dict[str, Any]]], index: int) -> None:
+def test_a_real_run_needs_the_planned_memory(bytes_by_rank: list[list[dict[str, Any]]], index: int) -> None:
     for rank in bytes_by_rank:
         for name, (expected, found) in rank[index].items():
             assert found == pytest.approx(expected, rel=0.1, abs=512), (STATES[index], name)
@@ -241,7 +241,7 @@ def saved_by(cases: list[Case], folder: Path) -> list[tuple[int, int]]:
     return sizes
 
 
-def test_bytes_on_disk(tmp_path: Path) -> None:
+def test_a_real_checkpoint_has_the_planned_bytes(tmp_path: Path) -> None:
     cases = [Case(stage=stage, dtype=dtype, zero=SMALL if stage else {}) for stage in range(4) for dtype in DTYPES]
     for case, (expected, found) in zip(cases, run_distributed(saved_by, 2, cases, tmp_path)[0], strict=True):
         assert found == pytest.approx(expected, rel=0.1), case

@@ -270,7 +270,7 @@ def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_taps_need_no_gradients_of_weights(stage: int) -> None:
+def test_hooks_need_no_gradients_of_weights(stage: int) -> None:
     requests = [
         (Case(stage, dtype, model, gas=2), kind, how)
         for dtype, model, kind in (
@@ -308,7 +308,7 @@ def measure_in_place(requests: list[tuple[Any, ...]]) -> tuple[list[dict[str, Te
     return measure_all(requests), [run(case) for case in runs]
 
 
-def test_outputs_that_are_changed_in_place() -> None:
+def test_outputs_may_be_changed_in_place() -> None:
     """The gradient is that of the output before the change, with and without recomputed activations.
 
     ZeRO-3 has hooks of its own between a hook and what changes its output; the other stages have none.
@@ -441,7 +441,7 @@ def misuses_of_outputs() -> list[str]:
     return said
 
 
-def test_what_has_no_outputs_of_its_own_is_named() -> None:
+def test_weights_without_outputs_of_their_own_are_named() -> None:
     experts, twice = run_distributed(misuses_of_outputs, 1)[0]
     assert "mlp.experts." in experts and '"per_token": false' in experts
     assert "called more than once" in twice and "proj.weight" in twice
@@ -473,7 +473,7 @@ def bad_probes() -> list[str]:
     return messages
 
 
-def test_a_probe_that_is_none_is_named() -> None:
+def test_a_value_that_is_no_probe_is_named() -> None:
     messages = run_distributed(bad_probes, 1)[0]
     assert len(messages) == 3
     assert all("lambda: engine(**batch).loss" in message for message in messages)

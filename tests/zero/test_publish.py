@@ -78,7 +78,7 @@ def observed() -> dict[str, Any]:
     return {"kept": len(kept), "step": problems, "said": (negative, mixed)}
 
 
-def test_by_masters_in_bf16() -> None:
+def test_masters_in_bf16_are_published_from_fp32_weights() -> None:
     for found in run_distributed(observed, 2):
         assert found["step"] == []
         assert found["kept"] == 0, "row and column sums outlive the scoring"

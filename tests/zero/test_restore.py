@@ -220,7 +220,7 @@ def test_every_layout_is_a_source_and_a_target() -> None:
 
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), PAIRS)
-def test_holds_what_was_saved(runs: Any, continued: Any, name: str, stage: int, ranks: int) -> None:
+def test_a_restored_engine_holds_what_was_saved(runs: Any, continued: Any, name: str, stage: int, ranks: int) -> None:
     saved, restored = runs[1][name]["at save"], continued[name, stage]["restored"]
     assert saved["everything"].keys() == restored["everything"].keys()
     unequal = [key for key, value in saved["everything"].items() if not torch.equal(value, restored["everything"][key])]
@@ -233,7 +233,9 @@ def test_holds_what_was_saved(runs: Any, continued: Any, name: str, stage: int, 
 
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), PAIRS)
-def test_goes_where_the_unbroken_run_went(runs: Any, continued: Any, name: str, stage: int, ranks: int) -> None:
+def test_a_restored_run_ends_where_the_unbroken_one_does(
+    runs: Any, continued: Any, name: str, stage: int, ranks: int
+) -> None:
     expected, found = runs[1][name]["later"], continued[name, stage]["later"]
     assert expected.keys() == found.keys() == set(range(SAVED[name].save + 1, STEPS + 1))
     apart: dict[str, list[Tensor]] = {"mask": [], "dense": []}
@@ -291,7 +293,7 @@ def misfits(folder: str) -> dict[str, str]:
     return found
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
     folder = runs[0]
     shutil.copytree(folder / "2 on 3", folder / "damaged")
     masters = Checkpoint(folder / "2 on 3").slice("model.layers.0.mlp.up_proj.weight", None, 556, 560)  # of rank 1
@@ -375,7 +377,7 @@ def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
     return found
 
 
-def test_a_run_saved_before_its_first_step(tmp_path: Path) -> None:
+def test_a_run_saved_before_its_first_step_is_restored(tmp_path: Path) -> None:
     for name, (begun, apart) in run_distributed(before_the_first_step, 2, str(tmp_path))[0].items():
         assert not begun
         assert apart < (LOW_DENSE if BEFORE[name].dtype == "bf16" else FP32_DENSE), name

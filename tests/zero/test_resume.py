@@ -186,7 +186,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_what_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> None:
     said = run_distributed(foreign, 2, stage, str(tmp_path))[0]
     assert 'sparseforge.pattern was "2:4", is "1:4"' in said["pattern"]
     assert "sparseforge.method.mask_rate was 0.4, is 0.5" in said["schedule"]

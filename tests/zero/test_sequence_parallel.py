@@ -101,7 +101,7 @@ def own_loop(importance: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("importance", ["fisher", "gauss_newton"])
-def test_engines_that_deepspeed_gave_an_mpu(importance: str) -> None:
+def test_engines_with_an_mpu_share_sequences(importance: str) -> None:
     (whole,), (parts, _) = (run_distributed(own_loop, ranks, importance) for ranks in (1, 2))
     for name, mask in whole["mask"].items():
         assert (parts["mask"][name] - mask).abs().max() < 1e-5, name

@@ -78,7 +78,7 @@ def test_logits_are_exact_and_a_rank_holds_its_share(family: str) -> None:
 
 
 @pytest.mark.parametrize("hold", [ZERO3, REPLICATED], ids=["zero3", "replicated"])
-def test_logits_in_bf16(hold: DistillationConfig) -> None:
+def test_logits_in_bf16_are_exact(hold: DistillationConfig) -> None:
     for rank in run_distributed(_logits, 2, "llama", hold, bf16={"enabled": True}):
         assert rank["dtype"] == torch.bfloat16
         assert rank["error"] == 0
@@ -152,14 +152,14 @@ def test_distilling_is_the_same_at_every_stage(stage: int, hold: DistillationCon
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_distilling_in_bf16(stage: int, folder: Path) -> None:
+def test_distilling_in_bf16_is_the_same_at_every_stage(stage: int, folder: Path) -> None:
     results = run_distributed(_distil, 2, stage, ZERO3, folder, {"bf16": {"enabled": True}})
     assert all(result["error"] == 0 for result in results)
     losses = torch.stack([result["losses"] for result in results])
     torch.testing.assert_close(losses, _expected(2), rtol=0.05, atol=0.02)
 
 
-def test_one_rank_is_no_special_case(folder: Path) -> None:
+def test_one_rank_distils_as_many_do(folder: Path) -> None:
     (result,) = run_distributed(_distil, 1, 3, ZERO3, folder, {})
     torch.testing.assert_close(result["losses"][None], _expected(1), rtol=1e-4, atol=1e-5)
 
@@ -271,7 +271,7 @@ def _offloaded(folder: Path) -> Tensor:
         return again + (teacher(_ids(0)) - plain(input_ids=_ids(0)).logits).abs().max()
 
 
-def test_a_teacher_whose_weights_rest_on_the_cpu(folder: Path) -> None:
+def test_a_teacher_can_rest_on_the_cpu(folder: Path) -> None:
     assert max(run_distributed(_offloaded, 2, folder)) == 0
 
 

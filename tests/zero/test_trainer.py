@@ -231,7 +231,7 @@ def test_a_saved_model_has_its_sparse_weights(trained: tuple[Path, dict[str, Any
         ]
 
 
-def test_the_log_has_what_masks_do(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_the_log_has_the_metrics_of_masks(trained: tuple[Path, dict[str, Any]]) -> None:
     first, second, *_, last = [entry for entry in trained[1]["log"] if "loss" in entry]
     assert {"loss/kl", "loss/cross_entropy", "mask/kept", "dials/x", "curvature/mean"} <= first.keys()
     assert second["loss/kl"] > 0 and "mask/flip_rate" in second
@@ -239,7 +239,7 @@ def test_the_log_has_what_masks_do(trained: tuple[Path, dict[str, Any]]) -> None
     assert "mask/kept" not in last, "masks are frozen by then"
 
 
-def test_resumed_bit_for_bit(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(trained: tuple[Path, dict[str, Any]]) -> None:
     folder, found = trained
     for name in ("taught3", "plain1"):
         assert found[f"{name} again"] == found[name]
@@ -265,7 +265,7 @@ def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "name", "stage", "micro"), [(3, "taught2", 3, 2), (1, "taught3", 1, 6)])
-def test_moves_to_other_ranks_and_stages(
+def test_a_run_moves_to_other_ranks_and_stages(
     trained: tuple[Path, dict[str, Any]], ranks: int, name: str, stage: int, micro: int
 ) -> None:
     """Micro-batches are padded otherwise there, and every token still counts alike."""
@@ -386,7 +386,7 @@ def lost(folder: str) -> str:
     return str(refused.value)
 
 
-def test_weights_that_are_lost_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     good = tmp_path / "checkpoint-1"
     message = run_distributed(lost, 1, str(tmp_path))[0]
     assert "are infinite or NaN after step 2" in message
@@ -504,7 +504,7 @@ def refusals(place: Path, trained: Any) -> Any:
     yield "block", said(lambda: trainer_of(place, config, 2))
 
 
-def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
+def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> None:
     found = run_distributed(evaluated, 2, str(tmp_path))[0]
     checkpoint, step, loss = found["best"]
     frozen = [i for i, phase in enumerate(found["phases"]) if phase == "frozen"]
@@ -549,7 +549,7 @@ def test_evaluation_callbacks_and_refusals(tmp_path: Path) -> None:
     assert "trains on DeepSpeed" in refused["deepspeed"]
 
 
-def test_a_checkpoint_to_go_on_from_is_there_and_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_to_resume_from_is_there_and_complete(tmp_path: Path) -> None:
     for name in ("checkpoint-3", "checkpoint-6"):
         (tmp_path / name).mkdir()
     for file in ("latest", "trainer_state.json"):
@@ -633,7 +633,7 @@ def probed(trainer: Any) -> tuple[float, float, int]:
     return together, float(sum(sums)), len(begin)
 
 
-def test_examples_and_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_trainers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     torch.manual_seed(0)
     model = write_model(tmp_path / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))

@@ -184,7 +184,7 @@ def test_the_loss_is_the_models_own(tmp_path: Path) -> None:
     assert "the teacher has 3 classes and the student 5" in refused["classes"]
 
 
-def test_heads_by_the_loss_of_their_class() -> None:
+def test_heads_train_by_the_loss_of_their_class() -> None:
     assert task_head(tiny_llama()) is TaskHead.NEXT_TOKEN
     assert task_head(bert(BertForMaskedLM)) is TaskHead.TOKEN
     small = {"emb_dim": 16, "n_layers": 1, "n_heads": 2}

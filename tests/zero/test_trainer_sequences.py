@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_trainer_whose_ranks_share_sequences(tmp_path: Path, case: str) -> None:
+def test_a_trainer_whose_ranks_share_sequences_trains_alike(tmp_path: Path, case: str) -> None:
     """With curvature that rides on the step; with passes of its own, which draw labels, beside a teacher; and with
     passes before the first step, of a model in evaluation mode as it was loaded."""
     block, taught = CASES[case], case == "teacher and probes"

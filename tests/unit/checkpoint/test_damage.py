@@ -33,7 +33,7 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_every_byte_counts(tmp_path: Path, manifest: bool) -> None:
+def test_a_flipped_byte_is_found(tmp_path: Path, manifest: bool) -> None:
     folder = write_checkpoint(tmp_path / "step_000003", manifest)
     entry = verify_checkpoint(folder)
     assert entry.complete and not entry.damaged and entry.step == 3
@@ -47,7 +47,7 @@ def test_every_byte_counts(tmp_path: Path, manifest: bool) -> None:
     assert not entry.complete and not entry.damaged
 
 
-def test_the_newest_whole_one_is_named(tmp_path: Path) -> None:
+def test_the_newest_intact_sibling_is_named(tmp_path: Path) -> None:
     older, old, newest = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (2, 3, 4))
     for damaged, said in ((newest, f"one beside it is {old}"), (old, f"is {older}"), (older, "no other one beside it")):
         flip(damaged)

@@ -35,7 +35,7 @@ def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
     assert (final / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-def test_without_being_asked_nothing_is_replaced(tmp_path: Path) -> None:
+def test_a_folder_that_exists_is_not_replaced_by_default(tmp_path: Path) -> None:
     final = written(tmp_path / "final", "old")
     with pytest.raises(OSError), atomic_folder(final) as folder:
         (folder / "file").write_text("new")

@@ -22,7 +22,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", IN_PLACE)
-def test_something_else_in_the_place_of_a_file(tmp_path: Path, kind: str) -> None:
+def test_anything_in_the_place_of_a_file_but_a_file_is_refused(tmp_path: Path, kind: str) -> None:
     for name in ("a.json", "model.safetensors", "a_states.pt"):
         IN_PLACE[kind](tmp_path / name)
     with pytest.raises(ValueError, match=rf"a\.json: {'no such' if kind == 'nothing' else 'not a readable JSON'} file"):
@@ -38,7 +38,7 @@ def test_something_else_in_the_place_of_a_file(tmp_path: Path, kind: str) -> Non
     "content",
     [b"[" * 200_000, b'{"a": ' + b"9" * 10_000 + b"}", b"\xff\xfe", b'{"a": 1} {}', b"", b"[]", b"\xef\xbb\xbf{}"],
 )
-def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_no_json_object_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.json: (not a readable JSON file|holds a list)") as refused:
         read_json(tmp_path / "a.json")
@@ -46,13 +46,13 @@ def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("tag", ["", "..", ".", "x" * 5000, "\0", "/etc", "a/b"])
-def test_latest_that_names_no_folder(tmp_path: Path, tag: str) -> None:
+def test_a_latest_file_that_names_no_folder_is_refused(tmp_path: Path, tag: str) -> None:
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(ValueError, match=r"latest: names .*, which is no folder beside it"):
         find_checkpoint(tmp_path)
 
 
-def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
+def test_the_newest_complete_checkpoint_of_a_trainer_is_found(tmp_path: Path) -> None:
     assert newest_trainer_checkpoint(tmp_path) is None
     for name, files in {
         "checkpoint-9": ("latest", "trainer_state.json"),
@@ -72,7 +72,7 @@ def test_the_newest_whole_checkpoint_of_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", "sparseforge.json"])
-def test_a_run_that_ended_before_its_first_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_run_that_ended_before_its_first_checkpoint_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     for folder in ("checkpoints", "data"):
         (tmp_path / folder).mkdir()

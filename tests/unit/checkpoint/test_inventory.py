@@ -23,7 +23,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_all_in_order(checkpoints: Path) -> None:
+def test_complete_checkpoints_have_no_problem(checkpoints: Path) -> None:
     found = take_inventory(checkpoints)
     assert [(e.name, e.step, e.complete) for e in found.entries] == [
         ("step_000100", 100, True),
@@ -42,7 +42,7 @@ def test_the_newest_is_the_current_one_whatever_deepspeed_says(checkpoints: Path
     assert "no *_model_states.pt" in (found.current.problem or "")
 
 
-def test_a_file_that_is_cut_off_or_missing(checkpoints: Path) -> None:
+def test_a_file_that_is_cut_off_or_missing_makes_a_checkpoint_incomplete(checkpoints: Path) -> None:
     (checkpoints / "step_000200" / "a.pt").write_bytes(b"1234")
     (checkpoints / "step_000100" / "a.pt").unlink()
     missing, cut = take_inventory(checkpoints).entries
@@ -51,7 +51,7 @@ def test_a_file_that_is_cut_off_or_missing(checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize(("named", "shown"), [("step_000300", "'step_000300'"), ("../x", "'../x'"), ("", "''")])
-def test_what_deepspeed_alone_saved(checkpoints: Path, named: str, shown: str) -> None:
+def test_checkpoints_that_deepspeed_alone_saved_are_listed(checkpoints: Path, named: str, shown: str) -> None:
     for step in (100, 200):
         (checkpoints / f"step_{step:06d}").rename(checkpoints / f"global_step{step}")
     found = take_inventory(checkpoints)
@@ -65,7 +65,7 @@ def test_what_deepspeed_alone_saved(checkpoints: Path, named: str, shown: str) -
     assert found.current == found.entries[0] and found.problem is None
 
 
-def test_leftovers_of_a_crash(checkpoints: Path) -> None:
+def test_leftovers_of_a_crash_are_listed(checkpoints: Path) -> None:
     (checkpoints / "step_000300.tmp").mkdir()
     (checkpoints / "step_000300.tmp" / "half_model_states.pt").write_bytes(b"1")
     (checkpoints / "latest.tmp").write_text("x")
@@ -83,6 +83,6 @@ def test_without_a_manifest_the_files_must_fit_together(tmp_path: Path) -> None:
     assert entry.step == 5 and not entry.complete and "rank 1 is missing" in (entry.problem or "")
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_an_empty_inventory(tmp_path: Path) -> None:
     found = take_inventory(tmp_path / "checkpoints")
     assert found.entries == [] and found.current is None and found.problem is None

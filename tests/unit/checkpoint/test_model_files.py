@@ -74,7 +74,7 @@ def _readers(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_a_link_out_of_the_folder_is_followed_by_nobody(
+def test_a_link_out_of_the_folder_is_refused_everywhere(
     cloned: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
@@ -93,7 +93,7 @@ def test_a_link_out_of_the_folder_is_followed_by_nobody(
     assert not list(out.iterdir())
 
 
-def test_a_link_within_the_folder_is_a_file(cloned: Path, tmp_path: Path) -> None:
+def test_a_link_within_the_folder_counts_as_a_file(cloned: Path, tmp_path: Path) -> None:
     (cloned / "LICENSE").write_text("free")
     (cloned / "NOTICE").symlink_to("LICENSE")
     (tmp_path / "named by a link").symlink_to(cloned)
@@ -126,7 +126,7 @@ def test_a_snapshot_of_the_hub_is_used_as_before(cloned: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
-def test_an_index_that_names_a_file_elsewhere(
+def test_an_index_that_names_a_file_elsewhere_is_refused(
     cloned: Path, tmp_path: Path, index: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The weights are there, so that only the index is wrong."""
@@ -139,7 +139,7 @@ def test_an_index_that_names_a_file_elsewhere(
 
 
 @pytest.mark.parametrize("legal", LEGAL)
-def test_what_states_terms_of_use(legal: bool) -> None:
+def test_files_with_terms_of_use_are_known_by_their_names(legal: bool) -> None:
     assert [name for name in LEGAL[legal] if is_legal_file(name) != legal] == []
 
 
@@ -172,7 +172,7 @@ def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("depth", [200, 100_000])
-def test_settings_that_nest_without_end(
+def test_settings_that_nest_too_deeply_are_refused(
     dense: Path, tmp_path: Path, file: str, depth: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = Path(shutil.copytree(dense, tmp_path / "model"))

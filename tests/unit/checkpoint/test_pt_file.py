@@ -35,13 +35,13 @@ def test_plain_pickle_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_a_class_of_somebody_else_is_named(tmp_path: Path) -> None:
+def test_a_class_that_is_refused_is_named(tmp_path: Path) -> None:
     torch.save({"path": Path("x")}, tmp_path / "foreign.pt")
     with pytest.raises(ValueError, match=r"foreign\.pt: refused, it refers to pathlib\."):
         _ = PtFile(tmp_path / "foreign.pt").content
 
 
-def test_missing_file_and_wrong_content(tmp_path: Path) -> None:
+def test_a_missing_file_and_wrong_content_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.pt: no such file"):
         _ = PtFile(tmp_path / "none.pt").content
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
@@ -76,7 +76,7 @@ def test_a_member_of_an_enumeration_is_read_however_it_was_saved(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["__subclasses__", "from_bytes", "__class__"])
-def test_nothing_else_is_taken_of_it(tmp_path: Path, name: str) -> None:
+def test_no_other_attribute_is_read_by_getattr(tmp_path: Path, name: str) -> None:
     torch.save({"x": _Taken(ZeroStageEnum, name)}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match=f"refused, it takes '{name}' of"):
         _ = PtFile(tmp_path / "a.pt").content

@@ -14,7 +14,7 @@ shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, m
 
 @given(shapes, st.integers(1, 5))
 @settings(max_examples=50, deadline=None)
-def test_zero3_slots_are_the_weight(sizes: list[tuple[int, int]], world_size: int) -> None:
+def test_zero3_slots_end_to_end_are_the_weight(sizes: list[tuple[int, int]], world_size: int) -> None:
     group = {f"w{i}": size for i, size in enumerate(sizes)}
     weights = {name: torch.randn(math.prod(shape)) for name, shape in group.items()}
     flats = []
@@ -31,7 +31,7 @@ def test_zero3_slots_are_the_weight(sizes: list[tuple[int, int]], world_size: in
 
 @given(shapes, st.integers(1, 5), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
-def test_zero12_slots_are_the_weight(sizes: list[tuple[int, int]], world_size: int, gap: int) -> None:
+def test_zero12_slots_end_to_end_are_the_weight(sizes: list[tuple[int, int]], world_size: int, gap: int) -> None:
     group = {f"w{i}": size for i, size in enumerate(sizes)}
     weights = {name: torch.randn(math.prod(shape)) for name, shape in group.items()}
     whole = torch.cat([torch.cat([weight, torch.full((gap,), math.nan)]) for weight in weights.values()])
@@ -43,11 +43,11 @@ def test_zero12_slots_are_the_weight(sizes: list[tuple[int, int]], world_size: i
         assert all(s.stop <= partition for s in slots)
 
 
-def test_groups_must_agree() -> None:
+def test_groups_without_a_partition_size_are_an_error() -> None:
     with pytest.raises(ValueError):
         zero12_slots([{"a": (2,)}], [[0]], [])
 
 
-def test_whole_slots() -> None:
+def test_stage_0_slots_are_on_rank_0_end_to_end() -> None:
     slots = whole_slots([{"a": (2, 3), "b": (4,)}, {}, {"c": (1,)}])
     assert slots == {"a": [Slot(0, 0, 0, 6)], "b": [Slot(0, 0, 6, 10)], "c": [Slot(0, 2, 0, 1)]}

@@ -10,7 +10,7 @@ from sparseforge_ds.export.writer import write_tensors
 from tests.unit.export.test_writer import SPECS, TENSORS
 
 
-def test_folder_errors(tmp_path: Path) -> None:
+def test_folders_without_readable_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no model\.safetensors"):
         TensorFolder(tmp_path)
     write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=60)

@@ -29,7 +29,7 @@ def test_plain_content_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["expanded", "sparse", "meta", "conjugate", "negated", "quantized"])
-def test_tensors_that_are_not_plain_numbers(tmp_path: Path, kind: str) -> None:
+def test_tensors_that_are_not_plain_numbers_are_refused(tmp_path: Path, kind: str) -> None:
     made = {
         "expanded": lambda: torch.ones(1).expand(1 << 40),
         "sparse": lambda: torch.eye(3).to_sparse(),
@@ -42,7 +42,7 @@ def test_tensors_that_are_not_plain_numbers(tmp_path: Path, kind: str) -> None:
         _ = save(tmp_path, {"deep": [{"x": made[kind]()}]}).content
 
 
-def test_a_list_that_unfolds_without_end(tmp_path: Path) -> None:
+def test_a_list_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
     nested: list[Any] = [1]
     for _ in range(50):
         nested = [nested, nested]
@@ -50,7 +50,7 @@ def test_a_list_that_unfolds_without_end(tmp_path: Path) -> None:
         _ = save(tmp_path, {"x": nested}).content
 
 
-def test_deep_nesting(tmp_path: Path) -> None:
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     nested: list[Any] = []
     for _ in range(untrusted.MAX_DEPTH):
         nested = [nested]
@@ -68,21 +68,21 @@ def rezip(path: Path, compression: int, more: bool = False) -> None:
     path.write_bytes(made.getvalue())
 
 
-def test_compressed_records_would_be_mapped_as_they_are(tmp_path: Path) -> None:
+def test_compressed_records_are_refused(tmp_path: Path) -> None:
     archive = save(tmp_path, {"x": torch.zeros(1000)})
     rezip(tmp_path / NAME, zipfile.ZIP_DEFLATED)
     with pytest.raises(ValueError, match=rf"{NAME}: refused, its records are compressed"):
         _ = archive.content
 
 
-def test_records_of_two_files(tmp_path: Path) -> None:
+def test_records_of_two_files_are_refused(tmp_path: Path) -> None:
     archive = save(tmp_path, {"x": torch.zeros(10)})
     rezip(tmp_path / NAME, zipfile.ZIP_STORED, more=True)
     with pytest.raises(ValueError, match=rf"{NAME}: refused, it holds records of more than one file"):
         _ = archive.content
 
 
-def test_the_file_of_another_rank(tmp_path: Path) -> None:
+def test_a_file_saved_under_another_name_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"x": torch.zeros(10)})
     other = tmp_path / NAME.replace("rank_0", "rank_1", 1)
     shutil.copy(tmp_path / NAME, other)
