@@ -29,7 +29,8 @@ def message_page() -> str:
     found: dict[str, list[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE)
-        messages = found.setdefault(where.parts[0].removesuffix(".py"), [])
+        room = "/".join(where.parts[: 2 if where.parts[0] == "extras" else 1]).removesuffix(".py")
+        messages = found.setdefault(room, [])
         messages += [f"| {_cell(text)} | `{where}` |\n" for text in messages_of(path.read_text())]
     tables = [f"## {part}\n\n| message | file |\n|---|---|\n{''.join(rows)}" for part, rows in found.items() if rows]
     return "\n".join([_INTRODUCTION, *tables])
