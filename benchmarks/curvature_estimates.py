@@ -103,7 +103,7 @@ class OneRank:
         config = sf.SparseForgeConfig.from_dict(
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}
         )
-        shards = self.forge._mean.shards
+        shards = self.forge.curvature.context
         sums = sums_of(shards, config) if config.keeps_sums else None
         elements = None if config.keeps_sums else estimator_of(shards, config)
         step = 0
@@ -113,14 +113,14 @@ class OneRank:
             sample = shards.zeros()
             probe = batches_of(partial(self._loss, batch_BS))
             if elements is not None:
-                applied = elements.refresh(probe, step, 1, sample, self.forge._method.write_masters)
+                applied = elements.refresh(probe, step, 1, sample, self.forge.method.write_masters)
             else:
                 assert sums is not None
                 applied = sums.refresh(probe, step, 1)
                 found, counts = sums.finish()
                 for name in sample:
                     (matrix,) = found.matrices.rows[name]
-                    sample[name] = additive(*(one / counts[matrix] for one in found.of(matrix)))
+                    sample[name] = additive(*(one / counts[matrix] for one in found.matrix_sums(matrix)))
             spent = seconds() - began
             assert applied, "neither fp32 nor bf16 overflows"
             yield {name: value.cpu() for name, value in sample.items()}, spent

@@ -98,7 +98,7 @@ def _steps(
         "frozen gradient hooks beside the passes": frozen.less(plain),
     }
     del first
-    return sum(forge._shards[w.name].numel for w in forge.weights), len(forge._matrices.names), phases
+    return sum(forge.sharded.shards[w.name].numel for w in forge.weights), len(forge.sharded.matrices.names), phases
 
 
 def _loss(setting: Setting, config: sf.SparseForgeConfig, model_config: Any, counter: Counter) -> dict[str, Cost]:

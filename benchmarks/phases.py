@@ -126,8 +126,8 @@ class Messages(TorchDispatchMode):
 
 def held_bytes(forge: SparseForge) -> dict[str, int]:
     """Bytes of the tensors that exist on this rank because of a forge: its optimizer state, and all it can reach."""
-    layout = forge._layout
-    states = [forge._state.partition(index) for index in forge._state.flats]
+    layout = forge.sharded.layout
+    states = [forge.sharded.state.partition(index) for index in forge.sharded.state.flats]
     counted = {key: sum(state[key].nbytes for state in states if key in state) for key in STATE_KEYS}
     theirs = [*layout.flats, *layout.low_precision.values()]
     theirs += [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]

@@ -1,4 +1,4 @@
-"""SparseForge on a DeepSpeed engine: attach, step, finish, save and restore; what is done to a mask is the method's.
+"""SparseForge on a DeepSpeed engine: attach, step, finish, save and restore. A method says what is done to a mask.
 
 The default method is Algorithm 1 of the paper (arXiv 2605.06402); `methods` has it and the others.
 """
@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.curvature.histograms import histograms
+from sparseforge_ds.curvature.ranking import Ranking
+from sparseforge_ds.curvature.running_curvature import RunningCurvature
 from sparseforge_ds.mask.anneal import Dials, Schedule
-from sparseforge_ds.methods import CurvatureMean, ForgeError, Ranking, ShardedWeights, method_of
-from sparseforge_ds.methods.compensate import move_into_branches, switch_on_branches
-from sparseforge_ds.methods.histograms import histograms
+from sparseforge_ds.methods import method_of
+from sparseforge_ds.methods.branch_start import move_into_branches, switch_on_branches
 from sparseforge_ds.model.expert_modules import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
+from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
 from sparseforge_ds.zero.gradient_hooks import mask_before_norm
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
@@ -59,52 +62,53 @@ class SparseForge:
         self.schedule = config.resolved_schedule
         self.pattern = config.parsed_pattern
         self.metrics: dict[str, float] = {}
-        """Of the last mask update, reduced over all ranks."""
-        self._sharded = on = ShardedWeights(engine, config)
-        self.weights: list[PrunableWeight] = list(on.weights.values())
+        """Numbers of the last mask update, reduced over all ranks."""
+        self.sharded = ShardedWeights(engine, config)
+        """This rank's shards of the weights under a mask, and their states."""
+        self.weights: list[PrunableWeight] = list(self.sharded.prunable.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
-        self._weight, self._layout, self._shards, self._state = on.weights, on.layout, on.shards, on.state
-        self._halo, self._matrices, self._load, self._health = on.halo, on.matrices, on.load, on.health
-        self._probe = Probe(on.layout)
-        self._mean = CurvatureMean(on, self._probe)
-        self._saved = SavedState(on, self._mean)
-        self._ranking = Ranking(self._mean)
-        self._method = method_of(config)(on, self._ranking)
-        masked = mask_before_norm(on.state, on.shards)
-        self._hooks = StepHooks(on.state, self._method, self._probe, masked)
+        self._probe = Probe(self.sharded.layout)
+        self.curvature = RunningCurvature(self.sharded, self._probe)
+        """Running mean of the curvature, of which scores are made."""
+        self._saved = SavedState(self.sharded, self.curvature)
+        self.method = method_of(config)(self.sharded, Ranking(self.curvature))
+        """The method of the config, on this rank's shards."""
+        masked = mask_before_norm(self.sharded.state, self.sharded.shards)
+        self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
-        self.ready = not self._starts
+        self.ready = not self._needs_start
         """Whether the first step may be made; if not, `start` comes before it."""
-        self._method.resume()
+        self.method.resume()
         self._skipped = engine.skipped_steps
-        carry_state(self._layout, self.state_dict, self.restore, self.require_finite)
+        carry_state(self.sharded.layout, self.state_dict, self.restore, self.require_finite)
         self._listen()
 
     @property
     def step_count(self) -> int:
         """Optimizer steps that were applied."""
-        return self._sharded.step
+        return self.sharded.step
 
     @property
     def refreshes(self) -> int:
         """Curvature refreshes so far."""
-        return self._sharded.refreshes
+        return self.curvature.refreshes
 
     @property
     def lost_refreshes(self) -> int:
         """Refreshes that overflowed in fp16 since this object was made; masks then move by the older curvature."""
-        return self._mean.lost_refreshes
+        return self.curvature.lost_refreshes
 
     @property
     def needs_probe(self) -> bool:
         """Whether `start` or `step` take passes of their own, and so need a probe."""
-        return self._mean.measures and not self.config.from_training_step or self.config.starts_by_block
+        return self.curvature.is_needed and not self.config.from_training_step or self.config.starts_by_block
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
     def start(self, probe: Closure | ProbeBatches | None = None) -> None:
-        """Before the first step of a fresh run: shifts weights into SLoRB's branches, if it has them so, and chooses
-        the mask that the method starts from, if it does.
+        """Prepare the first step of a fresh run: shift weights into SLoRB's branches, and choose a starting mask.
+
+        Each is done where the config asks for it.
 
         Args:
             probe: as in `step`; needed where a mask is chosen now, unless by `magnitude`.
@@ -115,17 +119,18 @@ class SparseForge:
         if self.ready or self.step_count:
             return
         if self.config.moves_weights_into_branches:
-            move_into_branches(self.engine.module, self._sharded)
+            move_into_branches(self.engine.module, self.sharded)
             self._republish()  # the mask is chosen by what the probe says of shifted weights
-        self._method.start(probe)
+        self.method.start(probe)
         self.ready = True
         self._switch_on_branches(0)
         self._republish()
         self._release_if_due()
 
     def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
-        """Before a backward pass whose loss is not the mean over all tokens of its micro-batch, as with labels of -100
-        or padding, so that the curvature counts every token that is trained on alike.
+        """Set the divisor of a loss that is not the mean over its micro-batch's tokens, before its backward pass.
+
+        With labels of -100 or padding it is not. The curvature then counts every token that is trained on alike.
 
         Args:
             divisor: of the sum over its tokens; for the mean over a step, its trained tokens over the engine's
@@ -133,10 +138,12 @@ class SparseForge:
             micro_batches: of the step, where it may have fewer than that, as at the end of an epoch.
         """
         steps = self.engine.gradient_accumulation_steps()
-        self._mean.loss_divided_by(divisor, divisor * steps / (micro_batches or steps))
+        self.curvature.loss_divided_by(divisor, divisor * steps / (micro_batches or steps))
 
     def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
-        """After `engine.step`: curvature, gates and masks when an update is due; otherwise next to nothing. Collective.
+        """Follow an `engine.step`: move curvature, gates and masks when an update is due. Collective.
+
+        It costs next to nothing when none is.
 
         Args:
             probe: where `needs_probe`: runs the engine's forward on one micro-batch and returns the scalar loss, for
@@ -150,8 +157,9 @@ class SparseForge:
             ValueError: an update needs a probe, and there is none.
             ForgeError: an engine step was not followed by this call, or the curvature of a weight is missing.
         """
-        begun, self._hooks.steps_begun = self._hooks.steps_begun, 0
-        if begun == 0:  # accumulating, or an fp16 overflow skipped the step: what was heard of it counts for nothing
+        begun = self._hooks.steps_begun
+        self._hooks.steps_begun = 0
+        if begun == 0:  # accumulating, or an fp16 overflow skipped the step: what was measured in it counts for nothing
             if self._skipped != self.engine.skipped_steps:
                 self._listen()
             return False
@@ -162,22 +170,25 @@ class SparseForge:
                 "the mask is chosen, and weights are shifted, before the first step: call forge.start(probe) before "
                 "the first engine.step"
             )
-        self._sharded.step += 1
-        self._mean.take_heard()
-        metrics = self._method.update(self.step_count, probe)
+        self.sharded.step += 1
+        self.curvature.take_heard()
+        metrics = self.method.update(self.step_count, probe)
         started = self._switch_on_branches(self.step_count)
         if metrics is not None:
             self.metrics = metrics
-        if started or (metrics is not None and self._method.needs_republish):
+        if started or (metrics is not None and self.method.needs_republish):
             self._republish()
         self._release_if_due()
         self._listen()
         return metrics is not None
 
     def finish(self) -> None:
-        """At the end of a run: raises if the mask of some weight was formed without its curvature, or never frozen, or
-        if the run has diverged."""
-        self._mean.require_refreshed()
+        """Check a run at its end.
+
+        Raises:
+            ForgeError: the mask of some weight was formed without its curvature, or never frozen, or the run diverged.
+        """
+        self.curvature.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
@@ -195,7 +206,7 @@ class SparseForge:
         Raises:
             DivergedError: some are infinite or NaN.
         """
-        self._sharded.require_finite(cure)
+        self.sharded.require_finite(cure)
 
     @property
     def dials(self) -> Dials | None:
@@ -204,47 +215,46 @@ class SparseForge:
 
     @property
     def phase(self) -> str:
-        """Where the masks are after the steps so far: heating, hardening or frozen; of other methods, moving or
-        frozen."""
+        """Name of the phase after the steps so far: heating, hardening, frozen; of other methods, moving or frozen."""
         return self.schedule.phase(self.step_count)
 
     @property
     def idle_experts(self) -> list[str]:
         """Experts that no token of the last refresh went to; they kept the curvature that they had."""
-        return self._load.idle
+        return self.curvature.expert_load.idle
 
     @property
     def unseen_experts(self) -> list[str]:
         """Experts that no token of any refresh gave a curvature: their mask is that of the largest weights."""
-        return list(self._load.unseen)
+        return list(self.curvature.expert_load.unseen)
 
     def soft_to_hard_gap(self, probe: Closure) -> float:
-        """Loss with the mask hardened now minus the loss as it is, averaged over ranks. Two forwards; collective."""
+        """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective."""
         losses = [self._probe.loss(probe)]
         try:
             self._republish(hard=True)
             losses.append(self._probe.loss(probe))
         finally:
             self._republish()
-        gap = (losses[1] - losses[0]).to(self._layout.device)
-        return self._layout.all_reduce(gap).item() / self._layout.world_size
+        gap = (losses[1] - losses[0]).to(self.sharded.layout.device)
+        return self.sharded.layout.all_reduce(gap).item() / self.sharded.layout.world_size
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[list[int], list[float]]]:
-        """Counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
-        return histograms(self._mean, bins)
+        """Return counts and bin edges of every mask, and of log10 |H| of every curvature. Collective."""
+        return histograms(self.curvature, bins)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `engine.save_checkpoint` puts into the client state as "sparseforge"; plain JSON types. Collective.
+        """Return the client state that `engine.save_checkpoint` saves as "sparseforge": plain JSON types. Collective.
 
-        What has one number a weight is optimizer state already; row and column sums are here, as text. Of a frozen
-        mask nothing is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
+        One number a weight is optimizer state already; row and column sums are here, as text. Of a frozen mask nothing
+        is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
 
         Raises:
             ValueError: `start` was called, no step was made yet, and W waits outside the optimizer's state: masks are
                 going to move, or masters have 16 bits.
         """
-        fresh = self._starts and self.ready and not self.step_count
-        if fresh and self.config.max_steps and self._state.has_waiting_state:
+        fresh = self._needs_start and self.ready and not self.step_count
+        if fresh and self.config.max_steps and self.sharded.state.has_waiting_state:
             raise ValueError(
                 "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
                 "removes, or a shift takes: save after a step, or before forge.start"
@@ -264,38 +274,38 @@ class SparseForge:
         """
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
-        self.ready = self.step_count > 0 or not self._starts or self._saved.started
-        self._method.resume()
+        self.ready = self.step_count > 0 or not self._needs_start or self._saved.started
+        self.method.resume()
         self._listen()
 
     @property
-    def _starts(self) -> bool:
-        """Whether `start` changes what the network sees, before the first step."""
-        return self._method.needs_start or self.config.moves_weights_into_branches
+    def _needs_start(self) -> bool:
+        """Whether `start` must come before the first step."""
+        return self.method.needs_start or self.config.moves_weights_into_branches
 
     def _listen(self) -> None:
-        """Hear the next step's passes if a mask update reads them; nothing of those before."""
+        """Measure in the next step's passes if its mask update needs that, and forget those before."""
         self._skipped = self.engine.skipped_steps
-        self._mean.listen()
+        self.curvature.listen()
 
     # -- publication --------------------------------------------------------------------------------------------------
 
     def _republish(self, hard: bool = False) -> None:
-        """Make the present masks visible to the next forward; `hard`: as if they were frozen now."""
-        self._method.write_masters(hard)
-        self._layout.push()
+        """Make the present masks visible to the next forward; with `hard`, as if they were frozen now."""
+        self.method.write_masters(hard)
+        self.sharded.layout.push()
 
     def _release_if_due(self) -> None:
-        """When masks are frozen for good: keep one bit a weight, and let the optimizer train the masters."""
-        self._state.frozen = self.step_count >= self.schedule.freeze_step
+        """Keep one bit a weight once masks are frozen for good, and let the optimizer train the masters."""
+        self.sharded.state.frozen = self.step_count >= self.schedule.freeze_step
         if self.step_count == self.config.release_step:
-            self._state.release()
-            self._health.forget_targets()
-            self._layout.push()
+            self.sharded.state.release()
+            self.sharded.metrics.forget_targets()
+            self.sharded.layout.push()
 
     def _switch_on_branches(self, step: int) -> bool:
-        """At its step: start every B of SLoRB from what the mask removes now, and switch the branches on."""
+        """Start every B of SLoRB from what the mask removes, and switch the branches on, if it is their step."""
         if step != self.config.branch_step or self.config.moves_weights_into_branches:
             return False
-        switch_on_branches(self._sharded, self._method)
+        switch_on_branches(self.sharded, self.method)
         return True

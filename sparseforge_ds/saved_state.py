@@ -1,4 +1,4 @@
-"""What a checkpoint carries of a forge beside the optimizer's state, and a run that goes on from it."""
+"""State of a forge in a checkpoint, beside the optimizer's, and a run that goes on from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 from sparseforge_ds import __version__
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.run_state import RunState, differences, shorten
-from sparseforge_ds.methods import CurvatureMean, ShardedWeights
+from sparseforge_ds.curvature.running_curvature import RunningCurvature
 from sparseforge_ds.model.branch import branches
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.restore import Masks, restore
 
 _LOG = logging.getLogger(__name__)
@@ -20,45 +21,48 @@ VERSIONS = {"sparseforge_ds": __version__, "deepspeed": version("deepspeed"), "t
 
 
 class SavedState:
-    """The state of the masks of an engine, as a whole. Its methods are collective."""
+    """State of all masks of an engine. Its methods are collective."""
 
-    def __init__(self, on: ShardedWeights, mean: CurvatureMean) -> None:
-        self._on = on
-        self._mean = mean
+    def __init__(self, weights: ShardedWeights, curvature: RunningCurvature) -> None:
+        self._weights = weights
+        self._curvature = curvature
         self.started = False
         """True if `forge.start` was called before the checkpoint that was loaded; unknown once a step was made."""
 
     def state_dict(self) -> dict[str, Any]:
-        """See `SparseForge.state_dict`."""
-        on = self._on
-        if on.state.released and on.layout.all_reduce(on.state.mark_kept_zeros()).item():
-            on.layout.push()
-        run = RunState.from_weights(on.config, list(on.weights.values()), on.step, on.refreshes)
-        mean = self._mean.state_dict()
-        return {**run.to_dict(), "groups": on.layout.groups, "versions": VERSIONS, **mean}
+        """Return the state of masks and curvature; see `SparseForge.state_dict`."""
+        weights = self._weights
+        if weights.state.released and weights.layout.all_reduce(weights.state.mark_kept_zeros()).item():
+            weights.layout.push()
+        run = RunState.from_weights(
+            weights.config, list(weights.prunable.values()), weights.step, self._curvature.refreshes
+        )
+        curvature = self._curvature.state_dict()
+        return {**run.to_dict(), "groups": weights.layout.groups, "versions": VERSIONS, **curvature}
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """See `SparseForge.restore`: weights, masks, curvature, counts and branches as they were saved."""
-        on = self._on
+        """Load weights, masks, curvature, counts and branches as they were saved; see `SparseForge.restore`."""
+        weights = self._weights
         state = self._checked(checkpoint.client_state.get("sparseforge"), str(checkpoint.folder))
         self.started = state.get("started") is True
         self._compare_versions(state, str(checkpoint.folder))
         masks = self._masks_of(state)
-        restore(on.layout, on.state, checkpoint, masks)
-        on.step, on.refreshes = state["step"], state["refreshes"]
-        self._mean.load_state_dict(state)
-        on.state.frozen = masks != "none" and on.step >= on.config.resolved_schedule.freeze_step
+        restore(weights.layout, weights.state, checkpoint, masks)
+        weights.step = state["step"]
+        self._curvature.load_state_dict(state)
+        weights.state.frozen = masks != "none" and weights.step >= weights.config.resolved_schedule.freeze_step
         if masks == "frozen":
-            on.state.read_kept_from_weights()
-            on.check_frozen()
-        on.health.forget_targets()
-        for name, branch in branches(on.engine.module).items():
-            branch.enabled = on.step >= on.config.branch_step and name in on.shards
+            weights.state.read_kept_from_weights()
+            weights.check_frozen()
+        weights.metrics.forget_targets()
+        for name, branch in branches(weights.engine.module).items():
+            branch.enabled = weights.step >= weights.config.branch_step and name in weights.shards
 
     def _checked(self, state: object, where: str) -> dict[str, Any]:
-        """A saved state, which is of a run like this one."""
-        now = RunState.from_weights(self._on.config, list(self._on.weights.values()))
-        saved, steps = RunState.parse(state, where), now.config.max_steps
+        """Return a saved state, after a check that it is of a run like this one."""
+        now = RunState.from_weights(self._weights.config, list(self._weights.prunable.values()))
+        saved = RunState.parse(state, where)
+        steps = now.config.max_steps
         unlike = saved.changes(now)
         if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(now):
             was = saved.config.max_steps
@@ -74,7 +78,7 @@ class SavedState:
             )
         assert isinstance(state, dict)
         try:
-            self._mean.check(state)
+            self._curvature.check(state)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return state
@@ -83,11 +87,11 @@ class SavedState:
         """Warn where other versions saved a checkpoint: the run goes on, and its last digits may be others."""
         saved = state.get("versions")
         unlike = differences(saved, VERSIONS, "version") if isinstance(saved, dict) else []
-        if unlike and self._on.layout.rank == 0:
+        if unlike and self._weights.layout.rank == 0:
             _LOG.warning("%s was saved by other versions: %s", where, "; ".join(unlike))
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
-        """How far masks were when a state was saved."""
-        if not state["step"] and not (self.started and self._on.config.release_step == 0):
+        """Return how far masks were when a state was saved."""
+        if not state["step"] and not (self.started and self._weights.config.release_step == 0):
             return "none"
-        return "frozen" if state["step"] >= self._on.config.release_step else "moving"
+        return "frozen" if state["step"] >= self._weights.config.release_step else "moving"

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 import sparseforge_ds as sf
 from benchmarks.fake_cuda.counting import Counter
 from sparseforge_ds import forge as forge_module
-from sparseforge_ds.methods import sharded_weights
+from sparseforge_ds import sharded_weights
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
@@ -275,7 +275,7 @@ def attach(
         mock.patch.object(sharded_weights, "layout_of", BareLayout),
     ):
         forge = sf.SparseForge(engine, config)
-    edges = forge._halo
+    edges = forge.sharded.halo
     spans = {w.name: config.parsed_pattern.span(w.shape, w.input_axis) for w in forge.weights}
     edges.any_cut = any(  # a value that the ranks agree on, and fake tensors do not have
         start % spans[name] or stop % spans[name]

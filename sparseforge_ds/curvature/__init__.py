@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-def estimator_of(shards: EstimatorContext, config: SparseForgeConfig) -> Estimator:
+def estimator_of(context: EstimatorContext, config: SparseForgeConfig) -> Estimator:
     """The estimator of elements that a config names.
 
     Raises:
@@ -52,13 +52,13 @@ def estimator_of(shards: EstimatorContext, config: SparseForgeConfig) -> Estimat
         "fisher": SquaredGradients,
         "wanda": InputNorms,
     }
-    return kinds[config.importance](shards, config)
+    return kinds[config.importance](context, config)
 
 
-def sums_of(shards: EstimatorContext, config: SparseForgeConfig) -> SumsEstimator:
+def sums_of(context: EstimatorContext, config: SparseForgeConfig) -> SumsEstimator:
     """The estimator of row and column sums that a config names.
 
     Raises:
         ValueError: it cannot work on some prunable weight.
     """
-    return (OutputHutchinson if config.importance == "hutchinson" else FisherSums)(shards, config)
+    return (OutputHutchinson if config.importance == "hutchinson" else FisherSums)(context, config)

@@ -65,12 +65,12 @@ class AxisSums:
         self.values, self.extents = self.values.to(device), self.extents.to(device)
         return self
 
-    def of(self, matrix: int) -> tuple[Tensor, Tensor]:
+    def matrix_sums(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
         start, middle, end = self._bounds[matrix]
         return self.values[start:middle], self.values[middle:end]
 
-    def all_of(self, name: str) -> Tensor:
+    def weight_sums(self, name: str) -> Tensor:
         """View of the sums of all matrices of a weight, end to end, row sums before column sums."""
         rows = self.matrices.rows[name]
         return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
@@ -85,6 +85,6 @@ class AxisSums:
             for part in self.matrices.slices[name]:
                 inside = values(shard)[part.start : part.stop]
                 for chunk in chunks(inside):
-                    add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.of(part.row))
+                    add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.matrix_sums(part.row))
         layout = self.matrices.layout
         self.values = layout.sum_shards(self.values.to(layout.device)).to(self.values.device)

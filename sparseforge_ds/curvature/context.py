@@ -64,9 +64,9 @@ class EstimatorContext:
         self,
         probe: Probe,
         matrices: Matrices,
-        edges: HaloExchange,
+        halo: HaloExchange,
         modules: dict[str, nn.Module],
-        load: ExpertLoad,
+        expert_load: ExpertLoad,
         fused: dict[str, nn.Module],
         input_first: Collection[str],
     ) -> None:
@@ -75,9 +75,9 @@ class EstimatorContext:
         Args:
             probe: of the engine.
             matrices: of all prunable weights.
-            edges: of their shards.
+            halo: of their shards.
             modules: the linear layer of each weight that has one, by weight name.
-            load: token counts of the experts.
+            expert_load: token counts of the experts.
             fused: the modules that hold experts as three-dimensional weights, by module name.
             input_first: weights that are stored as (..., in, out).
 
@@ -88,11 +88,11 @@ class EstimatorContext:
         self.probe = probe
         self.layout: ShardLayout = probe.layout
         self.matrices = matrices
-        self.ranges = edges.ranges
-        self.chunks = edges.chunks
+        self.ranges = halo.ranges
+        self.chunks = halo.chunks
         self.modules = modules
-        self.shards = edges.shards
-        self.load = load
+        self.shards = halo.shards
+        self.expert_load = expert_load
         self.fused = fused
         for name, module in fused.items():
             if (why := why_unhookable(module)) is not None:
@@ -102,22 +102,22 @@ class EstimatorContext:
                 )
         # One layer of each expert in a list counts for all of them.
         one: dict[int, str] = {}
-        for name in load.rows:
+        for name in expert_load.rows:
             if name in modules:
-                one.setdefault(load.rows[name].start, name)
+                one.setdefault(expert_load.rows[name].start, name)
         self.listed = {name: modules[name] for name in one.values()}
-        in_lists = [name for name in load.rows if name in modules]
+        in_lists = [name for name in expert_load.rows if name in modules]
         self.lists = {
             layer: names
-            for layer, rows in load.layers.items()
-            if (names := [name for name in in_lists if load.rows[name].start in rows])
+            for layer, rows in expert_load.layers.items()
+            if (names := [name for name in in_lists if expert_load.rows[name].start in rows])
         }
         """Weights of the experts in each list of modules, by the list's name."""
 
     def sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
         """Views of the sums by output and by input of a weight that is one matrix."""
         (matrix,) = self.matrices.rows[name]
-        row_R, column_C = sums.of(matrix)
+        row_R, column_C = sums.matrix_sums(matrix)
         return (column_C, row_R) if name in self.input_first else (row_R, column_C)
 
     @contextmanager
@@ -128,7 +128,7 @@ class EstimatorContext:
             self.count(layer, parameter, stop_E)
 
         def listed(name: str, grad_TO: Tensor, _input: Tensor) -> None:
-            self.load.add(self.load.rows[name], grad_TO.shape[0])
+            self.expert_load.add(self.expert_load.rows[name], grad_TO.shape[0])
 
         with ExitStack() as stack:
             if self.fused:
@@ -140,13 +140,13 @@ class EstimatorContext:
     def count(self, layer: str, parameter: str, stop_E: Tensor) -> None:
         """Count the tokens of a layer's fused experts, once for both of their weights."""
         if parameter == "down_proj":
-            self.load.add(self.load.layers[layer], stop_E.diff(prepend=stop_E.new_zeros(1)))
+            self.expert_load.add(self.expert_load.layers[layer], stop_E.diff(prepend=stop_E.new_zeros(1)))
 
     def divide(self, diagonal: Diagonal, by: list[float]) -> None:
         """Divide what belongs to an expert by the number in its row; what belongs to none stays."""
-        for name in self.load.rows.keys() & diagonal.keys():
+        for name in self.expert_load.rows.keys() & diagonal.keys():
             for part in self.matrices.slices[name]:
-                row = self.load.of_matrix[part.row]
+                row = self.expert_load.of_matrix[part.row]
                 assert row is not None
                 if by[row]:
                     diagonal[name][part.start : part.stop] /= by[row]

@@ -37,16 +37,16 @@ class FisherSums(SumsEstimator):
     `gauss_newton` draws the labels of a refresh's passes from the model.
     """
 
-    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
+    def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         """Find the layers; that every weight has one is known before (`model.measurable`)."""
-        self.on = shards
-        self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
-        self._layer = {name: layer for layer, names in shards.lists.items() for name in names}
-        model = shards.layout.engine.module
-        self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in shards.lists}
+        self.context = context
+        self.labels = SampledLabels(context, config.seed) if config.importance == "gauss_newton" else None
+        self._layer = {name: layer for layer, names in context.lists.items() for name in names}
+        model = context.layout.engine.module
+        self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in context.lists}
         self._entered: dict[str, int] = {}
         """Tokens of the newest forward of the block around a list of experts, by the list's name."""
-        sums = AxisSums(shards.matrices, shards.shards, shards.layout.device)
+        sums = AxisSums(context.matrices, context.shards, context.layout.device)
         self._empty = sums.holding(sums.values.new_empty(0))
         self._sums: AxisSums | None = None
         self._tokens: dict[str, float] = {}
@@ -58,17 +58,17 @@ class FisherSums(SumsEstimator):
     def begin(self) -> None:
         """Forget what was heard, and have room for what comes, whose losses are means over a micro-batch's tokens."""
         self._sums, self.divisor, self.counted = self._empty.zeros(), None, None
-        self._tokens = dict.fromkeys(self.on.shards, 0)
-        self.on.load.begin()
+        self._tokens = dict.fromkeys(self.context.shards, 0)
+        self.context.expert_load.begin()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """While active, every backward pass through the layers is heard. Does not communicate."""
         with ExitStack() as stack:
-            if self.on.modules:
-                stack.enter_context(token_gradients(self.on.modules, self._hear))
-            if self.on.fused:
-                stack.enter_context(expert_tokens(self.on.fused, self._hear_experts))
+            if self.context.modules:
+                stack.enter_context(token_gradients(self.context.modules, self._hear))
+            if self.context.fused:
+                stack.enter_context(expert_tokens(self.context.fused, self._hear_experts))
             if self._blocks:
                 stack.enter_context(block_entries(self._blocks, self._entered.__setitem__))
             yield
@@ -82,33 +82,33 @@ class FisherSums(SumsEstimator):
                 passes, self.divisor = batches.passes(probe), divisor_of(batches, probe)
                 if self.labels is not None:
                     passes = self.labels.drawn(batches, step, probe)
-                self.on.probe.activations(passes)
+                self.context.probe.activations(passes)
         assert self._sums is not None
-        return self.on.probe.usable(self._sums.values)
+        return self.context.probe.usable(self._sums.values)
 
     @torch.no_grad()
     @override
     def finish(self) -> tuple[AxisSums, Tensor]:
         """0 also for a layer that was not heard on any rank."""
-        on, sums = self.on, self._sums
+        context, sums = self.context, self._sums
         assert sums is not None
         self._sums = None
-        of_matrix = [self._tokens[name] for name, rows in on.matrices.rows.items() for _ in rows]
-        counts = torch.tensor(of_matrix, dtype=torch.float64, device=on.layout.device)
-        on.layout.all_reduce(counts)
-        on.load.agree()
-        return sums, on.load.spread(on.load.counted, counts)
+        of_matrix = [self._tokens[name] for name, rows in context.matrices.rows.items() for _ in rows]
+        counts = torch.tensor(of_matrix, dtype=torch.float64, device=context.layout.device)
+        context.layout.all_reduce(counts)
+        context.expert_load.agree()
+        return sums, context.expert_load.spread(context.expert_load.counted, counts)
 
     def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-        on, tokens = self.on, grad_TO.shape[0]
+        context, tokens = self.context, grad_TO.shape[0]
         of_batch = tokens
-        if name in on.load.rows:
+        if name in context.expert_load.rows:
             of_batch = self._entered[self._layer[name]]
-            if name in on.listed:
-                on.load.add(on.load.rows[name], tokens)
+            if name in context.listed:
+                context.expert_load.add(context.expert_load.rows[name], tokens)
         factor = self._factor(name, of_batch)
         assert self._sums is not None
-        add_fisher_sums(grad_TO, input_TI, factor, *on.sums_of(name, self._sums))
+        add_fisher_sums(grad_TO, input_TI, factor, *context.sums_of(name, self._sums))
 
     def _factor(self, name: str, tokens: int) -> float:
         """Counts the tokens of a micro-batch, and says what squared gradients of them are to be multiplied by.
@@ -117,21 +117,21 @@ class FisherSums(SumsEstimator):
         """
         of_mean = tokens if self.divisor is None else self.divisor
         self._tokens[name] += of_mean if self.counted is None else self.counted
-        return (of_mean / self.on.probe.backward_scale) ** 2
+        return (of_mean / self.context.probe.backward_scale) ** 2
 
     def _hear_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
     ) -> None:
-        on = self.on
-        on.count(layer, parameter, stop_E)
+        context = self.context
+        context.count(layer, parameter, stop_E)
         name = f"{layer}.{parameter}"
-        if name not in on.shards:
+        if name not in context.shards:
             return
         assert grad_SO is not None and self._sums is not None
-        experts = len(on.load.rows[name])
-        stacked = len(on.matrices.rows[name]) // experts
+        experts = len(context.expert_load.rows[name])
+        stacked = len(context.matrices.rows[name]) // experts
         factor = self._factor(name, tokens)
         of_axis = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
         # The matrices of a weight lie end to end, each with its row sums before its column sums.
-        both = torch.cat(of_axis[::-1] if name in on.input_first else of_axis, dim=2).view(-1)
-        self._sums.all_of(name).add_(both, alpha=factor)
+        both = torch.cat(of_axis[::-1] if name in context.input_first else of_axis, dim=2).view(-1)
+        self._sums.weight_sums(name).add_(both, alpha=factor)

@@ -23,10 +23,10 @@ RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 class Hutchinson(Estimator):
     """v (H v), by gradient differences (design 2.1)."""
 
-    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
-        self.on = shards
+    def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
+        self.context = context
         self.seed = config.seed
-        dtype = next(iter(shards.layout.low_precision[name] for name in shards.shards)).dtype
+        dtype = next(iter(context.layout.low_precision[name] for name in context.shards)).dtype
         self.radius = config.curvature.radius or RADIUS[dtype]
 
     @override
@@ -34,33 +34,33 @@ class Hutchinson(Estimator):
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
         """Two forward and backward passes for every pass of a batch."""
-        on = self.on
+        context = self.context
         radii = self._radii()
-        on.load.begin()
+        context.expert_load.begin()
         try:
             for probe in range(probes):
-                keys = {name: counter_key(self.seed, step, probe, name) for name in on.shards}
+                keys = {name: counter_key(self.seed, step, probe, name) for name in context.shards}
                 passes = batches.passes(probe)
                 for side in (1.0, -1.0):
                     write_masters()
                     self._displace(keys, {name: side * radius for name, radius in radii.items()})
-                    with on.counting() if side > 0 else nullcontext():
+                    with context.counting() if side > 0 else nullcontext():
                         applied = self._add_side(passes, keys, radii, side / probes, total)
                     if not applied:
                         return False
         finally:
             write_masters()
-            on.layout.push()
-        on.load.agree()
-        on.divide(total, on.load.shares)
+            context.layout.push()
+        context.expert_load.agree()
+        context.divide(total, context.expert_load.shares)
         return True
 
     def _displace(self, keys: dict[str, int], radii: dict[str, Tensor]) -> None:
         """Let the next forward see w + r v."""
-        on, layout = self.on, self.on.layout
-        for name, shard in on.shards.items():
+        context, layout = self.context, self.context.layout
+        for name, shard in context.shards.items():
             master = layout.flats[shard.flat].data
-            for chunk in on.chunks[name]:
+            for chunk in context.chunks[name]:
                 chunk.slice_of_flat(master).add_(self._sign(keys[name], chunk, master.device) * radii[name])
         layout.push()
 
@@ -70,14 +70,14 @@ class Hutchinson(Estimator):
         """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
-            for chunk in self.on.chunks[shard.name]:
+            for chunk in self.context.chunks[shard.name]:
                 inside = slice(chunk.start - shard.start, chunk.stop - shard.start)
                 sign = self._sign(keys[shard.name], chunk, gradient.device)
                 sample = hutchinson_sample(gradient[inside], sign, radii[shard.name])
                 into[shard.name][inside].add_(sample, alpha=factor)
 
-        names = set(self.on.shards)
-        return self.on.probe.gradients(passes, lambda flat, g: self.on.add_gradient(flat, g, names, add))
+        names = set(self.context.shards)
+        return self.context.probe.gradients(passes, lambda flat, g: self.context.add_gradient(flat, g, names, add))
 
     @staticmethod
     def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:
@@ -85,11 +85,11 @@ class Hutchinson(Estimator):
 
     def _radii(self) -> dict[str, Tensor]:
         """() r of each weight: the relative radius times the RMS of its published values."""
-        on = self.on
-        table = torch.zeros(len(on.shards), 2, dtype=torch.float64, device=on.layout.device)
-        for row, shard in enumerate(on.shards.values()):
-            values = shard.slice_of_flat(on.layout.flats[shard.flat].detach()).double()
+        context = self.context
+        table = torch.zeros(len(context.shards), 2, dtype=torch.float64, device=context.layout.device)
+        for row, shard in enumerate(context.shards.values()):
+            values = shard.slice_of_flat(context.layout.flats[shard.flat].detach()).double()
             table[row, 0], table[row, 1] = values.square().sum(), values.numel()
-        square, count = on.matrices.layout.sum_shards(table).unbind(1)
-        radii = (self.radius * (square / count).sqrt()).to(on.layout.flats[0].device)
-        return dict(zip(on.shards, radii.unbind(0), strict=True))
+        square, count = context.matrices.layout.sum_shards(table).unbind(1)
+        radii = (self.radius * (square / count).sqrt()).to(context.layout.flats[0].device)
+        return dict(zip(context.shards, radii.unbind(0), strict=True))

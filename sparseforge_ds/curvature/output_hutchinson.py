@@ -53,38 +53,38 @@ class _Between:
 class OutputHutchinson(SumsEstimator):
     """v (g(y + r v) - g(y - r v)) / 2r at the outputs, times x^2."""
 
-    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
-        self.on = shards
+    def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
+        self.context = context
         self.seed = config.seed
         self.radius = config.curvature.radius or RADIUS
         self._sums: AxisSums | None = None
         self._passes = 0
-        assert shards.modules.keys() == shards.shards.keys() and not shards.load.rows  # refused before
+        assert context.modules.keys() == context.shards.keys() and not context.expert_load.rows  # refused before
 
     @override
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
         """Two forward and backward passes for every pass of a batch."""
-        on = self.on
-        sums = self._sums = AxisSums(on.matrices, on.shards, on.layout.device)
+        context = self.context
+        sums = self._sums = AxisSums(context.matrices, context.shards, context.layout.device)
         self._passes = 0
         for probe in range(probes):
-            keys = {name: counter_key(self.seed, step, probe, f"{name} outputs") for name in on.shards}
+            keys = {name: counter_key(self.seed, step, probe, f"{name} outputs") for name in context.shards}
             for number, closure in enumerate(batches.passes(probe)):
                 kept: dict[str, _Between] = {}
                 for side in (1.0, -1.0):
                     self._pass(closure, side, keys, number, kept, sums)
                 self._passes += 1
-        return on.probe.usable(sums.values)
+        return context.probe.usable(sums.values)
 
     @override
     def finish(self) -> tuple[AxisSums, Tensor]:
         assert self._sums is not None
-        for name in self.on.shards:
-            output_O, input_I = self.on.sums_of(name, self._sums)
+        for name in self.context.shards:
+            output_O, input_I = self.context.sums_of(name, self._sums)
             output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
-        passes = float(self.on.layout.world_size * self._passes)
+        passes = float(self.context.layout.world_size * self._passes)
         sums, self._sums = self._sums, None
-        return sums, sums.values.new_full((len(self.on.matrices.names),), passes)
+        return sums, sums.values.new_full((len(self.context.matrices.names),), passes)
 
     def _pass(
         self,
@@ -96,10 +96,10 @@ class OutputHutchinson(SumsEstimator):
         sums: AxisSums,
     ) -> None:
         """One side of the difference on pass `number`, added to `sums`."""
-        on = self.on
+        context = self.context
 
         def signs(name: str, like_TO: Tensor) -> Tensor:
-            tokens = on.tokens_of(number, like_TO.shape[0])  # signs belong to the tokens, whoever has them
+            tokens = context.tokens_of(number, like_TO.shape[0])  # signs belong to the tokens, whoever has them
             runs = [rademacher_rows(keys[name], run.start, len(run), like_TO.shape[1], like_TO) for run in tokens]
             return runs[0] if len(runs) == 1 else torch.cat(runs)
 
@@ -115,11 +115,11 @@ class OutputHutchinson(SumsEstimator):
             layer = kept[name]
             if (layer.slope_T is None) != (side > 0):
                 raise ValueError(_CALLED_AGAIN.format(name))
-            scale_T = 1 / (2 * on.probe.backward_scale * layer.radius_T.float())
+            scale_T = 1 / (2 * context.probe.backward_scale * layer.radius_T.float())
             slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
             slope_T = slope_TO.sum(dim=1)
             square_TI = _square(input_TI)
-            output_O, input_I = on.sums_of(name, sums)
+            output_O, input_I = context.sums_of(name, sums)
             if layer.slope_T is None:
                 layer.slope_T, layer.square_T = slope_T, square_TI.sum(dim=1)
             else:
@@ -127,8 +127,8 @@ class OutputHutchinson(SumsEstimator):
             assert layer.square_T is not None
             output_O += side * (layer.square_T @ slope_TO)
 
-        with token_gradients(on.modules, receive, displacement):
-            on.probe.activations((closure,))
+        with token_gradients(context.modules, receive, displacement):
+            context.probe.activations((closure,))
 
 
 def _square(values: Tensor) -> Tensor:

@@ -62,15 +62,15 @@ class RunningSums:
         self.slice.lerp_(sample, rate)
         self.layout.all_reduce(self._products)
 
-    def whole(self) -> AxisSums:
-        """All of them, in fp64. Collective."""
+    def gather(self) -> AxisSums:
+        """Return the sums of all matrices, in fp64. Collective."""
         return self._empty.holding(self._gathered().double())
 
     def numbers(self, sums: AxisSums, corrections: Tensor) -> Tensor:
         """(5,) fp64 on the device of the sums: what `metrics` takes.
 
         Args:
-            sums: what `whole` gave.
+            sums: from `gather`.
             corrections: (matrices,) bias correction by which the mean of each is to be divided.
         """
         mean = (sums.totals() / corrections).sum()

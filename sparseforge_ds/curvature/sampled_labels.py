@@ -23,8 +23,8 @@ class SampledLabels:
     The logits are those that the model returns: behind a softcap or a scale that follows its head.
     """
 
-    def __init__(self, shards: EstimatorContext, seed: int) -> None:
-        self.on = shards
+    def __init__(self, context: EstimatorContext, seed: int) -> None:
+        self.context = context
         self.seed = seed
 
     def drawn(self, batches: ProbeBatches, step: int, probe: int) -> list[Closure]:
@@ -37,11 +37,11 @@ class SampledLabels:
         self, closure: Closure, key: int, number: int, predicted: Tensor | None, divisor: float | None
     ) -> Closure:
         def sampled() -> Tensor:
-            with captured_logits(self.on.layout.engine.module) as returned:
+            with captured_logits(self.context.layout.engine.module) as returned:
                 closure()
             logits = returned[-1].flatten(0, -2)
             # By the place in the batch, so that the draw does not depend on how a batch is divided.
-            tokens = self.on.tokens_of(number, logits.shape[0])
+            tokens = self.context.tokens_of(number, logits.shape[0])
             runs = zip(logits.split([len(run) for run in tokens]), tokens, strict=True)
             labels = torch.cat([sample_labels(logits_NV, key, run.start, _CHUNK) for logits_NV, run in runs])
             if predicted is not None:

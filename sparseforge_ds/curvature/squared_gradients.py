@@ -22,28 +22,30 @@ from sparseforge_ds.zero.shard import Shard
 class SquaredGradients(Estimator):
     """Fisher and Gauss-Newton: squared gradients, per token where the weight belongs to a linear layer."""
 
-    def __init__(self, shards: EstimatorContext, config: SparseForgeConfig) -> None:
-        self.on = shards
+    def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
+        self.context = context
         self.per_token = config.curvature.per_token
-        self.modules = shards.modules if self.per_token else {}
-        self.fused = shards.fused if self.per_token else {}
-        self.per_batch = set(shards.shards) - set(self.modules) - (set(shards.load.rows) if self.fused else set())
-        self.labels = SampledLabels(shards, config.seed) if config.importance == "gauss_newton" else None
+        self.modules = context.modules if self.per_token else {}
+        self.fused = context.fused if self.per_token else {}
+        self.per_batch = (
+            set(context.shards) - set(self.modules) - (set(context.expert_load.rows) if self.fused else set())
+        )
+        self.labels = SampledLabels(context, config.seed) if config.importance == "gauss_newton" else None
 
     @override
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
         """A forward and backward pass for every pass of a batch."""
-        on, layout = self.on, self.on.layout
+        context, layout = self.context, self.context.layout
         passes, divisor = batches.passes(0), divisor_of(batches, 0)
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-            shard = on.shards[name]
-            full = token_fisher(grad_TO, input_TI, on.probe.backward_scale)
-            if name in on.input_first:
+            shard = context.shards[name]
+            full = token_fisher(grad_TO, input_TI, context.probe.backward_scale)
+            if name in context.input_first:
                 full = full.t()
-            _, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1))
+            _, mine = reduce_to_shard(layout, shard, context.ranges[name], full.reshape(-1))
             # The loss is the sum over tokens divided by D, by default this pass's T: (D g)^2 summed over tokens, / D
             # for the mean, / passes of all ranks.
             weight = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
@@ -52,24 +54,26 @@ class SquaredGradients(Estimator):
         def on_experts(
             layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
         ) -> None:
-            on.count(layer, parameter, stop_E)
+            context.count(layer, parameter, stop_E)
             name = f"{layer}.{parameter}"
-            if name not in on.shards:
+            if name not in context.shards:
                 return
             assert grad_SO is not None
-            shard, size = on.shards[name], grad_SO.shape[1] * input_SI.shape[1]
+            shard, size = context.shards[name], grad_SO.shape[1] * input_SI.shape[1]
             # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
-            for first, full in expert_fisher(grad_SO, input_SI, stop_E, on.probe.backward_scale / (divisor or tokens)):
-                if name in on.input_first:
+            for first, full in expert_fisher(
+                grad_SO, input_SI, stop_E, context.probe.backward_scale / (divisor or tokens)
+            ):
+                if name in context.input_first:
                     full = full.transpose(1, 2)
-                inside, mine = reduce_to_shard(layout, shard, on.ranges[name], full.reshape(-1), first * size)
+                inside, mine = reduce_to_shard(layout, shard, context.ranges[name], full.reshape(-1), first * size)
                 total[name][inside].add_(mine.to(total[name].device))
                 del full, mine
 
         def add_square(shard: Shard, gradient: Tensor) -> None:
             total[shard.name].addcmul_(gradient, gradient, value=1 / probes)
 
-        on.load.begin()
+        context.expert_load.begin()
         for probe in range(probes):
             passes, divisor = batches.passes(probe), divisor_of(batches, probe)
             if self.labels is not None:
@@ -77,16 +81,16 @@ class SquaredGradients(Estimator):
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
                 expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),
-                nullcontext() if self.per_token else on.counting(),
+                nullcontext() if self.per_token else context.counting(),
             ):
                 if not self.per_batch:
-                    on.probe.activations(passes)
-                elif not on.probe.gradients(
-                    passes, lambda index, gradient: on.add_gradient(index, gradient, self.per_batch, add_square)
+                    context.probe.activations(passes)
+                elif not context.probe.gradients(
+                    passes, lambda index, gradient: context.add_gradient(index, gradient, self.per_batch, add_square)
                 ):
                     return False
-        if not self.per_batch and not on.probe.usable(*total.values()):
+        if not self.per_batch and not context.probe.usable(*total.values()):
             return False
-        on.load.agree()
-        on.divide(total, on.load.read()[0] if self.per_token else on.load.shares)
+        context.expert_load.agree()
+        context.divide(total, context.expert_load.read()[0] if self.per_token else context.expert_load.shares)
         return True

@@ -5,22 +5,19 @@ from __future__ import annotations
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.methods.ast import Ast
 from sparseforge_ds.methods.cast import Cast
-from sparseforge_ds.methods.curvature_mean import CurvatureMean
-from sparseforge_ds.methods.fixed import FixedMask
 from sparseforge_ds.methods.maskllm import MaskLLM
 from sparseforge_ds.methods.method import MaskMethod
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import DivergedError, ForgeError, ShardedWeights
 from sparseforge_ds.methods.soft_mask import SoftMask
 from sparseforge_ds.methods.sr_ste import SrSte
+from sparseforge_ds.methods.starting_mask import StartingMask
 
-__all__ = ["CurvatureMean", "DivergedError", "ForgeError", "MaskMethod", "Ranking", "ShardedWeights", "method_of"]
+__all__ = ["MaskMethod", "method_of"]
 
 
 _METHODS: dict[str, type[MaskMethod]] = {
     "sparseforge": SoftMask,
-    "oneshot": FixedMask,
-    "naive_retrain": FixedMask,
+    "oneshot": StartingMask,
+    "naive_retrain": StartingMask,
     "sr_ste": SrSte,
     "ast": Ast,
     "cast": Cast,
@@ -29,7 +26,7 @@ _METHODS: dict[str, type[MaskMethod]] = {
 
 
 def method_of(config: SparseForgeConfig) -> type[MaskMethod]:
-    """The class of the config's method."""
+    """Return the class of the config's method."""
     # A soft mask that would be frozen before the first step is a fixed one.
     fixed = config.method.name == "sparseforge" and config.soft is None
-    return FixedMask if fixed else _METHODS[config.method.name]
+    return StartingMask if fixed else _METHODS[config.method.name]

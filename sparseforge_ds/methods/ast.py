@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.refreshed import RefreshedMask
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.curvature.ranking import Ranking
+from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
+from sparseforge_ds.sharded_weights import ShardedWeights
 
 
-class Ast(RefreshedMask):
+class Ast(PeriodicMagnitudeMask):
     """Steps the prunable weights itself, on the states and settings of the engine's Adam."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
@@ -28,17 +28,21 @@ class Ast(RefreshedMask):
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        trained = self.on.state.weights_being_trained(index)
-        state = self.on.state.partition(index)
+        """Step the weights in the place of the optimizer."""
+        # Moments and count are the optimizer's own, which creates them at its first step.
+        trained = self.weights.state.weights_being_trained(index)
+        state = self.weights.state.partition(index)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
                 state[key] = torch.zeros_like(trained)
         count = int(state.get("step", 0)) + 1
         state["step"] = torch.tensor(float(count))
-        (beta1, beta2), rate = group["betas"], group["lr"]
+        beta1, beta2 = group["betas"]
+        rate = group["lr"]
         dense, gradients, first, second = (
             tensor.view(-1) for tensor in (trained, gradient, state["exp_avg"], state["exp_avg_sq"])
         )
+        # W <- W - lr / c1 * u / (sqrt(v / c2) + eps), a run of elements at a time.
         for run, pruned in self.pruned_runs(index):
             dense[run].mul_(1 - rate * group["weight_decay"])
             first[run].lerp_(gradients[run], 1 - beta1)

@@ -25,9 +25,9 @@ from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import run_block, shared_arguments
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
@@ -82,8 +82,8 @@ class BlockStart:
         self.probe = probe
         self.settings = settings
         model = weights.engine.module
-        check_blocks(model, weights.weights.values(), weights.config)
-        self.blocks = decoder_blocks(model, list(weights.weights.values()))
+        check_blocks(model, weights.prunable.values(), weights.config)
+        self.blocks = decoder_blocks(model, list(weights.prunable.values()))
         self.dtype: torch.dtype = next(iter(weights.layout.low_precision.values())).dtype
         """The dtype that the engine's forward computes in."""
 
@@ -214,7 +214,7 @@ class BlockStart:
         for name, kept in masks.items():
             shard = weights.shards[name]
             part = kept.reshape(-1)[shard.start : shard.stop]
-            weights.state.write_mask(shard, part.float().to(weights.of(shard, "mask").device))
+            weights.state.write_mask(shard, part.float().to(weights.state_view(shard, "mask").device))
         return solved
 
     def _check_alone(self, block: DecoderBlock, output_BSH: Tensor, end_BH: Tensor) -> None:

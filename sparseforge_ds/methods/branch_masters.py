@@ -1,4 +1,4 @@
-"""The masters of what a branch learns, B and perhaps P, which are sharded differently than the weight beside them."""
+"""Masters of what a branch learns, B and perhaps P, which are sharded differently than the weight beside them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 
 def master_of(layout: ShardLayout, weight: PrunableWeight, which: str) -> tuple[Shard, Tensor]:
-    """What this rank holds of the B or P (a name of `BRANCH`) of a weight, and its master."""
+    """Return this rank's shard of the B or P (a name of `BRANCH`) of a weight, and its master."""
     shard = layout.shards[f"{weight.module}.{which}"]
     return shard, shard.slice_of_flat(layout.flats[shard.flat].data)
 
 
-def whole(layout: ShardLayout, weight: PrunableWeight, which: str) -> Tensor:
-    """The masters of B or P in fp32, in their shape, on every rank. Collective."""
+def gather_master(layout: ShardLayout, weight: PrunableWeight, which: str) -> Tensor:
+    """Return the masters of B or P in fp32, in their shape, on every rank. Collective."""
     own, master = master_of(layout, weight, which)
     value = torch.zeros(own.shape, device=layout.device)
     value.view(-1)[own.start : own.stop] = master
@@ -33,15 +33,17 @@ def write(layout: ShardLayout, weight: PrunableWeight, which: str, value: Tensor
     master.copy_(value.reshape(-1)[own.start : own.stop])
 
 
-def seen(layout: ShardLayout, weight: PrunableWeight, which: str, branch: Branch, value: Tensor) -> Tensor:
-    """In fp32, what the forward sees of a value of the masters of B or P."""
+def as_forward_dtype(layout: ShardLayout, weight: PrunableWeight, which: str, branch: Branch, value: Tensor) -> Tensor:
+    """Return what the forward sees of a value of the masters of B or P, in fp32."""
     _, master = master_of(layout, weight, which)
     return value.to(master.dtype).to(getattr(branch, which).dtype).float()
 
 
 def forget_moments(layout: ShardLayout, weights: Iterable[PrunableWeight]) -> None:
-    """Let Adam begin anew: it has counted steps in which a branch had no gradient, and would take several times the
-    rate."""
+    """Let Adam begin anew.
+
+    It has counted steps in which a branch had no gradient, and would take several times the rate.
+    """
     names = {f"{weight.module}.{which}" for weight in weights for which in BRANCH}
     for flat in {shard.flat for name, shard in layout.shards.items() if name in names}:
         state: dict[str, Any] = layout.inner.state.get(layout.flats[flat], {})

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.refreshed import RefreshedMask
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.curvature.ranking import Ranking
+from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
-class Cast(RefreshedMask):
+class Cast(PeriodicMagnitudeMask):
     """AdamS on top of the engine's own Adam."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
@@ -29,28 +29,28 @@ class Cast(RefreshedMask):
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """When the mask freezes, factors are folded and masked weights are gone."""
-        self.needs_republish = self.on.schedule.is_projection(step)
+        """Fold the factors when the mask freezes; masked weights are gone by then."""
+        self.needs_republish = self.weights.schedule.is_projection(step)
         if self.needs_republish:
             self._fold()
         return super().update(step, probe)
 
     @override
     def resume(self) -> None:
-        for layer in scaled_layers(self.on.engine.module).values():
-            layer.enabled = self.on.step < self.on.schedule.freeze_step
+        for layer in scaled_layers(self.weights.engine.module).values():
+            layer.enabled = self.weights.step < self.weights.schedule.freeze_step
 
     @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        if self.on.step >= self.on.schedule.freeze_step:
+        if self.weights.step >= self.weights.schedule.freeze_step:
             super().publish(index, dense, before, out, step)
         else:
             out.copy_(dense.view(out.shape))
 
     @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        state = self.on.state.partition(index)
-        if self.on.step < self.on.schedule.freeze_step and "exp_avg_sq" in state:
+        state = self.weights.state.partition(index)
+        if self.weights.step < self.weights.schedule.freeze_step and "exp_avg_sq" in state:
             # Where Adam counts its steps on the device, nothing asks for the number.
             count = torch.as_tensor(self._steps(state, group)).double()
             correction = (1 - group["betas"][1] ** count).sqrt()
@@ -62,37 +62,37 @@ class Cast(RefreshedMask):
         super().after_step(index, group)
 
     def _steps(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | int:
-        """How many steps Adam has made. DeepSpeed's counts in integers, with one of a group's parameters alone."""
+        """Count the steps of Adam. DeepSpeed's counts in integers, with one of a group's parameters alone."""
         count: Tensor | int = state.get("step", group.get("step", 0))
         if isinstance(count, Tensor):
             return count
-        held = self.on.layout.inner.state
-        return max(count, *(held.get(flat, {}).get("step", 0) for flat in group["params"]))
+        states = self.weights.layout.inner.state
+        return max(count, *(states.get(flat, {}).get("step", 0) for flat in group["params"]))
 
     @override
     def is_due(self, step: int) -> bool:
-        """The last choice is by the last weights."""
-        return super().is_due(step) or step == self.on.schedule.freeze_step
+        """Return whether the mask is chosen by this step; the last choice is by the last weights."""
+        return super().is_due(step) or step == self.weights.schedule.freeze_step
 
     @torch.no_grad()
     def _fold(self) -> None:
-        """W <- s W, s <- 1, one layer at a time: s is sharded in another way than W, and is summed whole."""
-        on = self.on
-        for name, layer in scaled_layers(on.engine.module).items():
+        """Do W <- s W, s <- 1, one layer at a time: s is sharded in another way than W, and is summed whole."""
+        weights = self.weights
+        for name, layer in scaled_layers(weights.engine.module).items():
             scale = self._whole(name, layer)
-            shard, weight = on.shards[name], on.weights[name]
+            shard, weight = weights.shards[name], weights.prunable[name]
             inputs = weight.shape[weight.input_axis]
             index = torch.arange(shard.start, shard.stop, device=scale.device)
             output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
-            dense = on.dense(shard)
+            dense = weights.dense(shard)
             dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
-        self.ranking.mean.probe.forget_gradients()  # else that of s would stay in the norm
+        self.ranking.curvature.probe.forget_gradients()  # else that of s would stay in the norm
 
     def _whole(self, name: str, layer: Scaled) -> Tensor:
-        """(out,) the factors of a layer from all ranks, which are set to 1 here. Collective."""
-        layout = self.on.layout
-        own = layout.shards[f"{self.on.weights[name].module}.weight_scale"]
+        """Return (out,) factors of a layer from all ranks, and set them to 1. Collective."""
+        layout = self.weights.layout
+        own = layout.shards[f"{self.weights.prunable[name].module}.weight_scale"]
         master = own.slice_of_flat(layout.flats[own.flat].data)
         whole = torch.zeros(own.shape, device=layout.device).view(-1)
         whole[own.start : own.stop] = master.to(whole)

@@ -1,4 +1,4 @@
-"""A branch with a learned P at its start: a low-rank part of the weights that leaves the pattern little to remove.
+"""Start of a branch with a learned P: a low-rank part of the weights that leaves the pattern little to remove.
 
     W = B P + S,    least sum of squares of what the pattern removes from S
 
@@ -25,119 +25,126 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseforge_ds.mask.kernels.groups import top_n
-from sparseforge_ds.methods.branch_masters import forget_moments, seen, whole, write
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.methods.branch_masters import as_forward_dtype, forget_moments, gather_master, write
 from sparseforge_ds.model.branch import Branch, branches
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import Halo
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 ROUNDS = 20
-"""Twice as many leave 2% to 3% less to remove."""
+"""Rounds of the search; twice as many leave 2% to 3% less to remove."""
 WARM_UP = 3
 """Steps of subspace iteration on what the pattern removes of W itself, which the search starts from."""
 
 
 @torch.no_grad()
-def decompose_into_branches(model: nn.Module, on: ShardedWeights) -> None:
-    """W <- W + B P with the B and P of every branch as they are, 0 in a new one, then W <- W - B P with new ones, and
-    the branches on. Collective.
+def decompose_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
+    """Take the best low-rank part of every W into its branch, and switch the branches on. Collective.
 
-    The masters of W are not written here: publish them, and push, afterwards. W gives up what the forward will see the
-    branch add, in its precision. The largest memory is that of a weight's B and P and of a bounded chunk.
+    First W <- W + B P with B and P as they are, 0 in a new branch; then W <- W - B P with new ones. The masters of W
+    are not written here: publish them, and push, afterwards. W gives up what the forward will see the branch add, in
+    its precision. The largest memory is that of a weight's B and P and of a bounded chunk.
     """
-    added, layout = branches(model), on.layout
-    forget_moments(layout, [on.weights[name] for name in added])
+    added = branches(model)
+    layout = weights.layout
+    forget_moments(layout, [weights.prunable[name] for name in added])
     for name, branch in added.items():
-        _add(on, name, *(_seen(on, name, branch, which, whole(layout, on.weights[name], which)) for which in BRANCH))
-    halo = on.halo.exchange(on.reader(on.dense), added)
+        weight = weights.prunable[name]
+        masters = [gather_master(layout, weight, which) for which in BRANCH]
+        b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, masters, strict=True))
+        _add(weights, name, b_OK, p_KI)
+    halo = weights.halo.exchange(weights.reader(weights.dense), added)
     for name, branch in added.items():
-        weight = on.weights[name]
-        left_RK, right_CK = _search(on, name, halo)
-        value = dict(zip(BRANCH, _balanced(left_RK, right_CK, weight.input_axis == -1), strict=True))
-        value = {which: _same(layout, matrix) for which, matrix in value.items()}
-        for which, matrix in value.items():
-            write(layout, weight, which, matrix)
-        b_OK, p_KI = (_seen(on, name, branch, which, matrix) for which, matrix in value.items())
-        _add(on, name, -b_OK, p_KI)
+        weight = weights.prunable[name]
+        left_RK, right_CK = _search(weights, name, halo)
+        factors = [_same(layout, factor) for factor in _balanced(left_RK, right_CK, weight.input_axis == -1)]
+        for which, factor in zip(BRANCH, factors, strict=True):
+            write(layout, weight, which, factor)
+        b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, factors, strict=True))
+        _add(weights, name, -b_OK, p_KI)
         branch.enabled = True
 
 
-def _seen(on: ShardedWeights, name: str, branch: Branch, which: str, value: Tensor) -> Tensor:
-    return seen(on.layout, on.weights[name], which, branch, value)
+def _seen(weights: ShardedWeights, name: str, branch: Branch, which: str, value: Tensor) -> Tensor:
+    return as_forward_dtype(weights.layout, weights.prunable[name], which, branch, value)
 
 
-def _add(on: ShardedWeights, name: str, b_OK: Tensor, p_KI: Tensor) -> None:
-    """W <- W + B P, of this rank's shard."""
-    left_RK, right_CK = (b_OK, p_KI.t()) if on.weights[name].input_axis == -1 else (p_KI.t(), b_OK)
-    for chunk in on.chunks([name]):
-        dense = on.dense(chunk)
+def _add(weights: ShardedWeights, name: str, b_OK: Tensor, p_KI: Tensor) -> None:
+    """Add B P to this rank's shard of W."""
+    left_RK, right_CK = (b_OK, p_KI.t()) if weights.prunable[name].input_axis == -1 else (p_KI.t(), b_OK)
+    for chunk in weights.chunks([name]):
+        dense = weights.dense(chunk)
         dense += _product(left_RK, right_CK, chunk.start, chunk.stop).to(dense.device)
 
 
-def _search(on: ShardedWeights, name: str, halo: Halo) -> tuple[Tensor, Tensor]:
-    """left (R, K) with orthonormal columns and right (C, K), on the layout's device, whose product is the part."""
-    rows, columns = on.weights[name].shape
-    rank = on.layout.shards[f"{on.weights[name].module}.{LOW_RANK}"].shape[1]
+def _search(weights: ShardedWeights, name: str, halo: Halo) -> tuple[Tensor, Tensor]:
+    """Return left (R, K) with orthonormal columns and right (C, K), whose product is the low-rank part."""
+    rows, columns = weights.prunable[name].shape
+    rank = weights.layout.shards[f"{weights.prunable[name].module}.{LOW_RANK}"].shape[1]
     generator = torch.Generator().manual_seed(0)  # the same on every rank
-    right_CK = torch.randn(columns, rank, generator=generator).to(on.layout.device)
-    left_RK = torch.zeros(rows, rank, device=on.layout.device)
-    removed = _Removed(on, name, halo, left_RK, torch.zeros_like(right_CK))
+    right_CK = torch.randn(columns, rank, generator=generator).to(weights.layout.device)
+    left_RK = torch.zeros(rows, rank, device=weights.layout.device)
+    removed = _Removed(weights, name, halo, left_RK, torch.zeros_like(right_CK))
     for _ in range(WARM_UP):
-        left_RK = _orthonormal(on.layout, removed.times(right_CK))
+        left_RK = _orthonormal(weights.layout, removed.times(right_CK))
         right_CK = removed.transposed_times(left_RK)
     for _ in range(ROUNDS):
-        removed = _Removed(on, name, halo, left_RK, right_CK)
-        new_RK = _orthonormal(on.layout, left_RK @ (right_CK.t() @ right_CK) + 2 * removed.times(right_CK))
+        removed = _Removed(weights, name, halo, left_RK, right_CK)
+        new_RK = _orthonormal(weights.layout, left_RK @ (right_CK.t() @ right_CK) + 2 * removed.times(right_CK))
         right_CK = right_CK @ (left_RK.t() @ new_RK) + 2 * removed.transposed_times(new_RK)
         left_RK = new_RK
     return left_RK, right_CK
 
 
 class _Removed:
-    """What the pattern removes of W less a product, a (R, C) matrix of which this rank has the entries of its shard."""
+    """Entries that the pattern removes of W less a product: an (R, C) matrix, on each rank those of its shard."""
 
-    def __init__(self, on: ShardedWeights, name: str, halo: Halo, left_RK: Tensor, right_CK: Tensor) -> None:
-        self.on = on
+    def __init__(self, weights: ShardedWeights, name: str, halo: Halo, left_RK: Tensor, right_CK: Tensor) -> None:
+        self.weights = weights
         self.name = name
         self.halo = halo
         self.left_RK = left_RK
         self.right_CK = right_CK
 
     def times(self, right_CK: Tensor) -> Tensor:
-        """(R, K), summed over the ranks."""
+        """Return (R, K), the product with a (C, K) matrix, summed over the ranks."""
         sum_RK = torch.zeros_like(self.left_RK)
         for rows, part in self._parts():
             sum_RK[rows] += part @ right_CK
-        return self.on.layout.sum_shards(sum_RK)
+        return self.weights.layout.sum_shards(sum_RK)
 
     def transposed_times(self, left_RK: Tensor) -> Tensor:
-        """(C, K), summed over the ranks."""
+        """Return (C, K), the transposed product with an (R, K) matrix, summed over the ranks."""
         sum_CK = torch.zeros_like(self.right_CK)
         for rows, part in self._parts():
             sum_CK += part.t() @ left_RK[rows]
-        return self.on.layout.sum_shards(sum_CK)
+        return self.weights.layout.sum_shards(sum_CK)
 
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of a chunk and its entries in them, 0 where it has none."""
+        """Yield rows of a chunk and its entries in them, 0 where it has none."""
         columns = len(self.right_CK)
-        for chunk in self.on.chunks([self.name]):
+        for chunk in self.weights.chunks([self.name]):
             first, last = chunk.start // columns, -(-chunk.stop // columns)
-            flat = F.pad(self._of(chunk), (chunk.start - first * columns, last * columns - chunk.stop))
+            flat = F.pad(self._removed(chunk), (chunk.start - first * columns, last * columns - chunk.stop))
             yield slice(first, last), flat.view(-1, columns)
 
-    def _of(self, chunk: Shard) -> Tensor:
-        """(numel of the chunk,) what the pattern removes; 0 where it keeps."""
-        edges, weight, pattern = self.on.halo, self.on.weights[self.name], self.on.pattern
-        wide, where = edges.with_halo(chunk, self.on.dense(chunk), self.halo), edges.span_with_halo(chunk)
-        rest = wide.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, where.start, where.stop)
-        rest_GM = pattern.to_groups(rest, weight.shape, weight.input_axis)
-        removed_GM = rest_GM.masked_fill(top_n(rest_GM.abs(), pattern.kept), 0)
-        return edges.without_halo(chunk, pattern.from_groups(removed_GM, weight.shape, weight.input_axis))
+    def _removed(self, chunk: Shard) -> Tensor:
+        """Return (numel of the chunk,) what the pattern removes; 0 where it keeps."""
+        weights = self.weights
+        weight = weights.prunable[self.name]
+        # The rest of W in whole groups.
+        wide = weights.halo.with_halo(chunk, weights.dense(chunk), self.halo)
+        span = weights.halo.span_with_halo(chunk)
+        rest = wide.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, span.start, span.stop)
+        rest_GM = weights.pattern.to_groups(rest, weight.shape, weight.input_axis)
+        # Kept entries count as 0.
+        removed_GM = rest_GM.masked_fill(top_n(rest_GM.abs(), weights.pattern.kept), 0)
+        return weights.from_groups(chunk, removed_GM)
 
 
 def _product(left_RK: Tensor, right_CK: Tensor, start: int, stop: int) -> Tensor:
-    """(stop - start,) elements of left @ right^T, which is stored row by row."""
+    """Return (stop - start,) elements of left @ right^T, which is stored row by row."""
     columns = len(right_CK)
     first, last = start // columns, -(-stop // columns)
     return (left_RK[first:last] @ right_CK.t()).view(-1)[start - first * columns : stop - first * columns]
@@ -148,7 +155,7 @@ def _orthonormal(layout: ShardLayout, matrix: Tensor) -> Tensor:
 
 
 def _same(layout: ShardLayout, matrix: Tensor) -> Tensor:
-    """The same on all ranks, where the last bits of a factorization may differ, and contiguous, as NCCL asks."""
+    """Return rank 0's matrix on all ranks, where last bits of a factorization may differ; contiguous, as NCCL asks."""
     matrix = matrix.contiguous()
     if layout.world_size > 1:
         layout.broadcast(matrix, 0)
@@ -156,11 +163,14 @@ def _same(layout: ShardLayout, matrix: Tensor) -> Tensor:
 
 
 def _balanced(left_RK: Tensor, right_CK: Tensor, input_last: bool) -> tuple[Tensor, Tensor]:
-    """B (out, K) and P (K, in) of the product, with its singular values shared between both, so that both learn at one
-    rate. Where one is 0 but for rounding, P has a unit vector and B is 0, as a LoRA adapter starts: else neither would
-    learn."""
+    """Return B (out, K) and P (K, in) of the product, with its singular values shared so that both learn at one rate.
+
+    Where one is 0 but for rounding, P has a unit vector and B is 0, as a LoRA adapter starts: else neither would learn.
+    """
     u_CK, s_K, v_KK = torch.linalg.svd(right_CK, full_matrices=False)
     vanishes_K = s_K <= 1e-6 * s_K.max()
-    root_K, of_p_K = s_K.sqrt().masked_fill(vanishes_K, 0.0), s_K.sqrt().masked_fill(vanishes_K, 1.0)
+    root_of_b_K = s_K.sqrt().masked_fill(vanishes_K, 0.0)
+    root_of_p_K = s_K.sqrt().masked_fill(vanishes_K, 1.0)
     left_RK = left_RK @ v_KK.t()
-    return (left_RK * root_K, (u_CK * of_p_K).t()) if input_last else (u_CK * root_K, (left_RK * of_p_K).t())
+    output_K, input_K = (left_RK, u_CK) if input_last else (u_CK, left_RK)
+    return output_K * root_of_b_K, (input_K * root_of_p_K).t()

@@ -17,20 +17,20 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.config.methods import logit_keys
+from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.mask.kernels.publication import publish
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.random_numbers import counter_key
 from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
-from sparseforge_ds.methods.fixed import FixedMask
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.methods.starting_mask import StartingMask
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import Halo
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
-class MaskLLM(FixedMask):
+class MaskLLM(StartingMask):
     """Learns where to prune; W and all other weights stay what they are."""
 
     trains_the_rest = False
@@ -39,9 +39,10 @@ class MaskLLM(FixedMask):
         super().__init__(weights, ranking)
         weights.require_adam("maskllm")
         assert weights.config.method.name == "maskllm" and isinstance(weights.pattern, NM)
-        self.part = weights.config.method
+        self.settings = weights.config.method
         self.needs_republish = False
-        self.kept, self.members = weights.pattern.n, weights.pattern.m
+        self.kept = weights.pattern.n
+        self.members = weights.pattern.m
         self.patterns = math.comb(self.members, self.kept)
         self._pattern_KM = patterns(self.kept, self.members).to(weights.layout.flats[0].device)
         keys = logit_keys(self.kept, self.members)
@@ -53,37 +54,39 @@ class MaskLLM(FixedMask):
 
     @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """The chosen mask is what the logits lean to."""
+        """Choose the mask that the logits lean to, and draw the first sample."""
         super().start(probe)
-        on = self.on
-        halo = on.exchange("mask")
+        weights = self.weights
+        halo = weights.exchange("mask")
         for shard in self._shards():
-            mask_GM = on.to_groups(shard, on.state.mask(shard), halo)
-            key = counter_key(on.config.seed, 0, 0, f"logits/{shard.name}")
+            mask_GM = weights.to_groups(shard, weights.state.mask(shard), halo)
+            key = counter_key(weights.config.seed, 0, 0, f"logits/{shard.name}")
             noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
-            self._write(shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.part.spread, self.part.prior))
+            self._write(
+                shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.settings.spread, self.settings.prior)
+            )
         self.resume()
-        for index in on.state.flats:
+        for index in weights.state.flats:
             self._sample(index, 0)
 
     @override
     def resume(self) -> None:
-        """A frozen mask has no logits any more."""
-        released = self.on.state.released
-        self._halo = {} if released else {index: self._exchange(index) for index in self.on.state.flats}
+        """Fetch the logits of cut groups; a frozen mask has none any more."""
+        released = self.weights.state.released
+        self._halo = {} if released else {index: self._exchange(index) for index in self.weights.state.flats}
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """Masks have moved already, and are looked at."""
-        if not self.on.schedule.is_update(step) and not self.on.schedule.is_projection(step):
+        """Return metrics where they are due; the masks have moved in the optimizer's step."""
+        if not self.weights.schedule.is_update(step) and not self.weights.schedule.is_projection(step):
             return None
         for shard in self._shards():
-            self.on.add_update(shard, self.on.state.mask(shard), self._best(shard).bool())
+            self.weights.add_update(shard, self.weights.state.mask(shard), self._best(shard).bool())
         return self.ranking.report()
 
     @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        if self.on.state.released:
+        if self.weights.state.released:
             super().publish_hard(index, dense, out)
             return
         for shard in self._shards(index):
@@ -91,84 +94,87 @@ class MaskLLM(FixedMask):
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """Adam on the logits, and the weights stay."""
-        on = self.on
-        if on.step >= on.schedule.freeze_step:
+        """Take a step of Adam on the logits, and leave the weights alone."""
+        weights = self.weights
+        if weights.step >= weights.schedule.freeze_step:
             return None
-        on.state.partition(index)["step"] = torch.tensor(on.step + 1.0)  # torch's Adam loads no state without it
-        scale, temperature = self._dials(on.step)
-        reward = self.part.reward * (1 - progress(on.step, (0, on.schedule.freeze_step)))
+        weights.state.partition(index)["step"] = torch.tensor(
+            weights.step + 1.0
+        )  # torch's Adam loads no state without it
+        scale, temperature = self._dials(weights.step)
+        reward = self.settings.reward * (1 - progress(weights.step, (0, weights.schedule.freeze_step)))
         names = [shard.name for shard in self._shards(index, empty=True)]
 
         def of_mask(shard: Shard) -> Tensor:
-            dense = on.dense(shard)
-            return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * on.state.mask(shard))
+            dense = weights.dense(shard)
+            return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * weights.state.mask(shard))
 
-        halo = on.halo.exchange(on.reader(of_mask), names)
+        halo = weights.halo.exchange(weights.reader(of_mask), names)
         for shard in self._shards(index):
-            grad_GM = on.to_groups(shard, of_mask(shard), halo)
-            choice_GK = choice(self._logits(shard), self._noise(shard, on.step), scale, temperature)
+            grad_GM = weights.to_groups(shard, of_mask(shard), halo)
+            choice_GK = choice(self._logits(shard), self._noise(shard, weights.step), scale, temperature)
             self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), group)
         return None
 
     @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """The mask of the next forward."""
-        if self.on.step < self.on.schedule.freeze_step:
+        """Draw the mask of the next forward."""
+        if self.weights.step < self.weights.schedule.freeze_step:
             self._halo[index] = self._exchange(index)
-            self._sample(index, self.on.step + 1)
+            self._sample(index, self.weights.step + 1)
 
     # -- logits -------------------------------------------------------------------------------------------------------
 
     def _dials(self, step: int) -> tuple[float, float]:
-        """kappa and tau."""
-        share = progress(step, (0, self.on.schedule.freeze_step))
-        scale, temperature = (a + (b - a) * share for a, b in (self.part.scale, self.part.temperature))
+        """Return kappa and tau."""
+        share = progress(step, (0, self.weights.schedule.freeze_step))
+        scale, temperature = (a + (b - a) * share for a, b in (self.settings.scale, self.settings.temperature))
         return scale, temperature
 
     def _shards(self, index: int | None = None, empty: bool = False) -> list[Shard]:
-        """Those of a master partition, or all; without those that hold nothing here."""
-        shards = self.on.shards.values()
+        """Return the shards of a master partition, or all; without those that hold nothing here."""
+        shards = self.weights.shards.values()
         return [s for s in shards if index in (None, s.flat) and (empty or s.numel)]
 
     def _first(self, shard: Shard) -> int:
-        """Number of the first group that the shard has a member of, counted through the weight."""
-        return (shard.start - self.on.halo.prefix[shard.name]) // self.members
+        """Return the number of the first group that the shard has a member of, counted through the weight."""
+        return (shard.start - self.weights.halo.prefix[shard.name]) // self.members
 
     def _noise(self, shard: Shard, step: int) -> Tensor:
-        """(G, K) of the sample that the forward after `step` optimizer steps sees."""
-        key = counter_key(self.on.config.seed, step, 0, f"gumbel/{shard.name}")
-        span = self.on.halo.prefix[shard.name] + shard.numel + self.on.halo.suffix[shard.name]
-        device = self.on.dense(shard).device
+        """Return (G, K) noise of the sample that the forward after `step` optimizer steps sees."""
+        key = counter_key(self.weights.config.seed, step, 0, f"gumbel/{shard.name}")
+        span = self.weights.halo.prefix[shard.name] + shard.numel + self.weights.halo.suffix[shard.name]
+        device = self.weights.dense(shard).device
         return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
 
     def _exchange(self, index: int) -> list[Halo]:
-        """What cut groups lack of the logits. Collective."""
+        """Fetch what cut groups lack of the logits. Collective."""
         names = [shard.name for shard in self._shards(index, empty=True)]
-        return [self.on.exchange(key, names) for key in self._keys["logit"]]
+        return [self.weights.exchange(key, names) for key in self._keys["logit"]]
 
     def _logits(self, shard: Shard) -> Tensor:
-        """(G, K)."""
+        """Return (G, K) logits."""
         planes = zip(self._keys["logit"], self._halo[shard.flat], strict=True)
-        held = [self.on.to_groups(shard, self.on.of(shard, key), halo) for key, halo in planes]
-        return torch.cat(held, dim=1)[:, : self.patterns]
+        parts = [self.weights.to_groups(shard, self.weights.state_view(shard, key), halo) for key, halo in planes]
+        return torch.cat(parts, dim=1)[:, : self.patterns]
 
     def _write(self, shard: Shard, kind: str, value_GK: Tensor) -> None:
-        """Keep what belongs to the shard's own members."""
+        """Store what belongs to the shard's own members."""
         for key, plane in zip(self._keys[kind], self._planes(shard, value_GK), strict=True):
-            self.on.of(shard, key).copy_(plane)
+            self.weights.state_view(shard, key).copy_(plane)
 
     def _planes(self, shard: Shard, value_GK: Tensor) -> list[Tensor]:
-        """(G, K) -> (numel of the shard,) for every plane; 0 where there is no pattern."""
+        """Turn (G, K) into (numel of the shard,) for every plane; 0 where there is no pattern."""
         slots = len(self._keys["logit"]) * self.members
         padded = torch.nn.functional.pad(value_GK, (0, slots - self.patterns))
-        return [self.on.from_groups(shard, plane.contiguous()) for plane in padded.split(self.members, dim=1)]
+        return [self.weights.from_groups(shard, plane.contiguous()) for plane in padded.split(self.members, dim=1)]
 
     def _adam(self, shard: Shard, grad_GK: Tensor, group: dict[str, Any]) -> None:
-        (beta1, beta2), count = group["betas"], self.on.step + 1
+        beta1, beta2 = group["betas"]
+        count = self.next_step
         rate = group["lr"] / (1 - beta1**count)
         for plane, grad in enumerate(self._planes(shard, grad_GK)):
-            logit, first, second = (self.on.of(shard, self._keys[kind][plane]) for kind in self._keys)
+            logit, first, second = (self.weights.state_view(shard, self._keys[kind][plane]) for kind in self._keys)
             first.lerp_(grad, 1 - beta1)
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
             divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
@@ -177,17 +183,17 @@ class MaskLLM(FixedMask):
     @torch.no_grad()
     def _sample(self, index: int, step: int) -> None:
         """Write the mask that is seen after `step` optimizer steps: a sample, or the likeliest pattern once frozen."""
-        on = self.on
-        frozen = step >= on.schedule.freeze_step
+        weights = self.weights
+        frozen = step >= weights.schedule.freeze_step
         scale, temperature = self._dials(step)
         for shard in self._shards(index):
             if frozen:
                 mask = self._best(shard)
             else:
                 choice_GK = choice(self._logits(shard), self._noise(shard, step), scale, temperature)
-                mask = on.from_groups(shard, choice_GK @ self._pattern_KM)
-            on.state.write_mask(shard, mask)
+                mask = weights.from_groups(shard, choice_GK @ self._pattern_KM)
+            weights.state.write_mask(shard, mask)
 
     def _best(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) fp32: the likeliest pattern of every group."""
-        return self.on.from_groups(shard, self._pattern_KM[self._logits(shard).argmax(dim=1)])
+        """Return (numel of the shard,) fp32: the likeliest pattern of every group."""
+        return self.weights.from_groups(shard, self._pattern_KM[self._logits(shard).argmax(dim=1)])

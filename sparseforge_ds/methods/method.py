@@ -1,4 +1,4 @@
-"""What a method is: a small part on the shards that all methods share.
+"""A method: a small part on the shards that all methods share.
 
 A method says which mask a partition is published with, what happens at an update and when it freezes; one that needs
 it also changes gradients before the optimizer's step or weights after it. Sharding, cut groups, checkpoints and metrics
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.publication import publish
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class MaskMethod:
-    """The parts of a method, each with what it is where a method has nothing of its own."""
+    """Parts of a method, each with its default."""
 
     needs_republish = True
     """Whether the last `update` with metrics changed what is published; not if the optimizer's step did it."""
@@ -29,13 +29,13 @@ class MaskMethod:
     """Whether weights that are not prunable are trained."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
-        self.on = weights
+        self.weights = weights
         self.ranking = ranking
 
     @property
     def next_step(self) -> int:
-        """The optimizer step that is being made, the first being 1."""
-        return self.on.step + 1
+        """Number of the optimizer step that is being made, the first being 1."""
+        return self.weights.step + 1
 
     @property
     def needs_start(self) -> bool:
@@ -45,18 +45,17 @@ class MaskMethod:
     @property
     def needs_previous_weights(self) -> bool:
         """Whether publishing the step that begins needs W as it is now."""
-        return self.on.state.frozen and not self.on.state.released
+        return self.weights.state.frozen and not self.weights.state.released
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """Before the first step of a fresh run. Collective."""
+        """Choose what the first step of a fresh run sees. Collective."""
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """After optimizer step `step`: whatever is due. Collective. Returns metrics of the masks if they were
-        updated."""
+        """Do what is due after optimizer step `step`. Collective. Return metrics of the masks if they were updated."""
         return None
 
     def resume(self) -> None:
-        """After states were read from a checkpoint. Collective."""
+        """Prepare for the next step after states were read from a checkpoint. Collective."""
 
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
         """Write m_eff W of a master partition after optimizer step `step`.
@@ -64,7 +63,7 @@ class MaskMethod:
         `dense` is W, laid out like the master `out`; `before` is W before the step, if `needs_previous_weights` and a
         step was made, and may be the memory of `out`.
         """
-        state = self.on.state
+        state = self.weights.state
         if state.released:
             out.copy_(dense.view(out.shape))  # what is pruned is +0.0 in it
             return
@@ -77,8 +76,8 @@ class MaskMethod:
             publish(dense[chunk], effective, out.view(-1)[chunk])
 
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        """`publish` as it would be if masks were frozen now."""
-        MaskMethod.publish(self, index, dense, None, out, self.on.step)
+        """Publish as if masks were frozen now."""
+        MaskMethod.publish(self, index, dense, None, out, self.weights.step)
 
     @torch.no_grad()
     def write_masters(self, hard: bool = False) -> None:
@@ -86,22 +85,23 @@ class MaskMethod:
 
         `ShardLayout.push` makes it visible. `hard` is as if masks were frozen now.
         """
-        state, layout = self.on.state, self.on.layout
+        state = self.weights.state
+        layout = self.weights.layout
         for index in state.flats:
             if (dense := state.separate_dense(index)) is None:
                 continue  # the master is W
             if hard:
                 self.publish_hard(index, dense, layout.flats[index].data)
             else:
-                self.publish(index, dense, None, layout.flats[index].data, self.on.step)
+                self.publish(index, dense, None, layout.flats[index].data, self.weights.step)
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """The gradient that the optimizer is to step the weights of a master partition with.
+        """Return the gradient that the optimizer steps a master partition with, or None if it shall leave it alone.
 
-        It is averaged, unscaled and clipped, laid out like the master, and may be changed in place; `group` is the
-        optimizer's. None when the optimizer is to leave them alone.
+        `gradient` is averaged, unscaled and clipped, laid out like the master, and may be changed in place. `group` is
+        the optimizer's.
         """
         return gradient
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """After the optimizer's step of a partition, before it is published. May be collective."""
+        """Change a partition after the optimizer's step, before it is published. May be collective."""

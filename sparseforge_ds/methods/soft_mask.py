@@ -9,30 +9,34 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
+from sparseforge_ds.curvature.ranking import Ranking, ScoreInputs
+from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.kernels.codes import stored_as
-from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
+from sparseforge_ds.mask.kernels.fused_update import MaskUpdate, update_mask_in_place
 from sparseforge_ds.mask.kernels.publication import soft_publish, soft_step
 from sparseforge_ds.methods.method import MaskMethod
-from sparseforge_ds.methods.ranking import Ranking
-from sparseforge_ds.methods.sharded_weights import ShardedWeights
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.shard import Shard
 
 
 class SoftMask(MaskMethod):
-    """Gates and masks every T_update steps, hardening, projection. Between two updates masks stand still, and so
-    does their top N: steps read it from `ShardState.kept`."""
+    """Soft masks: gates every T_update steps, hardening, projection.
+
+    Between two updates masks stand still, and so does their top N: steps read it from `ShardState.kept`.
+    """
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
         assert isinstance(weights.config.method, SoftMaskConfig)
-        self.part = weights.config.method
-        self.schedule = self.part.schedule(weights.config.max_steps)
+        self.settings = weights.config.method
+        self.schedule = self.settings.schedule(weights.config.max_steps)
 
     @property
     @override
     def needs_previous_weights(self) -> bool:
-        """While masks move, plain gradient descent needs it."""
-        follows = not self.part.straight_through and self._formed and self.on.step < self.schedule.freeze_step
+        """Whether W before the step is needed: plain gradient descent needs it while masks move."""
+        follows = not self.settings.straight_through and self._formed and self.weights.step < self.schedule.freeze_step
         return follows or super().needs_previous_weights
 
     @property
@@ -42,30 +46,31 @@ class SoftMask(MaskMethod):
 
     @override
     def resume(self) -> None:
-        if self._formed and not self.on.state.released:
+        if self._formed and not self.weights.state.released:
             self._find_kept()
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
+        """Take a new curvature and move the masks, or freeze them, where that is due."""
         if self.schedule.is_update(step):
-            self.ranking.mean.refresh(probe, self.write_masters)
-            return self.move() if self.ranking.mean.ready else None
+            self.ranking.curvature.refresh(probe, self.write_masters)
+            return self.move() if self.ranking.curvature.has_sample else None
         return self.project() if self.schedule.is_projection(step) else None
 
     @property
     def _formed(self) -> bool:
         """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
-        return self.on.step >= self.schedule.update_every and self.ranking.mean.ready
+        return self.weights.step >= self.schedule.update_every and self.ranking.curvature.has_sample
 
     @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        """Eqs. 1 and 10, and before them the share of the step that W keeps.
+        """Let W keep its share of the step, and write m_eff W (eqs. 1 and 10).
 
         Plain gradient descent on the loss of m_eff W has the factor m_eff from the chain rule. Adam divides it out
         again: pruned weights would move as far as the others, by gradients that change nothing, and so would their
         scores. So W <- W' + m_eff (W - W'), with the mask that the gradient was taken at.
         """
-        if self.on.state.released or not self._formed:
+        if self.weights.state.released or not self._formed:
             super().publish(index, dense, None, out, step)
             return
         dials = self.schedule.dials
@@ -73,7 +78,7 @@ class SoftMask(MaskMethod):
 
     @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        if self._formed and not self.on.state.released:
+        if self._formed and not self.weights.state.released:
             self._publish(index, dense, None, out, 1.0, 0.0)
         else:
             super().publish_hard(index, dense, out)
@@ -81,56 +86,77 @@ class SoftMask(MaskMethod):
     def _publish(
         self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, x_before: float, x: float
     ) -> None:
-        state = self.on.state
-        mask, dense, out = state.partition(index)["mask"].view(-1), dense.view(-1), out.view(-1)
+        state = self.weights.state
+        mask = state.partition(index)["mask"].view(-1)
+        kept = state.packed_kept(index)
         if before is not None:
-            soft_step(dense, before.view(-1), mask, state.packed_kept(index), x_before, x, out)
+            soft_step(dense.view(-1), before.view(-1), mask, kept, x_before, x, out.view(-1))
         else:
-            soft_publish(dense, mask, state.packed_kept(index), x, out)
+            soft_publish(dense.view(-1), mask, kept, x, out.view(-1))
 
     @torch.no_grad()
     def move(self) -> dict[str, float]:
-        """Scores, gates and masks of all weights (eqs. 3 to 9)."""
-        on = self.on
-        dials = self.schedule.dials(on.step)
+        """Move all masks by one update (`mask.update.update_mask`, eqs. 3 to 9), and return metrics of them."""
+        weights = self.weights
+        dials = self.schedule.dials(weights.step)
         # The first soft masks make a student differ from a teacher that it equals, and the loss has a gradient then.
-        scoring = self.ranking.scoring(magnitude_without_gradient=True)
-        by_elements = on.config.keeps_elements and not on.config.factored
+        inputs = self.ranking.score_inputs(magnitude_without_gradient=True)
+        # Groups that a shard boundary cuts are completed by their members on other ranks, and decided on both.
+        by_elements = weights.config.keeps_elements and not weights.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
-        halo = {key: on.exchange(key) for key in keys}
-        stored = partial(stored_as, dtype=on.state.mask_dtype)
-        halo["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halo["mask"].items()}
-        for chunk in on.chunks():
-            weight, whole = on.weights[chunk.name], on.halo.span_with_halo(chunk)
-            mine = {key: on.of(chunk, key) for key in keys}
-            wide = {key: on.halo.with_halo(chunk, mine[key], halo[key]) for key in keys}
-            chosen = []
-            for inside, curvature, scaling in scoring.of(whole, wide.get("curvature")):
-                place = (on.pattern, weight.shape, weight.input_axis, self.part.threshold == "midpoint")
-                given = (wide["dense"][inside], wide["mask"][inside], curvature, scaling, dials)
-                chosen.append(update_mask_in_place(*given, *place))
-            target, kept, disagrees = (torch.cat(one) if len(one) > 1 else one[0] for one in zip(*chosen, strict=True))
-            if wide["mask"] is not mine["mask"]:
-                mine["mask"].copy_(on.halo.without_halo(chunk, wide["mask"]))
-            target, kept = on.halo.without_halo(chunk, target), on.halo.without_halo(chunk, kept)
-            on.add_update(chunk, mine["mask"], target, kept, disagrees)
-        return self.ranking.report() | on.load.metrics()
+        halos = {key: weights.exchange(key) for key in keys}
+        stored = partial(stored_as, dtype=weights.state.mask_dtype)
+        halos["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halos["mask"].items()}
+        for chunk in weights.chunks():
+            own = {key: weights.state_view(chunk, key) for key in keys}
+            wide = {key: weights.halo.with_halo(chunk, own[key], halos[key]) for key in keys}
+            update = self._update_chunk(chunk, wide, inputs, dials)
+            # Each rank keeps its own members.
+            if wide["mask"] is not own["mask"]:
+                own["mask"].copy_(weights.halo.without_halo(chunk, wide["mask"]))
+            target = weights.halo.without_halo(chunk, update.target)
+            kept = weights.halo.without_halo(chunk, update.kept)
+            weights.add_update(chunk, own["mask"], target, kept, update.disagrees)
+        return self.ranking.report() | self.ranking.curvature.expert_load.metrics()
+
+    def _update_chunk(self, chunk: Shard, wide: dict[str, Tensor], inputs: ScoreInputs, dials: Dials) -> MaskUpdate:
+        """Update the mask of a chunk, matrix by matrix. `wide` has states of whole groups; its mask is overwritten."""
+        weight = self.weights.prunable[chunk.name]
+        updates = []
+        for inside, curvature, scaling in inputs.per_matrix(
+            self.weights.halo.span_with_halo(chunk), wide.get("curvature")
+        ):
+            update = update_mask_in_place(
+                wide["dense"][inside],
+                wide["mask"][inside],
+                curvature,
+                scaling,
+                dials,
+                self.weights.pattern,
+                weight.shape,
+                weight.input_axis,
+                midpoint=self.settings.threshold == "midpoint",
+            )
+            updates.append(update)
+        if len(updates) == 1:
+            return updates[0]
+        return MaskUpdate(*(torch.cat(choices) for choices in zip(*updates, strict=True)))
 
     @torch.no_grad()
     def project(self) -> dict[str, float]:
-        """m <- hard(m), eq. 11."""
-        on = self.on
-        self.ranking.mean.require_refreshed()
-        for chunk in on.chunks():
-            kept = on.state.read_kept(chunk)
-            on.state.write_mask(chunk, kept)
-            on.add_update(chunk, kept, kept)
+        """Freeze every mask at its top N: m <- hard(m), eq. 11."""
+        weights = self.weights
+        self.ranking.curvature.require_refreshed()
+        for chunk in weights.chunks():
+            kept = weights.state.read_kept(chunk)
+            weights.state.write_mask(chunk, kept)
+            weights.add_update(chunk, kept, kept)
         return self.ranking.report()
 
     @torch.no_grad()
     def _find_kept(self) -> None:
-        """hard(m), for the steps until the next update. Collective."""
-        on = self.on
-        halo = on.exchange("mask")
-        for chunk in on.chunks():
-            on.state.write_kept(chunk, on.top(chunk, on.state.mask(chunk), halo))
+        """Store hard(m) for the steps until the next update. Collective."""
+        weights = self.weights
+        halo = weights.exchange("mask")
+        for chunk in weights.chunks():
+            weights.state.write_kept(chunk, weights.top(chunk, weights.state.mask(chunk), halo))

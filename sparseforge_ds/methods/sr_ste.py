@@ -7,15 +7,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.methods.refreshed import RefreshedMask
+from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 
 
-class SrSte(RefreshedMask):
+class SrSte(PeriodicMagnitudeMask):
     """The gradient of W is g(m W) + lambda (1 - m) W, moments and all."""
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        dense, flat = self.on.state.weights_being_trained(index).view(-1), gradient.view(-1)
+        """Add the pull on what is pruned (eq. 9) to the gradient."""
+        dense = self.weights.state.weights_being_trained(index).view(-1)
+        flat = gradient.view(-1)
         for run, pruned in self.pruned_runs(index):
             flat[run].addcmul_(dense[run], pruned, value=self.decay)
         return gradient

@@ -3,7 +3,7 @@
     y = x (w^T + P^T B^T)
 
 The branch's layer is in `model.branch`. B is zero and switched off until the forge starts it: before the first step
-from a shift of the weights, or, as published, from the part that a mask removes (`methods.compensate`), or, with a
+from a shift of the weights, or, as published, from the part that a mask removes (`methods.branch_start`), or, with a
 learned P, from a low-rank part of the weights (`methods.decompose`).
 """
 

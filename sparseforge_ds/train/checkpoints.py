@@ -22,8 +22,8 @@ from typing import Any
 from sparseforge_ds.checkpoint.disk import atomic_file, sync, write_json
 from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files
 from sparseforge_ds.checkpoint.manifest import Manifest, check_content, fingerprint
-from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError, Ranks
+from sparseforge_ds.sharded_weights import DivergedError
 from sparseforge_ds.train.random_state import random_file, random_state
 
 _LOG = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.data.micro_batch import MicroBatch
-from sparseforge_ds.methods import DivergedError
 from sparseforge_ds.ranks import AgreedError
+from sparseforge_ds.sharded_weights import DivergedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.engine import TrainContext

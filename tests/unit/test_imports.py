@@ -27,15 +27,17 @@ MAY_IMPORT: dict[str, str] = {
     "model": "ranks extension_locks transformers_internals mask config checkpoint zero",
     "start": "mask config zero model",
     "data": "ranks config checkpoint model",
-    "curvature": "mask config zero",
-    "methods": "mask config zero model start curvature",
-    "saved_state": "config checkpoint zero model methods",
-    "forge": "mask config checkpoint zero model methods saved_state",
+    "mask_metrics": "mask zero model",
+    "sharded_weights": "mask config zero model mask_metrics",
+    "curvature": "mask config zero model sharded_weights",
+    "methods": "mask config zero model start sharded_weights curvature",
+    "saved_state": "config checkpoint zero model sharded_weights curvature",
+    "forge": "mask config checkpoint zero model sharded_weights curvature methods saved_state",
     "export": "transformers_internals mask config checkpoint model",
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
-    "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data methods "
-    "forge",
+    "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
+    "sharded_weights methods forge export",
     "integrations": "extension_locks config checkpoint zero model data forge train",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
@@ -52,7 +54,7 @@ LIBRARIES_OF: dict[str, str] = {
     "mask": "torch",
     "checkpoint": "safetensors torch",
     "start": "torch",
-    "curvature": "numpy torch",
+    "curvature": "numpy torch transformers",
 }
 # All rooms that import a library that others can do without.
 ROOMS_WITH: dict[str, str] = {

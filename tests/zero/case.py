@@ -209,23 +209,23 @@ def states(forge: sf.SparseForge, *keys: str) -> dict[str, dict[str, Tensor]]:
     """
     curvatures: dict[str, Tensor] = {}
     if "curvature" in keys:
-        for chunk, values in forge._mean.chunks():
+        for chunk, values in forge.curvature.chunks():
             if values is None:
                 continue  # released
-            numel = forge._weight[chunk.name].numel
+            numel = forge.sharded.prunable[chunk.name].numel
             whole = curvatures.setdefault(chunk.name, torch.zeros(numel, device=values.device))
             whole[chunk.start : chunk.stop] = values
-    read = {"dense": forge._state.dense, "mask": forge._state.mask}
+    read = {"dense": forge.sharded.state.dense, "mask": forge.sharded.state.mask}
     parts = {}
-    for key, (name, shard) in itertools.product(keys, forge._shards.items()):
-        full = parts[key, name] = torch.zeros(forge._weight[name].numel, device=forge._layout.device)
+    for key, (name, shard) in itertools.product(keys, forge.sharded.shards.items()):
+        full = parts[key, name] = torch.zeros(forge.sharded.prunable[name].numel, device=forge.sharded.layout.device)
         if key != "curvature":
-            held = read[key](shard) if key in read else forge._state.state_view(shard, key)
+            held = read[key](shard) if key in read else forge.sharded.state.state_view(shard, key)
             full[shard.start : shard.stop] = held.detach().float().to(full.device)
         elif name in curvatures:
             full += curvatures[name].to(full.device)
-    whole = added_up(parts, forge._layout.replicated)
-    return {key: {name: whole[key, name] for name in forge._shards} for key in keys}
+    whole = added_up(parts, forge.sharded.layout.replicated)
+    return {key: {name: whole[key, name] for name in forge.sharded.shards} for key in keys}
 
 
 def added_up(parts: dict[Key, Tensor], replicated: bool) -> dict[Key, Tensor]:
@@ -258,11 +258,11 @@ def run(case: Case) -> dict[str, Any]:
         record["losses"].append(train_step(engine, case, step))
         if forge.step(StepText(engine, case, step)):
             keys = ["mask", "dense"]
-            if config.keeps_sums or (config.keeps_elements and not forge._state.released):
+            if config.keeps_sums or (config.keeps_elements and not forge.sharded.state.released):
                 keys.append("curvature")
             record["updates"].append({"step": step + 1, **states(forge, *keys)})
             record["metrics"].append(dict(forge.metrics))
-    record["cut"] = forge._halo.any_cut
+    record["cut"] = forge.sharded.halo.any_cut
     record |= states(forge, "mask", "dense")
     record["published"] = published(engine)
     return record

@@ -44,7 +44,7 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
             stack.enter_context(mock.patch("sparseforge_ds.zero.halo.CHUNK", 1))
             stack.enter_context(mock.patch("sparseforge_ds.mask.kernels.fisher.EXPERT_BYTES", 1))
         engine, forge = build(case)
-        if forge._method.needs_start:
+        if forge.method.needs_start:
             forge.start(probe_of(engine, case, 0))
         gaps = []
         for step in range(case.steps):
@@ -52,11 +52,11 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
             forge.step(probe_of(engine, case, step))
             if step == case.steps // 2:
                 gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
-        keys = ("dense", "mask", *(("curvature",) if forge._mean.estimator is not None else ()))
+        keys = ("dense", "mask", *(("curvature",) if forge.curvature.estimator is not None else ()))
         tensors = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
-        return tensors, numbers, sum(map(len, forge._halo.chunks.values()))
+        return tensors, numbers, sum(map(len, forge.sharded.halo.chunks.values()))
 
 
 def train_all(small: bool, cases: list[Case]) -> list[Any]:

@@ -90,7 +90,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
         forge.step(probe_of(engine, case, 2))
     train_step(engine, case, 3)
     with counted() as maths:
-        forge._method.move()
+        forge.method.move()
     with counted() as whole:
         assert forge.step(probe_of(engine, case, 3))
     with counted() as reporting:
@@ -101,8 +101,8 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
         "whole": whole,
         "histograms": reporting,
         "matrices": len(forge.weights),
-        "cut": forge._halo.any_cut,
-        "edges": sum(forge._halo.prefix.values()) + sum(forge._halo.suffix.values()),
+        "cut": forge.sharded.halo.any_cut,
+        "edges": sum(forge.sharded.halo.prefix.values()) + sum(forge.sharded.halo.suffix.values()),
         "sides": sum(sum(weight.shape) for weight in forge.weights),
         "parameters": sum(weight.numel for weight in forge.weights),
     }

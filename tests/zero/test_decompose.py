@@ -54,8 +54,8 @@ def of_branches(engine: Any) -> dict[str, Tensor]:
 
 def scale_branches(engine: Any, forge: Any, factor: float) -> None:
     for name in branches(engine.module):
-        shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
-        shard.slice_of_flat(forge._layout.flats[shard.flat].data).mul_(factor)
+        shard = forge.sharded.layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
+        shard.slice_of_flat(forge.sharded.layout.flats[shard.flat].data).mul_(factor)
     forge._republish()
 
 
@@ -121,7 +121,7 @@ def decompose(case: Case) -> tuple[list[str], bool]:
     if not frozen:  # a second time: what the branch adds is given back first
         scale_branches(engine, forge, 0.7)
         expected = engine(**batch).logits.detach().float()
-        decompose_into_branches(engine.module, forge._sharded)
+        decompose_into_branches(engine.module, forge.sharded)
         forge._republish()
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):
@@ -139,7 +139,7 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         kept = (weights[weight.name].flatten()[places] != 0).sum(1).unique().tolist()
         if kept != [forge.pattern.kept]:
             problems.append(f"{weight.name} is not {forge.pattern}: {kept}")
-    return problems, forge._halo.any_cut
+    return problems, forge.sharded.halo.any_cut
 
 
 def decompose_all() -> dict[str, Any]:

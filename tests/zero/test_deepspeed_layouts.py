@@ -71,7 +71,7 @@ def groups_of(name: str) -> list[str]:
         model = MODELS[case.model]()
         deepspeed.zero.Init(module=model, config_dict_or_path=case.deepspeed())
     engine, forge = build(case, model)
-    layout = forge._layout
+    layout = forge.sharded.layout
     problems = [] if type(layout).__name__ == kind else [f"{name}: {type(layout).__name__}, not {kind}"]
     if (layout.rank, layout.world_size) != (dist.get_rank(), dist.get_world_size()):
         problems.append(f"{name}: rank {layout.rank} of {layout.world_size}")

@@ -116,7 +116,7 @@ def lost(case: Case, folder: str) -> list[str]:
     train_step(engine, case, 0)
     forge.step(probe_of(engine, case, 0))
     engine.save_checkpoint(folder, tag="step_000001")
-    flat = engine.basic_optimizer.param_groups[-1]["params"][-1] if case.stage < 3 else forge._layout.flats[-1]
+    flat = engine.basic_optimizer.param_groups[-1]["params"][-1] if case.stage < 3 else forge.sharded.layout.flats[-1]
     messages = []
     for values, bad in ((flat.data, 1e5 if case.dtype == "fp16" else torch.nan), (momentum(engine, flat), torch.inf)):
         good = values.view(-1)[0].item()

@@ -166,7 +166,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         losses.append(mean.item() / dist.get_world_size())
         updated = forge.step(lambda step=step: loss_of(step))
         updates += updated
-        if updated and updates == 1 and forge._mean.measures:
+        if updated and updates == 1 and forge.curvature.is_needed:
             first_curvature = gathered(forge, "curvature")
     forge.finish()
     return {

@@ -414,7 +414,7 @@ def test_metrics_and_histograms_report_every_matrix() -> None:
 
 
 def moments_of(forge: sf.SparseForge, name: str) -> dict[str, Any]:
-    return dict(forge._layout.inner.state[forge._layout.flats[forge._layout.shards[name].flat]])
+    return dict(forge.sharded.layout.inner.state[forge.sharded.layout.flats[forge.sharded.layout.shards[name].flat]])
 
 
 def switch_on(case: Case) -> list[str]:

@@ -53,19 +53,21 @@ class Drifting(torch.optim.SGD):
 def states_of(engine: Any, forge: Any) -> list[str]:
     """What of a forge is in the optimizer's state."""
     state = engine.basic_optimizer.state
-    return sorted({key for flat in forge._layout.flats for key in state.get(flat, {})} & {"dense", "mask", "curvature"})
+    return sorted(
+        {key for flat in forge.sharded.layout.flats for key in state.get(flat, {})} & {"dense", "mask", "curvature"}
+    )
 
 
 def strange_zeros(forge: Any) -> list[str]:
     """Pruned weights that are not +0.0 bit for bit, or have a moment."""
     problems = []
-    for shard in forge._shards.values():
+    for shard in forge.sharded.shards.values():
         if not shard.numel:
             continue
-        pruned = ~forge._state.read_kept(shard)
-        flat = forge._layout.flats[shard.flat]
-        tensors = {"master": flat.data, "trained": forge._state.weights_being_trained(shard.flat)}
-        tensors |= {k: v for k, v in forge._layout.inner.state[flat].items() if k.startswith("exp_avg")}
+        pruned = ~forge.sharded.state.read_kept(shard)
+        flat = forge.sharded.layout.flats[shard.flat]
+        tensors = {"master": flat.data, "trained": forge.sharded.state.weights_being_trained(shard.flat)}
+        tensors |= {k: v for k, v in forge.sharded.layout.inner.state[flat].items() if k.startswith("exp_avg")}
         for key, value in tensors.items():
             held = shard.slice_of_flat(value)[pruned]
             if held.count_nonzero() or (key in ("master", "trained") and held.signbit().any()):
@@ -78,7 +80,7 @@ def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[st
     for step in range(start, stop):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
-        if forge._state.released:
+        if forge.sharded.state.released:
             problems += [f"step {step + 1}: {problem}" for problem in strange_zeros(forge)]
     return problems
 
@@ -95,16 +97,19 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
         mask = gathered(forge, "mask")
         problems += go_on(engine, forge, case, max(release, 1), 9)
         same = all(torch.equal(mask[weight], value) for weight, value in gathered(forge, "mask").items())
-        bits = sum(value.numel() for value in forge._state.kept.values())
-        numel = sum(forge._layout.flats[index].numel() for index in forge._state.flats)
+        bits = sum(value.numel() for value in forge.sharded.state.kept.values())
+        numel = sum(forge.sharded.layout.flats[index].numel() for index in forge.sharded.state.flats)
         # One kept weight becomes 0 by accident, on the last rank that has one.
-        shard = next((s for s in reversed(forge._shards.values()) if s.numel), None)
+        shard = next((s for s in reversed(forge.sharded.shards.values()) if s.numel), None)
         if shard is not None:
-            place = int(forge._state.read_kept(shard).nonzero()[0])
-            for weights in (forge._state.weights_being_trained(shard.flat), forge._layout.flats[shard.flat].data):
+            place = int(forge.sharded.state.read_kept(shard).nonzero()[0])
+            for weights in (
+                forge.sharded.state.weights_being_trained(shard.flat),
+                forge.sharded.layout.flats[shard.flat].data,
+            ):
                 shard.slice_of_flat(weights)[place] = 0.0
-            forge._layout.flats[shard.flat].data.add_(0.0)
-        forge._layout.push()
+            forge.sharded.layout.flats[shard.flat].data.add_(0.0)
+        forge.sharded.layout.push()
         engine.save_checkpoint(str(Path(folder, name)), tag="end")
         found[name] = {
             "before": before,
@@ -208,12 +213,12 @@ def marked(folder: str) -> dict[str, int]:
     engine, forge = build(case)
     go_on(engine, forge, case, 0, FREEZE + 1)
     if dist.get_rank() == 0:
-        shard = next(shard for shard in forge._shards.values() if shard.numel)
-        shard.slice_of_flat(forge._layout.flats[shard.flat].data)[forge._state.read_kept(shard)] = 0.0
-    forge._layout.push()
+        shard = next(shard for shard in forge.sharded.shards.values() if shard.numel)
+        shard.slice_of_flat(forge.sharded.layout.flats[shard.flat].data)[forge.sharded.state.read_kept(shard)] = 0.0
+    forge.sharded.layout.push()
     engine.save_checkpoint(folder, tag="end")
-    shard = next(shard for shard in forge._shards.values() if shard.numel)
-    expected = int(forge._state.read_kept(shard).sum()) if dist.get_rank() == 0 else 0
+    shard = next(shard for shard in forge.sharded.shards.values() if shard.numel)
+    expected = int(forge.sharded.state.read_kept(shard).sum()) if dist.get_rank() == 0 else 0
     return {"expected": expected, "found": kept_zeros(f"{folder}/end")}
 
 

@@ -77,7 +77,7 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         for step in range(last):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
-        assert forge._state.released == ("later" not in name)
+        assert forge.sharded.state.released == ("later" not in name)
         weights, masks, dense = published(engine), gathered(forge, "mask"), gathered(forge, "dense")
         seen.clear()
         train_step(engine, case, last)

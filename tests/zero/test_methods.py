@@ -104,7 +104,7 @@ def run_method(case: Case) -> dict[str, Any]:
         forge.step(probe_of(engine, case, step))
         steps.append({**states(forge, "mask", "dense"), "published": published(engine)})
     forge.finish()
-    return {"steps": steps, "metrics": forge.metrics, "cut": forge._halo.any_cut}
+    return {"steps": steps, "metrics": forge.metrics, "cut": forge.sharded.halo.any_cut}
 
 
 def run_methods(cases: list[Case]) -> list[dict[str, Any]]:

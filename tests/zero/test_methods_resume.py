@@ -30,7 +30,7 @@ CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) f
 
 def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """All states of prunable weights, whole, and what the network sees."""
-    held = forge._state.partition(forge._state.flats[0])
+    held = forge.sharded.state.partition(forge.sharded.state.flats[0])
     keys = {"dense", "mask"} | {key for key, value in held.items() if torch.is_tensor(value) and value.dim()}
     found = states(forge, *sorted(keys))
     whole = {f"{key} {name}": value for key, of in found.items() for name, value in of.items()}

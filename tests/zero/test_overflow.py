@@ -48,7 +48,7 @@ def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
     result: dict[str, Any] = {"updated": []}
     for step in range(4):
         train_step(engine, case, step)
-        before, scale = published(engine), forge._layout.loss_scale
+        before, scale = published(engine), forge.sharded.layout.loss_scale
         factor = 1e30 if step == 1 else 1.0
         batch = my_part(batch_at(step))
         result["updated"].append(forge.step(lambda factor=factor, batch=batch: engine(**batch).loss * factor))
@@ -57,7 +57,7 @@ def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
             result["same"] = all(torch.equal(value, before[name]) for name, value in published(engine).items())
             result["mask_one"] = all((mask == 1).all().item() for mask in gathered(forge, "mask").values())
             result["curvature_zero"] = all((c == 0).all().item() for c in gathered(forge, "curvature").values())
-            result["scale_kept"] = forge._layout.loss_scale == scale
+            result["scale_kept"] = forge.sharded.layout.loss_scale == scale
     result["count"] = forge.step_count
     result["finite"] = all(curvature.isfinite().all() for curvature in gathered(forge, "curvature").values())
     return result

@@ -92,10 +92,10 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     for step in range(5):
         train_step(engine, case, step)
         forge.step(StepText(engine, case, step))
-    inner, flats = engine.basic_optimizer, forge._layout.flats
+    inner, flats = engine.basic_optimizer, forge.sharded.layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
-    running = forge._mean.running
+    running = forge.curvature.running
     kinds["curvature sums"] = 0 if running is None else size([running.slice])
     kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
@@ -103,8 +103,8 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     kinds["weights"] = size(low)
     of_low = {p.untyped_storage().data_ptr() for p in low}
     kinds["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
-    kinds["kept bits"] = size(list(forge._state.kept.values()))
-    kinds["flip bits"] = size(list(forge._health._targets.values()))
+    kinds["kept bits"] = size(list(forge.sharded.state.kept.values()))
+    kinds["flip bits"] = size(list(forge.sharded.metrics._targets.values()))
     idle = all_bytes(before, expected["all"])
     engine.backward(engine(**my_part(batch_at(9))).loss)
     kinds["all"], kinds["with gradients"] = idle, all_bytes(before, expected["with gradients"])

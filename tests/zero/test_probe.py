@@ -69,7 +69,7 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
-    config, shards = named(kind, config), forge._mean.shards
+    config, shards = named(kind, config), forge.curvature.context
     if config.keeps_sums:
         summed = sums_of(shards, config)
 
@@ -77,19 +77,19 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
             assert summed.refresh(batches_of(probe), step, probes)
             running = RunningSums(shards.matrices, shards.shards)
             running.take(*summed.finish(), torch.ones(len(shards.matrices.names)))
-            whole = running.whole()
-            return {name: whole.all_of(name).clone() for name in shards.shards}
+            whole = running.gather()
+            return {name: whole.weight_sums(name).clone() for name in shards.shards}
 
         return sample_sums
     estimator = estimator_of(shards, config)
 
     def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
         sample = shards.zeros()
-        assert estimator.refresh(batches_of(probe), step, probes, sample, forge._method.write_masters)
-        parts = {name: torch.zeros(forge._weight[name].numel) for name in shards.shards}
+        assert estimator.refresh(batches_of(probe), step, probes, sample, forge.method.write_masters)
+        parts = {name: torch.zeros(forge.sharded.prunable[name].numel) for name in shards.shards}
         for name, shard in shards.shards.items():
             parts[name][shard.start : shard.stop] = sample[name]
-        return added_up(parts, forge._layout.replicated)
+        return added_up(parts, forge.sharded.layout.replicated)
 
     return sample_elements
 
@@ -103,7 +103,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Any]:
     """All that a probe could have touched."""
     optimizer = engine.optimizer
     state = {f"weight {name}": value for name, value in published(engine).items()}
-    for index, flat in enumerate(forge._layout.flats):
+    for index, flat in enumerate(forge.sharded.layout.flats):
         state[f"master {index}"] = flat.detach().clone()
         for key, value in engine.basic_optimizer.state[flat].items():
             state[f"{key} {index}"] = value.clone() if isinstance(value, Tensor) else value

@@ -12,26 +12,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.methods import ForgeError
+from sparseforge_ds.sharded_weights import ForgeError
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, train_step
 from tests.zero.test_resume import BF16_MASTERS, one_step
 
 
 def dense_of(forge: Any) -> dict[str, Tensor]:
-    shards = [shard for shard in forge._shards.values() if shard.numel]
-    return {shard.name: forge._state.dense(shard).clone() for shard in shards}
+    shards = [shard for shard in forge.sharded.shards.values() if shard.numel]
+    return {shard.name: forge.sharded.state.dense(shard).clone() for shard in shards}
 
 
 def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     """Every other weight's mask is 0 and the others' 1; hardening has not begun, so that m_eff is the mask."""
-    state, method, stepped = forge._state, forge._method, {}
-    for shard in forge._shards.values():
+    state, method, stepped = forge.sharded.state, forge.method, {}
+    for shard in forge.sharded.shards.values():
         state.write_mask(shard, torch.arange(shard.start, shard.stop) % 2)
     publish = method.publish
 
     def watched(index: int, dense: Tensor, *rest: Any) -> None:
-        for shard in forge._shards.values():
+        for shard in forge.sharded.shards.values():
             if shard.flat == index:
                 stepped[shard.name] = shard.slice_of_flat(dense).clone()  # what the optimizer made of it
         publish(index, dense, *rest)
@@ -41,7 +41,7 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     method.publish = publish
     problems = []
     for name, after in dense_of(forge).items():
-        live = state.mask(forge._shards[name]) == 1
+        live = state.mask(forge.sharded.shards[name]) == 1
         if not torch.equal(after[~live], before[name][~live]):
             problems.append(f"{name}: W moved where m_eff is 0")
         if not torch.equal(after[live], stepped[name][live]):
@@ -52,14 +52,14 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
 
 
 def said_to(forge: Any, curvature: Callable[[str, Tensor], Any]) -> str:
-    running = forge._mean.running
-    sums = running.whole()
-    for name in forge._shards:
-        curvature(name, sums.all_of(name))
+    running = forge.curvature.running
+    sums = running.gather()
+    for name in forge.sharded.shards:
+        curvature(name, sums.weight_sums(name))
     padded = torch.nn.functional.pad(sums.values.float(), (0, 2 * running.slice.numel() - running.numel))
     running.slice = padded.chunk(2)[dist.get_rank()].clone()
     with pytest.raises(ForgeError) as error:
-        next(forge._ranking.scored())
+        next(forge.method.ranking.scored())
     return str(error.value)
 
 
@@ -68,8 +68,8 @@ def observed() -> dict[str, Any]:
     engine, forge = build(case)
     for step in range(2):
         one_step(engine, forge, case, step)  # the second ends with a mask update
-    assert {flat.dtype for flat in forge._layout.flats} == {torch.bfloat16}
-    next(forge._ranking.scored())  # and is left there
+    assert {flat.dtype for flat in forge.sharded.layout.flats} == {torch.bfloat16}
+    next(forge.method.ranking.scored())  # and is left there
     # `isinstance` asks proxies, of which compilers leave some whose objects are gone
     kept = [value for value in gc.get_objects() if type(value) is AxisSums and value.values.numel()]
     problems = step_by_binary_masks(engine, forge, case)

@@ -113,7 +113,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """Masters, frozen weights, buffers and every optimizer state by name, whole. Collective."""
     import deepspeed
 
-    layout = forge._layout
+    layout = forge.sharded.layout
     found: dict[str, Tensor] = {"buffer counted": engine.module.counted.clone()}
     pieces: dict[str, Tensor] = {}
     for name, shard in layout.shards.items():
@@ -329,7 +329,7 @@ def counted(folder: str) -> dict[str, int]:
     plain = checkpoint.slice
 
     def count(name: str, key: str | None, start: int, stop: int) -> Tensor:
-        if key in read or (key is None and name in forge._layout.shards):
+        if key in read or (key is None and name in forge.sharded.layout.shards):
             read[key or "master"] += stop - start
         return plain(name, key, start, stop)
 

@@ -66,10 +66,10 @@ def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dic
 
 
 def state_of(engine: Any, forge: Any) -> dict[str, Any]:
-    keys = ["dense", "mask"] + (["curvature"] if forge._mean.measures else [])
+    keys = ["dense", "mask"] + (["curvature"] if forge.curvature.is_needed else [])
     state = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
     state |= {f"published {name}": value for name, value in published(engine).items()}
-    for index, flat in enumerate(forge._layout.flats):
+    for index, flat in enumerate(forge.sharded.layout.flats):
         for key, value in engine.basic_optimizer.state[flat].items():
             state[f"{key} {index}"] = torch.as_tensor(value).clone()
     return state

@@ -9,7 +9,7 @@ import torch
 
 import sparseforge_ds as sf
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.methods.compensate import shift_into_branches
+from sparseforge_ds.methods.branch_start import shift_into_branches
 from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of
@@ -97,11 +97,11 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
             problems.append(f"{name} gave up something else than what B adds")
     if not frozen:  # nothing happens that the network would notice, whatever B held before
         for name in branches(engine.module):
-            shard = forge._layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
-            shard.slice_of_flat(forge._layout.flats[shard.flat].data).mul_(0.7)
+            shard = forge.sharded.layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
+            shard.slice_of_flat(forge.sharded.layout.flats[shard.flat].data).mul_(0.7)
         forge._republish()
         expected = engine(**batch).logits.detach().float()
-        shift_into_branches(engine.module, forge._sharded)
+        shift_into_branches(engine.module, forge.sharded)
         forge._republish()
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):
@@ -117,7 +117,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
             problems.append(f"{weight.name} is not 2:4")
     if all(torch.equal(value, b[name]) for name, value in branch_of(engine).items()):
         problems.append("no B trains")
-    return problems, forge._halo.any_cut
+    return problems, forge.sharded.halo.any_cut
 
 
 def shift_all() -> dict[str, Any]:

@@ -443,7 +443,7 @@ def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor
 
     class Counted(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            estimator = trainer.forge._mean.sums
+            estimator = trainer.forge.curvature.sums
             finish = type(estimator).finish
 
             def counting() -> Any:

@@ -80,8 +80,8 @@ def distilled(folder: str, **block: Any) -> dict[str, Any]:
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = divided_by(self, model, inputs, *args, **kwargs)
-        if self.forge._mean._hears:
-            trained.append((self.forge._mean.sums.divisor, float(inputs["num_items_in_batch"])))
+        if self.forge.curvature._listens:
+            trained.append((self.forge.curvature.sums.divisor, float(inputs["num_items_in_batch"])))
         return loss
 
     type(trainer).compute_loss = compute_loss

@@ -74,7 +74,7 @@ def test_sums_of_all_ranks_are_those_of_every_matrix(cuts: dict[str, list[int]])
         expected = literal(name)
         assert len(total.matrices.rows[name]) == len(expected)
         for matrix, (rows, columns) in zip(total.matrices.rows[name], expected, strict=True):
-            row_R, column_C = total.of(matrix)
+            row_R, column_C = total.matrix_sums(matrix)
             assert row_R.tolist() == pytest.approx(rows, abs=1e-12)
             assert column_C.tolist() == pytest.approx(columns, abs=1e-12)
 

@@ -1,4 +1,4 @@
-"""What every method works on: this rank's shards of the prunable weights, their groups, states, and the progress."""
+"""This rank's shards of the prunable weights, their groups and states, and how far the run has come."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.mask.kernels.groups import top_n
-from sparseforge_ds.methods.health import Health
+from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of
 from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
@@ -36,29 +35,26 @@ class ShardedWeights:
     """One engine's shards, and how far its run has come."""
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig) -> None:
-        """Read the layout of an engine. Collective. Raises ValueError where the model or the optimizer's param groups
-        do not fit the config."""
+        """Read the layout of an engine. Collective.
+
+        Raises:
+            ValueError: the model or the optimizer's param groups do not fit the config.
+        """
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule
         self.pattern = config.parsed_pattern
-        self.weights: dict[str, PrunableWeight] = {w.name: w for w in prunable_weights(engine.module, config)}
+        self.prunable: dict[str, PrunableWeight] = {w.name: w for w in prunable_weights(engine.module, config)}
         self.step = 0
-        self.refreshes = 0
-        """Curvature refreshes so far, for the bias correction."""
+        """Optimizer steps that were applied."""
         self.layout = layout_of(engine)
-        self.shards = self.layout.require_own_partitions(self.weights)
+        self.shards = self.layout.require_own_partitions(self.prunable)
         self.layout.check(self.shards)
         self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
-        spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.weights.items()}
+        spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.prunable.items()}
         self.halo = HaloExchange(self.layout, self.shards, spans)
-        self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.weights.items()})
-        # A magnitude needs no tokens, and counts none.
-        self.routed = [
-            weight for weight in self.weights.values() if weight.experts and config.importance != "magnitude"
-        ]
-        self.load = ExpertLoad(self.matrices, {w.name: (*w.first_expert, w.experts) for w in self.routed})
-        self.health = Health(self.matrices, self.pattern)
+        self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.prunable.items()})
+        self.metrics = MaskMetrics(self.matrices, self.pattern)
 
     def require_adam(self, method: str) -> None:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
@@ -72,55 +68,46 @@ class ShardedWeights:
                 )
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Shard]:
-        """All shards of this rank, or those of the named weights, a bounded chunk at a time."""
+        """Yield all shards of this rank, or those of the named weights, a bounded chunk at a time."""
         for name in self.shards if names is None else names:
             yield from self.halo.chunks[name]
 
-    def of(self, shard: Shard, key: str) -> Tensor:
-        """(numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
+    def state_view(self, shard: Shard, key: str) -> Tensor:
+        """Return a (numel of the shard,) view of a state. Look it up at every use: a checkpoint load replaces it."""
         return self.state.state_view(shard, key)
 
     def exchange(self, key: str, names: Collection[str] | None = None) -> Halo:
-        """What cut groups lack of a state, of all weights or of the named ones. Collective."""
-        values = self.state.mask if key == "mask" else lambda shard: self.of(shard, key)
+        """Fetch what cut groups lack of a state, of all weights or of the named ones. Collective."""
+        values = self.state.mask if key == "mask" else lambda shard: self.state_view(shard, key)
         return self.halo.exchange(self.reader(values), names)
 
     def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Span], Tensor]:
-        """How `HaloExchange.exchange` reads chunks of what `values` gives for a shard or a chunk of one."""
+        """Return what `HaloExchange.exchange` reads spans with, of what `values` gives for a shard or a chunk."""
 
-        def read(chunk: Span) -> Tensor:
-            shard = self.shards[chunk.name]
-            offset = shard.offset + chunk.start - shard.start
-            return values(replace(shard, start=chunk.start, stop=chunk.stop, offset=offset))
+        def read(span: Span) -> Tensor:
+            shard = self.shards[span.name]
+            offset = shard.offset + span.start - shard.start
+            return values(replace(shard, start=span.start, stop=span.stop, offset=offset))
 
         return read
 
     def to_groups(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
-        """(numel of the shard,) -> (G, M), all groups that the shard has a member of, cut ones included."""
-        weight = self.weights[shard.name]
+        """Turn (numel of the shard,) into (G, M): all groups that the shard has a member of, cut ones included."""
+        weight = self.prunable[shard.name]
         return self.pattern.to_groups(self.halo.with_halo(shard, values, halo), weight.shape, weight.input_axis)
 
     def from_groups(self, shard: Shard, group_GM: Tensor) -> Tensor:
-        """(G, M) -> (numel of the shard,), the shard's own members."""
-        weight = self.weights[shard.name]
+        """Turn (G, M) into (numel of the shard,): the shard's own members."""
+        weight = self.prunable[shard.name]
         return self.halo.without_halo(shard, self.pattern.from_groups(group_GM, weight.shape, weight.input_axis))
 
     def top(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
-        """(numel of the shard,) bool: the top N of the values in every group."""
+        """Return (numel of the shard,) bool: the top N of the values in every group."""
         return self.from_groups(shard, top_n(self.to_groups(shard, values, halo), self.pattern.kept))
 
     def dense(self, shard: Shard) -> Tensor:
-        """(numel of the shard,) view of W."""
+        """Return a (numel of the shard,) view of W."""
         return self.state.dense(shard)
-
-    def correction(self, name: str) -> float:
-        """By which the running mean of a weight's curvature is to be divided; experts' means have no bias."""
-        return 1.0 if name in self.load.rows else self.bias_correction
-
-    @property
-    def bias_correction(self) -> float:
-        """`correction` of what every token sees."""
-        return 1 - self.config.curvature.decay ** max(self.refreshes, 1)
 
     @torch.no_grad()
     def require_finite(self, cure: str) -> None:
@@ -153,31 +140,34 @@ class ShardedWeights:
 
     @torch.no_grad()
     def check_frozen(self) -> None:
-        """Whether every group of a frozen mask that was read has as many members as the pattern keeps. Collective.
-        Raises ValueError where some have not: the weights are not of a frozen run."""
+        """Raise ValueError where a group of a frozen mask has not as many members as the pattern keeps. Collective.
+
+        The weights are then not of a frozen run.
+        """
         halo = self.exchange("mask")
-        strange = torch.zeros((), dtype=torch.int64, device=self.layout.device)
+        misfits = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for chunk in self.chunks():
             kept_G = self.to_groups(chunk, self.state.mask(chunk), halo).sum(dim=1)
-            strange += (kept_G != self.pattern.kept).sum().to(strange.device)
-        if self.layout.all_reduce(strange).item():
+            misfits += (kept_G != self.pattern.kept).sum().to(misfits.device)
+        if self.layout.all_reduce(misfits).item():
             raise ValueError(
-                f"the checkpoint's masks are frozen, but {strange.item()} groups of its weights are not "
+                f"the checkpoint's masks are frozen, but {misfits.item()} groups of its weights are not "
                 f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"
             )
 
     def add_update(
         self, chunk: Shard, mask: Tensor, target: Tensor, kept: Tensor | None = None, disagrees: Tensor | None = None
     ) -> None:
-        """Account for a chunk's new mask in the metrics, and store what is `kept` of a soft one. See `Health`."""
-        if self.config.keeps_elements and not self.state.released:
-            self.health.add_curvature(self.of(chunk, "curvature"), self.correction(chunk.name))
+        """Account for a chunk's new mask in the metrics, and store what is `kept` of a soft one.
+
+        See `MaskMetrics.add_update` and `add_disagreement`.
+        """
         bits = None if kept is None else self.state.own_packed_kept(chunk)
-        self.health.add_update(chunk, mask, target, kept, bits)
+        self.metrics.add_update(chunk, mask, target, kept, bits)
         if kept is not None and bits is None:
             self.state.write_kept(chunk, kept)
         if disagrees is not None:
-            self.health.add_disagreement(self.weights[chunk.name], chunk, disagrees)
+            self.metrics.add_disagreement(self.prunable[chunk.name], chunk, disagrees)
 
     @torch.no_grad()
     def account(self) -> None:

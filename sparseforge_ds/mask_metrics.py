@@ -1,4 +1,4 @@
-"""How a mask is doing: sums over this rank's shards, one reduction, numbers for TensorBoard.
+"""Metrics of masks for TensorBoard: sums over this rank's shards, and one reduction.
 
 mask/undecided            mean m (1 - m): what is neither kept nor pruned yet (the paper's L_mid)
 mask/kept                 mean m
@@ -40,14 +40,14 @@ _SUMS = (
 _COLUMN = {name: column for column, name in enumerate(_SUMS)}
 
 
-class Health:
+class MaskMetrics:
     """Collects the sums of one mask update, and remembers the target bits of the last (1/8 byte a weight)."""
 
     def __init__(self, matrices: Matrices, pattern: Pattern) -> None:
         self.matrices = matrices
         self.pattern = pattern
         self._counts = dict.fromkeys(_SUMS, 0.0)
-        """What is known on the host."""
+        """Sums that are known on the host."""
         self._sums: dict[str, list[Tensor]] = {}
         """() fp64 parts of what is on a device, added up when a report is due: a kernel for all, not one for each."""
         self._targets: dict[tuple[str, int], Tensor] = {}
@@ -56,13 +56,14 @@ class Health:
         self._sums.setdefault(name, []).append(value)
 
     def forget_targets(self) -> None:
-        """After a checkpoint was loaded: the next update has no target to compare with."""
+        """Compare the next update with no target, as after a checkpoint was loaded."""
         self._targets.clear()
 
     def add_refresh(self, average: Tensor, sample: Tensor) -> None:
         """Account for one shard's new curvature sample, before it enters the running mean."""
         for chunk in chunks(sample):
-            new, old = sample[chunk], average[chunk]
+            new = sample[chunk]
+            old = average[chunk]
             self._add("agreement", (new * old).sum(dtype=torch.float64))
             self._add("sample_square", new.square().sum(dtype=torch.float64))
             self._add("average_square", old.square().sum(dtype=torch.float64))
@@ -72,34 +73,40 @@ class Health:
     ) -> None:
         """Account for the new mask of a shard or a chunk of one.
 
-        (numel,) each: mask in fp32, codes or bool; target and `kept` (see `MaskUpdate`) bool. `kept` is packed into
-        `kept_bits`, (ceil(numel / 8),), if that is given.
+        Args:
+            shard: the elements.
+            mask: (numel,) fp32, codes or bool.
+            target: (numel,) bool, see `MaskUpdate`.
+            kept: (numel,) bool, see `MaskUpdate`.
+            kept_bits: (ceil(numel / 8),) into which `kept` is packed, if given.
         """
-        place = (shard.name, shard.start)
-        before = self._targets.get(place)
-        found = mask_stats(mask, target, None if kept_bits is None else kept, before)
-        self._targets[place] = found.target
+        key = (shard.name, shard.start)
+        before = self._targets.get(key)
+        stats = mask_stats(mask, target, None if kept_bits is None else kept, before)
+        self._targets[key] = stats.target
         if kept_bits is not None:
-            assert found.kept is not None
-            kept_bits.copy_(found.kept)
-        for name, value in zip(("undecided", "kept", "flips"), found.sums, strict=False):
+            assert stats.kept is not None
+            kept_bits.copy_(stats.kept)
+        for name, value in zip(("undecided", "kept", "flips"), stats.sums, strict=False):
             self._add(name, value)
         self._counts["count"] += shard.numel
         self._counts["compared"] += 0 if before is None else shard.numel
 
     def add_disagreement(self, weight: PrunableWeight, shard: Shard, disagrees: Tensor) -> None:
-        """Account for the groups whose top N is not 1[m > theta]; `disagrees` is of all groups that the chunk has a
-        member of, see `MaskUpdate`."""
+        """Account for the groups whose top N is not 1[m > theta].
+
+        `disagrees` has all groups that the chunk has a member of, see `MaskUpdate`.
+        """
         # Groups that a shard boundary cuts are left out: two ranks have them.
         span = self.pattern.span(weight.shape, weight.input_axis)
         per_span = span // self.pattern.members
-        whole = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
-        whole = whole[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
-        self._add("disagreeing", whole.sum(dtype=torch.float64))
-        self._counts["groups"] += whole.numel()
+        uncut = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
+        uncut = uncut[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
+        self._add("disagreeing", uncut.sum(dtype=torch.float64))
+        self._counts["groups"] += uncut.numel()
 
     def add_curvature(self, curvature: Tensor, correction: float = 1.0) -> None:
-        """Account for elements of the running mean of H, which is to be divided by `correction`."""
+        """Account for elements of the running mean of H, whose bias `correction` divides out."""
         for chunk in chunks(curvature):
             self._add("curvature", curvature[chunk].sum(dtype=torch.float64) / correction)
             self._add("negative", (curvature[chunk] < 0).sum(dtype=torch.float64))

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from sparseforge_ds.curvature.histograms import CURVATURE_DECADES, histogram_counts
 from sparseforge_ds.mask.kernels.chunks import ELEMENTS_PER_THREAD
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.methods.health import Health
-from sparseforge_ds.methods.histograms import CURVATURE_DECADES, histogram_counts
+from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.zero.matrices import Matrices
@@ -20,14 +20,14 @@ from sparseforge_ds.zero.shard import Shard
 WEIGHT = PrunableWeight("w", (4, 8), -1, "layer")
 
 
-def health_of(start: int, stop: int) -> tuple[Health, Shard]:
+def metrics_of(start: int, stop: int) -> tuple[MaskMetrics, Shard]:
     shard = Shard("w", WEIGHT.shape, start, stop, 0, 0)
     layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table))
-    return Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4)), shard
+    return MaskMetrics(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4)), shard
 
 
 def test_a_soft_mask() -> None:
-    health, shard = health_of(0, 32)
+    health, shard = metrics_of(0, 32)
     mask = torch.linspace(0, 1, 32)
     health.add_update(shard, mask, mask > 0.5)
     metrics = health.report(False)
@@ -37,7 +37,7 @@ def test_a_soft_mask() -> None:
 
 
 def test_flips_are_counted_between_updates_and_forgotten_after_a_load() -> None:
-    health, shard = health_of(0, 32)
+    health, shard = metrics_of(0, 32)
     mask = torch.ones(32)
     target = torch.zeros(32, dtype=torch.bool)
     for flipped, expected in ((0, None), (3, 3 / 32), (0, 0.0)):
@@ -53,7 +53,7 @@ def test_flips_are_counted_between_updates_and_forgotten_after_a_load() -> None:
     ("start", "stop", "groups"), [(0, 32, 8), (1, 32, 7), (0, 31, 7), (5, 7, 0), (2, 10, 1), (3, 6, 0), (4, 8, 1)]
 )
 def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> None:
-    health, shard = health_of(start, stop)
+    health, shard = metrics_of(start, stop)
     mask = torch.tensor([1.0, 0.9, 0.1, 0.0]).repeat(8)[start:stop]
     touched = -(-stop // 4) - start // 4
     health.add_update(shard, mask, mask > 0.5)
@@ -63,7 +63,7 @@ def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> N
 
 
 def test_curvature_numbers() -> None:
-    health, shard = health_of(0, 32)
+    health, shard = metrics_of(0, 32)
     average, sample = torch.randn(32), torch.randn(32)
     health.add_refresh(average, sample)
     curvature = torch.tensor([-1.0, 3.0]).repeat(16)
@@ -94,7 +94,7 @@ def test_a_large_shard_is_summed_in_runs() -> None:
     shape = (count // 8, 8)
     layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table))
     shard = Shard("w", shape, 0, count, 0, 0)
-    health = Health(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4))
+    health = MaskMetrics(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4))
     generator = torch.Generator().manual_seed(0)
     mask, curvature, sample = (torch.rand(count, generator=generator) - shift for shift in (0.0, 0.2, 0.1))
     first, second = mask > 0.5, mask > 0.3
