@@ -28,6 +28,7 @@ def read_json(path: str | Path, name: str) -> Any:
         raise ValueError(f"{name}: not a readable JSON file ({error})") from None
     if not text.strip():
         raise ValueError(f"{name}: not a readable JSON file (it is empty)")
+    # Strict JSON, with a hint where people often slip.
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)
     except json.JSONDecodeError as error:

@@ -60,14 +60,14 @@ PINNED = {
 }
 
 
-def test_command_line_is_pinned():
+def test_the_command_line_is_pinned():
     assert {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for field in dataclasses.fields(RunArguments)
     } == PINNED
 
 
-def test_without_a_dataset_it_is_the_embedded_one():
+def test_without_a_dataset_the_embedded_text_is_read():
     assert parse_arguments(["--deepspeed", "a.json"]).dataset == ["stdlib"]
     assert parse_arguments(["--deepspeed", "a.json"]).report_to == ["tensorboard"]
 
@@ -148,7 +148,7 @@ def test_every_flag_is_parsed():
     assert set(flags(arguments)) == set(PINNED) - {"local_rank", "dry_run", "gpus", "gpu_memory"}
 
 
-def test_flags_of_transformers_are_ours():
+def test_flags_of_transformers_stand_for_ours():
     """Users of its Trainer, and of DeepSpeed's scripts, begin with these words."""
     line = (
         "--deepspeed_config=a.json --model_name_or_path m --per_device_train_batch_size 2 --lr 1e-4 --warmup-ratio=0.1 "
@@ -161,7 +161,7 @@ def test_flags_of_transformers_are_ours():
     assert parse_arguments(line.split()) == parse_arguments(ours.split())
 
 
-def test_every_alias_is_of_a_flag_and_is_none():
+def test_every_alias_stands_for_a_flag_and_is_no_flag():
     assert set(ALIASES.values()) <= set(PINNED) and not set(ALIASES) & set(PINNED)
 
 
@@ -170,7 +170,7 @@ def test_gpus_are_the_launchers_unless_the_run_is_dry():
         parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
 
 
-def test_other_data_is_a_matter_of_resuming():
+def test_other_data_is_accepted_only_when_resuming():
     line = ["--deepspeed", "a.json", "--resume_other_data"]
     with pytest.raises(ValueError, match="--resume_other_data .*it belongs to --resume"):
         parse_arguments(line)
@@ -254,7 +254,7 @@ def test_help_reads_well():
     for name in set(PINNED) - {"local_rank"}:
         assert run.stdout.count(f"  --{name} ") >= 1
         assert f"--{name.replace('_', '-')} " not in run.stdout.replace(f"--{name} ", "")
-    assert "local_rank" not in run.stdout
+    assert "--local_rank" not in run.stdout
     assert "None" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 115
     assert "deepspeed launch/train.py --deepspeed ds_configs/zero3.json" in run.stdout

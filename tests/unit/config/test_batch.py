@@ -32,13 +32,15 @@ def test_the_flag_wins_over_the_json() -> None:
         ({"sequence_parallel_size": True}, None, "sequence_parallel_size = true is not valid"),
     ],
 )
-def test_what_does_not_divide_the_ranks(given: dict[str, Any], flag: int | None, words: str) -> None:
+def test_a_number_that_does_not_divide_the_ranks_is_refused(
+    given: dict[str, Any], flag: int | None, words: str
+) -> None:
     with pytest.raises(ValueError) as raised:
         ranks(given, 6, flag)
     assert str(raised.value).startswith(words)
 
 
-def test_groups_count_where_ranks_did() -> None:
+def test_groups_of_ranks_divide_the_batch_as_ranks_do() -> None:
     assert batch_arithmetic(CONTENT, 4, 2) == dict(zip(BATCH, (12, 3, 2), strict=True))
     assert batch_arithmetic(CONTENT, 2, 2) == batch_arithmetic(CONTENT, 1) == dict(zip(BATCH, (12, 3, 4), strict=True))
     with pytest.raises(ValueError, match=r"for 10 ranks, of which 2 share a sequence .*: use 15, set"):

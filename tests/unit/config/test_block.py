@@ -184,7 +184,7 @@ def test_longer_runs_keep_their_steps(max_steps: int) -> None:
 
 @pytest.mark.parametrize("every", [2, 5, 10, 33])
 @pytest.mark.parametrize("stop", [0.03, 0.2, 0.5, 1.0])
-def test_the_least_number_of_steps_is_the_least(every: int, stop: float) -> None:
+def test_the_minimum_of_steps_in_the_message_is_the_minimum(every: int, stop: float) -> None:
     schedule = {"update_every": every, "hardening": [0.0, stop]}
     with pytest.raises(ValueError, match="use at least") as raised:
         build(max_steps=2, method=schedule).check_length()
@@ -212,7 +212,7 @@ def test_fixed_masks_and_runs_of_no_steps_are_valid():
     assert build(max_steps=4, method={"name": "maskllm", "frozen": 0.9}).resolved_schedule.freeze_step == 1
 
 
-def test_from_json(tmp_path: Path):
+def test_a_block_is_read_from_a_file(tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"optimizer": {}, "sparseforge": {"pattern": "1:4", "method": {"update_every": 3}}}))
     config = SparseForgeConfig.from_json(path, max_steps=200, method={"mask_rate": 0.2})
@@ -232,7 +232,7 @@ def test_from_json(tmp_path: Path):
         (b'{"sparseforge": {"seeds": 1}}', ["sparseforge.seeds", "sparseforge.seed"]),
     ],
 )
-def test_from_json_names_the_file_or_the_key(tmp_path: Path, content: bytes | None, words: list[str]):
+def test_errors_about_a_file_name_the_file_or_the_key(tmp_path: Path, content: bytes | None, words: list[str]):
     path = tmp_path / "ds.json"
     if content is not None:
         path.write_bytes(content)
@@ -241,7 +241,7 @@ def test_from_json_names_the_file_or_the_key(tmp_path: Path, content: bytes | No
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_from_json_of_a_folder(tmp_path: Path):
+def test_a_folder_is_refused_as_a_file(tmp_path: Path):
     with pytest.raises(ValueError, match="not a readable JSON file"):
         SparseForgeConfig.from_json(tmp_path)
 
@@ -312,7 +312,7 @@ def test_branches_come_in_when_there_is_something_to_make_up_for() -> None:
         SparseForgeConfig.from_dict({**block, "low_rank": {"k": 4, "shift": True, "start": 0.5}})
 
 
-def test_the_last_steps_before_a_mask_update_are_heard() -> None:
+def test_the_last_steps_before_a_mask_update_are_measured() -> None:
     def heard(source: str = "training", **curvature: int) -> list[int]:
         block = {"max_steps": 40, "method": {"update_every": 5, "hardening": [0.1, 0.5]}}
         config = SparseForgeConfig.from_dict({**block, "curvature": {"source": source, **curvature}})
@@ -324,7 +324,7 @@ def test_the_last_steps_before_a_mask_update_are_heard() -> None:
     assert heard("probe") == []
 
 
-def test_the_curvature_is_that_of_the_training_step_where_that_says_it() -> None:
+def test_the_curvature_is_measured_in_training_steps_where_possible() -> None:
     """By default: not where a pass of its own is asked for, and not where the loss has no gradient at first."""
     fixed = {"method": {"hardening": [0.0, 0.0]}}
     by_elements: dict[str, Any] = {"curvature": {"factored": False}}

@@ -75,7 +75,7 @@ def test_a_batch_that_cannot_be_divided_names_ones_that_can(keys, world_size):
     accumulation=st.none() | st.integers(1, 8),
     world_size=st.integers(1, 8),
 )
-def test_what_is_accepted_adds_up(train, micro, accumulation, world_size):
+def test_accepted_batches_add_up(train, micro, accumulation, world_size):
     try:
         found = batch(train, micro, accumulation, world_size)
     except ValueError:

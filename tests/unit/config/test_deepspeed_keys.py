@@ -144,7 +144,7 @@ def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"), REFUSED, ids=[f"{path}={json.dumps(value)}"[:60] for path, value, _ in REFUSED]
 )
-def test_what_cannot_work_is_one_line(
+def test_a_configuration_that_cannot_work_is_one_line(
     tmp_path: Path, without_loggers: None, path: str, value: Any, words: list[str]
 ) -> None:
     file = write_json(tmp_path / "ds.json", put(path, value))
@@ -192,7 +192,7 @@ def test_two_precisions_are_refused_and_fp16_without_zero(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_what_works_is_left_as_it_is(tmp_path: Path, path: str, value: Any) -> None:
+def test_a_working_configuration_is_left_as_it_is(tmp_path: Path, path: str, value: Any) -> None:
     content = put(path, value)
     assert read_deepspeed_json(str(write_json(tmp_path / "ds.json", content))) == content
 

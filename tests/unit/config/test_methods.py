@@ -24,7 +24,7 @@ def test_every_method_builds_by_its_name_alone_and_survives_a_round_trip(method:
     assert build(method={"name": method}) == config
 
 
-def test_published_settings() -> None:
+def test_settings_are_as_published() -> None:
     assert build(method="sr_ste").method == SrSteConfig(every=1, decay=2e-4, ramp=(0.0, 0.0), frozen=0.0)
     ast = build(method="ast", low_rank={"k": 16})
     assert ast.distillation == DistillationConfig(weight=2 / 3, task_weight=1 / 3, temperature=2.0)
@@ -46,7 +46,7 @@ def test_keys_without_a_name_are_of_the_default_method() -> None:
     assert build(method={}) == build(method="sparseforge") == build()
 
 
-def test_when_masks_freeze() -> None:
+def test_masks_freeze_at_the_step_of_their_method() -> None:
     assert build(method="ast", max_steps=200).resolved_schedule.freeze_step == 200
     cast = build(max_steps=200, method={"name": "cast", "every": 3, "frozen": 0.25}).resolved_schedule
     assert (cast.freeze_step, cast.update_every) == (150, 12), "a report every 10 steps, at a choice of the mask"
@@ -62,7 +62,7 @@ def test_after_a_start_masks_are_fixed_and_no_curvature_is_kept() -> None:
         config.check_length()
 
 
-def test_states_of_a_method() -> None:
+def test_every_method_has_its_states() -> None:
     assert build(method="ast").state_keys == ()
     assert build().state_keys == (), "row and column sums are no state of an element"
     assert build(curvature={"factored": False}).state_keys == ("curvature",)
@@ -127,7 +127,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("block", "words"), BAD, ids=[json.dumps(block)[:60] for block, _ in BAD])
-def test_what_does_not_fit_the_method_is_an_error_that_names_it(block: dict[str, Any], words: list[str]) -> None:
+def test_a_key_that_does_not_fit_the_method_is_named(block: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         build(**block).check_length()
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)

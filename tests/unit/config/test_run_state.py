@@ -39,7 +39,7 @@ def test_all_that_differs_is_named() -> None:
     ]
 
 
-def test_what_has_no_effect_may_differ() -> None:
+def test_settings_without_effect_may_differ() -> None:
     block: dict[str, Any] = {"importance": "magnitude", "method": {"hardening": [0, 0]}}
     found = RunState.parse(saved(**block, curvature={"factored": False}), "here")
     block["method"] = {**block["method"], "straight_through": True}
@@ -95,7 +95,7 @@ def test_shapes_are_held_against_the_checkpoint() -> None:
             run_of().check_shapes(shapes, "here")
 
 
-def test_differences_of_nested_dicts() -> None:
+def test_differences_of_nested_dicts_are_named() -> None:
     assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "d": [2]}}, "x") == [
         "x.a.c was 2, is null",
         "x.a.d was null, is [2]",

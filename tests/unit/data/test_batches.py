@@ -118,7 +118,7 @@ def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(c
         assert rank or said.count(".files.") == 7 and said.endswith("; and 6 more")
 
 
-def test_what_a_run_will_read_is_said():
+def test_the_summary_says_what_a_run_will_read():
     assert batches(micro=4).summary(100) == "text: 1,000 tokens; the run reads 4,000 (4.00 epochs)"
 
 

@@ -61,7 +61,7 @@ def trained_text(record, tokenizer, frame="auto"):
 
 
 @pytest.mark.parametrize(("frame", "expected"), [("auto", "...cde"), ("eos", "..cde>"), ("both", "...cde>")])
-def test_a_completion_and_what_ends_it(frame, expected):
+def test_a_completion_and_its_end_are_trained_on(frame, expected):
     assert trained_text(PAIR, byte_tokenizer(), frame) == expected
 
 
@@ -80,7 +80,7 @@ def test_a_token_counts_where_it_begins():
     assert encode([document_from_record(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
 
 
-def test_the_turns_of_the_assistant():
+def test_the_assistants_turns_are_trained_on():
     tokenizer = tokenizer_with(MARKED)
     document = document_from_record({"messages": CHAT}, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer)
@@ -99,7 +99,7 @@ def test_a_conversation_with_a_completion_needs_no_marks():
         trained_text(record, tokenizer_with(counted))
 
 
-def test_what_says_nothing_of_its_turns_is_refused():
+def test_a_template_that_does_not_mark_turns_is_refused():
     conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
     tokenizer = tokenizer_with(PLAIN)
     tokenizer.name_or_path = "tiny"
@@ -169,7 +169,7 @@ def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, impor
             make_spec(arguments, 1)
 
 
-def test_a_cache_of_its_own_with_a_mark_for_every_token(tmp_path):
+def test_completions_have_a_cache_with_a_flag_for_every_token(tmp_path):
     path = write(tmp_path / "a.jsonl", pairs())
     caches = {
         loss_on: ensure_token_cache(

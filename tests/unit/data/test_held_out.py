@@ -25,7 +25,7 @@ def read(vocabulary: int = BYTE_VOCABULARY, **flags: Any) -> HeldOut:
     return read_held_out(source, byte_tokenizer(), vocabulary, given)
 
 
-def test_the_first_windows_of_the_text_in_order(tmp_path):
+def test_held_out_text_is_the_first_windows_in_order(tmp_path):
     path = write_text(tmp_path / "text.jsonl", documents=20)
     texts = [f"Document {i} counts {i * i} things, and then it goes on about the number {i % 7}." for i in range(20)]
     ids = np.concatenate(encode(texts, byte_tokenizer()))
@@ -36,11 +36,11 @@ def test_the_first_windows_of_the_text_in_order(tmp_path):
     assert find_held_out(arguments()) is None
 
 
-def test_the_part_of_the_embedded_text_that_nothing_is_trained_on():
+def test_the_embedded_text_has_a_held_out_part():
     assert read(eval_dataset="stdlib:heldout", eval_sequences=5).token_NS.shape == (5, 32)
 
 
-def test_completions_alone(tmp_path):
+def test_completions_alone_are_scored_on_request(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "one and one is ", "completion": "two"}\n' * 9)
     found = read(eval_dataset=str(path), loss_on="completion")
@@ -56,12 +56,12 @@ def test_completions_alone(tmp_path):
         ({"vocabulary": 100}, "the tokenizer gives token 256"),
     ],
 )
-def test_what_cannot_be_used(tmp_path, flags, said):
+def test_unusable_held_out_text_is_refused(tmp_path, flags, said):
     with pytest.raises(ValueError, match=said):
         read(**{"eval_dataset": str(write_text(tmp_path / "text.jsonl", documents=3)), **flags})
 
 
-def test_a_folder_without_that_split_and_a_text_that_is_too_short(tmp_path):
+def test_a_folder_without_the_split_and_a_short_text_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     write_text(tmp_path / "folder" / "train.jsonl")
     with pytest.raises(ValueError, match="--eval_dataset .*has no split validation .*--eval_split"):

@@ -90,7 +90,7 @@ def test_reading_by_datasets_itself_would_fail(tmp_path):
         ("tables", r"t\.pdf is none of \.txt, .*owner/name:folder/subfolder"),
     ],
 )
-def test_what_cannot_be_read_says_so(tmp_path, part, message):
+def test_an_unreadable_file_says_so(tmp_path, part, message):
     write_dolmino(tmp_path)
     with pytest.raises(ValueError, match=message):
         HubText(f"{tmp_path}:{part}").read()

@@ -145,7 +145,7 @@ def test_what_each_source_has_given_is_logged():
     assert batches.scalars()["data/2_source_2/tokens"] == 320 and batches.scalars()["data/0_source_0/epochs"] == 2.4
 
 
-def test_what_a_run_will_read_is_said_of_every_source():
+def test_the_summary_says_of_every_source_what_a_run_will_read():
     assert mixed().summary(100).splitlines() == [
         "shares of the tokens; a source that ends begins again",
         "30.00% source/0: 200 tokens; the run reads 300 (1.50 epochs)",

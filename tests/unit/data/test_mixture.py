@@ -141,6 +141,6 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
         (["a.jsonl=0.7", "none.jsonl=0.3"], "--dataset none.jsonl: no such file"),
     ],
 )
-def test_what_cannot_be_meant_is_one_error(folder, dataset, message):
+def test_a_dataset_that_cannot_be_meant_is_one_error(folder, dataset, message):
     with pytest.raises(ValueError, match=message):
         find_text(dataset)

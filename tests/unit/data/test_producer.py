@@ -82,7 +82,7 @@ def hub_stream(folder):
         *((hub_stream, 4, "auto"), (write_stream, 4, "both"), (write_stream, 4, "eos")),
     ],
 )
-def test_every_chunk_may_be_made_by_another_maker(tmp_path, monkeypatch, write, documents, frame):
+def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, write, documents, frame):
     """In the middle of a document, of a batch and of a file, before and after the end of the text."""
     monkeypatch.setattr(tokenization, "_DOCUMENTS_AT_A_TIME", documents)
     spec = dataclasses.replace(chunk_spec(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
@@ -138,7 +138,7 @@ def test_a_damaged_chunk_is_refused(tmp_path):
             producer.wait(2)
 
 
-def test_the_process_makes_what_is_wanted_and_a_bit_ahead(tmp_path):
+def test_the_process_writes_requested_chunks_and_some_ahead(tmp_path):
     with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
         assert producer.wait(3)["used"] >= 0
         until((tmp_path / "data" / f"chunk_{3 + AHEAD:06d}.json").exists)
@@ -183,7 +183,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
         assert np.array_equal(chunks.open(chunk), reference[chunk])
 
 
-def test_what_cannot_be_read_is_told_and_stays_told(tmp_path):
+def test_an_unreadable_text_is_reported_and_stays_an_error(tmp_path):
     stream = write_stream(tmp_path / "text")
     (tmp_path / "text" / "2.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with producing(chunk_spec(stream, tmp_path / "data")) as producer:
@@ -200,7 +200,7 @@ def test_a_tokenizer_that_does_not_suit_the_model_is_refused(tmp_path):
         producer.wait(0)
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_an_unwritable_folder_is_reported(tmp_path):
     (tmp_path / "data").write_text("in the way")
     with (
         producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer,
@@ -209,7 +209,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
         producer.wait(0)
 
 
-def test_a_slow_text_is_said(tmp_path, monkeypatch, caplog):
+def test_a_slow_text_is_logged(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(producer_module, "_PATIENCE_SECONDS", 0.1)
     with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:

@@ -26,7 +26,7 @@ def test_splits_share_no_paragraph():
     assert not train & heldout
 
 
-def test_text_contains_topics_docstrings_with_signatures_and_comments():
+def test_the_text_contains_topics_and_docstrings_with_signatures_and_comments():
     text = "\n".join(stdlib_documents("train") + stdlib_documents("heldout"))
     assert "Lambda expressions" in text
     assert "class JSONDecoder(object)\nSimple JSON <https://json.org> decoder" in text

@@ -43,7 +43,7 @@ def test_chunks_double_up_to_the_largest_and_every_window_has_one_place(sizes, w
         assert sizes.locate(sample) == next(places)
 
 
-def test_a_far_place_is_found_at_once():
+def test_a_far_window_is_located_at_once():
     sizes = ChunkSizes(8192)
     began = time.process_time()
     chunk, place = sizes.locate(10**12)
@@ -51,7 +51,7 @@ def test_a_far_place_is_found_at_once():
     assert sum(map(sizes.windows, range(6))) + (chunk - 6) * 2048 + place == 10**12
 
 
-def test_what_was_written_is_there(chunks):
+def test_written_chunks_are_read_back(chunks):
     assert chunks.finished() == 0 and chunks.record(0) is None
     token = write(chunks, 0)
     assert np.array_equal(chunks.open(0), token)

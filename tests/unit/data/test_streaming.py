@@ -177,7 +177,7 @@ def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
     assert 4 * blank <= logged[-1] < 7 * blank and logged == sorted(logged)
 
 
-def test_resuming_has_the_chunk_made_at_once(tmp_path):
+def test_resuming_requests_the_chunk_at_once(tmp_path):
     batches = in_place(tmp_path)
     batches.load_state_dict({**batches.state_dict(), "position": 100})
     assert batches.sources[0].producer.requested == [SIZES.locate(100)[0]]
@@ -253,7 +253,7 @@ def fail_on_ranks(folder, break_it):
 
 
 @pytest.mark.parametrize(("break_it", "message"), [("row", r"2.jsonl, line 2: not JSON"), ("kill", "ended (signal 9)")])
-def test_what_the_producer_cannot_do_every_rank_raises(tmp_path, break_it, message):
+def test_errors_of_the_producer_are_raised_on_every_rank(tmp_path, break_it, message):
     write_once(tmp_path / "text", texts(1200))
     if break_it == "row":
         (tmp_path / "text" / "2.jsonl").write_text('{"text": "fine"}\n{"text": \n')

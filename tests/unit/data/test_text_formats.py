@@ -159,7 +159,7 @@ def test_an_unusable_file_says_why(tmp_path, name, content, message):
         read(path)
 
 
-def test_a_column_of_a_type_that_datasets_does_not_have(tmp_path):
+def test_a_column_of_a_type_that_datasets_lacks_is_named(tmp_path):
     pairs = pyarrow.array([[("k", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "facts": pairs}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet: Arrow type map<.*; write the columns with text to a file"):
@@ -209,7 +209,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_no_more_than_a_record_may_have_is_read_of_one(tmp_path, name):
+def test_no_more_than_the_longest_record_is_read(tmp_path, name):
     """Not all of 128 MiB that a small file is unpacked to, either."""
     content, message = TOO_LONG[name]
     path = tmp_path / name
@@ -306,7 +306,7 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"messages": [{"role": "user", "content": 4}]}, "is int with more than text"),
     ],
 )
-def test_what_is_no_conversation_names_record_and_field(tmp_path, record, what):
+def test_a_field_without_text_is_named_with_its_record(tmp_path, record, what):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     if what is None:
         assert read(tmp_path / "a.jsonl") == ["hi"]
