@@ -62,32 +62,34 @@ class RunArguments:
     )
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
     dataset: list[str] = _list_flag(
-        "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet or "
-        ".arrow file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), "
-        "or stdlib, the documentation of Python's standard library (default: stdlib). A hub id, or stream: before "
-        "a path, is tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a "
-        "source's share of the tokens, relative to the others; without weights all have the same",
+        "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet, .arrow or Megatron's .idx "
+        "file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), or stdlib, "
+        "the documentation of Python's standard library (default: stdlib). A hub id, or stream: before a path, is "
+        "tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a source's share of "
+        "the tokens, relative to the others; without weights all have the same",
         "SOURCE[=WEIGHT]",
     )
     split: str = _flag(
         "train",
-        "split of a hub dataset or of a folder that is read, or several, like train+validation. A folder's files are "
-        "of the split that their names, or those of the folders below it, mention, as in datasets; without such names "
-        "they are of train. The start prints which files are read",
+        "split of a hub dataset or of a folder that is read, or several, like train+validation. Names of files, or of "
+        "the folders below the given one, mention their split, as in datasets; without such names they belong to "
+        "train. The start prints which files are read",
         "NAME",
     )
     text_field: str = _flag(
         "text",
         "field of a record that holds the text, or the messages of a conversation, which the tokenizer's chat template "
-        "makes text of; null or empty records are skipped. Without that field a record may have messages, or prompt "
-        "and completion, as in datasets; --loss_on says which of its tokens are trained on",
+        "turns into text; null or empty records are skipped. Without that field a record may have messages, or prompt "
+        "and completion, as in datasets, or input_ids, the tokens themselves; --loss_on says which of its tokens are "
+        "trained on",
         "NAME",
     )
     loss_on: LossOn = _flag(
         "all",
-        "what the loss is the mean over: all tokens, or those of the completion alone: of records with prompt and "
-        "completion all that follows the prompt, of records with messages the assistant's turns, which the tokenizer's "
-        "chat template must put between {%% generation %%} and {%% endgeneration %%}. Plain text is then refused",
+        "tokens that the loss is the mean over: all, or those of the completion alone. In records with prompt and "
+        "completion that is all that follows the prompt. With messages it is the assistant's turns, which the chat "
+        "template must put between {%% generation %%} and {%% endgeneration %%}. With input_ids it is the tokens whose "
+        "labels are not -100. Plain text is then refused",
     )
     sample_by: SampleBy = _flag(
         "document", "unit of a .txt file that is one document: the whole file, a paragraph or a line"

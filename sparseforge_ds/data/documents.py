@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from sparseforge_ds.data.token_documents import TokenDocument
 from sparseforge_ds.model.chat_template import Span, render_chat, render_turns
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -118,16 +119,19 @@ class Conversation:
             ) from None
 
 
-Document = str | Conversation
+Text = str | Conversation
+Document = Text | TokenDocument
 
 
 def is_blank(document: Document) -> bool:
     """Return True if the document has no text."""
+    if isinstance(document, TokenDocument):
+        return len(document) == 0
     contents = [document] if isinstance(document, str) else [message.get("content") for message in document.messages]
     return not any(str(content or "").strip() for content in contents)
 
 
-def text_with_spans(document: Document, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+def text_with_spans(document: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
     """Return the text of a document that is not plain text, and the spans that `--loss_on completion` trains on.
 
     Raises:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from sparseforge_ds.data.splits import choose_split, describe_files, read_card_patterns, split_named_in
 from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
-from sparseforge_ds.data.text_formats import KINDS, is_readable
+from sparseforge_ds.data.text_formats import KINDS, is_indexed, is_readable
 from sparseforge_ds.model.hub_access import why_unreachable
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class HubText(Source):
         splits: dict[str, frozenset[str]] = {}
         for split, files in (builder.config.data_files or {}).items():
             for file in map(str, files):
-                if is_folder and is_readable(file):
+                if is_folder and is_readable(file) and not is_indexed(file):
                     splits[file] = split_named_in(file.partition(f"/{part}/")[2])
                 elif not is_folder:
                     splits[file] = splits.get(file, frozenset()) | {str(split)}

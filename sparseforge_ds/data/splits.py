@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from sparseforge_ds.data.text_formats import KINDS, file_kind, is_readable
+from sparseforge_ds.data.text_formats import KINDS, file_kind, is_indexed, is_readable
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Names of shards on the hub (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
@@ -54,7 +54,10 @@ class Files:
             ValueError: one cannot be read.
         """
         try:
-            return {name: _digest(path) for name, path in zip(self.names, self.paths, strict=True)}
+            return {
+                name: " and ".join(_digest(part) for part in _parts(path))
+                for name, path in zip(self.names, self.paths, strict=True)
+            }
         except OSError as error:
             raise ValueError(
                 f"--dataset {self.root}: not readable ({error}); repair the file or leave it out"
@@ -62,7 +65,7 @@ class Files:
 
     def describe(self) -> str:
         """Return the banner's line about the files that are read, and those that are left out."""
-        size = f"{sum(path.stat().st_size for path in self.paths):,} bytes"
+        size = f"{sum(part.stat().st_size for path in self.paths for part in _parts(path)):,} bytes"
         if self.paths == (self.root,):
             return f"{self.root.name}, {size}"
         rest = ", ".join(f"{count} {description}" for description, count in self.left_out)
@@ -239,6 +242,11 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
             f"{who}: its README.md is no readable dataset card ({why[0][:300]}); repair or remove it"
         ) from None
     return pairs
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return a file, with the file beside it that belongs to it."""
+    return [path, path.with_suffix(".bin")] if is_indexed(path.name) else [path]
 
 
 def _digest(path: Path) -> str:

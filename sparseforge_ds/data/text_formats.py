@@ -22,15 +22,19 @@ from typing import Any
 from sparseforge_ds.config.arguments import LossOn, SampleBy
 from sparseforge_ds.data.documents import Conversation, Document, PromptAndCompletion
 from sparseforge_ds.data.local_rows import load_rows
+from sparseforge_ds.data.token_documents import TokenDocument, iter_megatron, parse_token_record
 
 _LINES = (".txt", ".jsonl", ".json")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _COLUMNS = (".parquet", ".arrow")
-_SUFFIXES = (*_COLUMNS, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
-KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}"
+_INDEXED = ".idx"
+_SUFFIXES = (*_COLUMNS, _INDEXED, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
+KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}, {_INDEXED} (Megatron)"
 """Kinds of files that can be read, for messages."""
 _PIECE = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
+_TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
+"""Fields of a record that is tokenised already; the first one is required."""
 _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
 """Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenised at once,
@@ -43,6 +47,11 @@ _log = logging.getLogger(__name__)
 def is_readable(name: str) -> bool:
     """Return True if files of this name can be read."""
     return name.lower().endswith(_SUFFIXES)
+
+
+def is_indexed(name: str) -> bool:
+    """Return True if a file of this name is an index of Megatron, whose .bin file lies beside it."""
+    return name.lower().endswith(_INDEXED)
 
 
 def is_plain_text(name: str) -> bool:
@@ -82,9 +91,10 @@ def iter_documents(
     Args:
         file: a path, or an address that fsspec knows, like hf://datasets/owner/name@revision/file.
         text_field: field of a record that holds the text or the messages of a conversation. Records without it may
-            have `messages`, or `prompt` and `completion`.
+            have `messages`, `prompt` and `completion`, or `input_ids`.
         sample_by: unit of a .txt file that is one document: a line, a paragraph, or the whole file.
-        loss_on: `completion` refuses plain text.
+        loss_on: `completion` refuses plain text, and token ids without labels; `all` refuses labels that leave tokens
+            out.
         longest_text: most characters of a .txt file that is one document; records have at most `LARGEST_DOCUMENT`.
 
     Raises:
@@ -107,6 +117,8 @@ def iter_documents(
                         "records with messages, or with prompt and completion, or leave the flag out (--text_field "
                         "names a field that holds messages)"
                     )
+                if isinstance(document, TokenDocument):
+                    document.check_loss(loss_on)
                 yield document
                 done += 1
                 failures = 0
@@ -133,7 +145,9 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
 
 def _iter_documents(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
     kind = file_kind(file)[0]
-    if kind in _COLUMNS:
+    if kind == _INDEXED:
+        yield from iter_megatron(file, LARGEST_DOCUMENT)
+    elif kind in _COLUMNS:
         yield from _iter_columns(file, kind, text_field)
     elif kind != ".txt":
         yield from _iter_json(file, kind, text_field)
@@ -316,6 +330,8 @@ def _iter_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
         # Some column, perhaps not the text, has a type that `datasets` does not know, like a map.
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     fields = _fields(list(rows.features), text_field, file)
+    if fields == _TOKEN_FIELDS[:1]:
+        fields = [name for name in _TOKEN_FIELDS if name in rows.features]
     for number, row in enumerate(rows.select_columns(fields)):
         document = document_from_record(row, text_field, f"{file}, row {number}")
         if len(document) > LARGEST_DOCUMENT:
@@ -338,6 +354,8 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
     fields = _fields(list(record), text_field, where)
+    if fields == _TOKEN_FIELDS[:1]:
+        return parse_token_record(record, where)
     values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
     # 2. Text, or messages.
     if all(isinstance(value, str) for value in values):
@@ -369,12 +387,12 @@ def _is_plain(document: Document) -> bool:
 
 def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
     """Return the fields that make a document, by the conventions of `datasets`."""
-    for fields in ([text_field], ["messages"], ["prompt", "completion"]):
+    for fields in ([text_field], ["messages"], ["prompt", "completion"], _TOKEN_FIELDS[:1]):
         if set(fields) <= set(names):
             return fields
     raise ValueError(
-        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion; name the one that holds "
-        f"the text with --text_field (there are: {', '.join(map(str, names))})"
+        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion, nor input_ids; name the one "
+        f"that holds the text with --text_field (there are: {', '.join(map(str, names))})"
     )
 
 

@@ -1,4 +1,4 @@
-"""Documents to tokens: text framed by the tokenizer's BOS, EOS or both, conversations by its chat template."""
+"""Documents to tokens: text framed by BOS, EOS or both, conversations by the chat template, token ids as they are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
-from sparseforge_ds.data.documents import Conversation, Document, is_blank, text_with_spans, tokenizable
+from sparseforge_ds.data.documents import Conversation, Document, Text, is_blank, text_with_spans, tokenizable
 from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.token_documents import TokenDocument
 from sparseforge_ds.data.windows import document_starts, token_ids, trained_flags
 from sparseforge_ds.model.chat_template import Span
 from sparseforge_ds.model.tokenizer import run_tokenizer
@@ -60,7 +61,7 @@ def frame_tokens(
 
 
 def encode(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+    documents: Sequence[Text], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[list[int]]:
     """Return the ids of every document. A document's ids do not depend on the other documents.
 
@@ -82,7 +83,7 @@ def encode(
 
 
 def encode_trained(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
+    documents: Sequence[Text], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[tuple[list[int], np.ndarray]]:
     """Return the ids of every document, and for each id whether `--loss_on completion` trains on it.
 
@@ -125,7 +126,7 @@ def encode_trained(
 def check_trained(source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> None:
     """Encode the first document of a text, so that errors of `encode_trained` come before a run starts."""
     first = next((document for document in source.read() if not is_blank(document)), None)
-    if first is not None:
+    if first is not None and not isinstance(first, TokenDocument):
         encode_trained([first], tokenizer, frame)
 
 
@@ -163,26 +164,43 @@ def tokenise(
     With `document_attention` the first token of a document is not trained on, since it sees no token before it.
     """
     dtype = token_dtype(tokenizer, loss_on, document_attention)
+    largest = largest_id(tokenizer)
     while batch := _take_documents(documents):
         filled = [document for document in batch if not is_blank(document)]
         # 1. Ids, and trained flags if only completions are trained on.
-        ids: Sequence[list[int]] = ()
-        trained: Sequence[np.ndarray] = ()
-        if filled and loss_on == "completion":
-            ids, trained = zip(*encode_trained(filled, tokenizer, frame), strict=True)
-        elif filled:
-            ids = encode(filled, tokenizer, frame)
+        encoded = _encode_all(filled, tokenizer, frame, loss_on)
+        for document in filled:
+            if isinstance(document, TokenDocument):
+                document.check_vocabulary(largest)
         # 2. One array of all tokens.
-        lengths = [len(document_ids) for document_ids in ids]
+        lengths = [len(ids) for ids, _ in encoded]
         token = np.zeros(sum(lengths), dtype=dtype)
-        token_ids(token)[:] = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64)
-        if token.dtype.names is not None:
-            trained_flags(token)[:] = np.concatenate(trained) if trained else True
+        for stop, (ids, trained) in zip(np.cumsum(lengths), encoded, strict=True):
+            token_ids(token)[stop - len(ids) : stop] = ids
+            if token.dtype.names is not None:
+                trained_flags(token)[stop - len(ids) : stop] = True if trained is None else trained
         # 3. Starts of documents; no token predicts them.
         if (starts := document_starts(token)) is not None:
             starts[[stop - length for stop, length in zip(np.cumsum(lengths), lengths, strict=True) if length]] = True
             trained_flags(token)[starts] = False
         yield TokenBatch(token, len(filled), len(batch) - len(filled))
+
+
+def _encode_all(
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame, loss_on: LossOn
+) -> list[tuple[Sequence[int] | np.ndarray, np.ndarray | None]]:
+    """Return the ids of every document, and its trained flags if only completions are trained on."""
+    texts = [document for document in documents if not isinstance(document, TokenDocument)]
+    pairs: list[tuple[Sequence[int] | np.ndarray, np.ndarray | None]] = []
+    if texts and loss_on == "completion":
+        pairs.extend(encode_trained(texts, tokenizer, frame))
+    elif texts:
+        pairs.extend((ids, None) for ids in encode(texts, tokenizer, frame))
+    encoded_texts = iter(pairs)
+    return [
+        (document.ids, document.trained) if isinstance(document, TokenDocument) else next(encoded_texts)
+        for document in documents
+    ]
 
 
 def _take_documents(documents: Iterator[Document]) -> list[Document]:
@@ -220,8 +238,12 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", doc
     `document_attention` adds that flag and "first of its document".
     """
     flags = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
-    largest = max(tokenizer.get_vocab().values(), default=0)  # a count would not do: ids may have gaps
-    return ("uint16" if largest < 2**16 else "uint32") + flags
+    return ("uint16" if largest_id(tokenizer) < 2**16 else "uint32") + flags
+
+
+def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the largest id of a tokenizer; a count of its tokens would not do, since ids may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=0)
 
 
 def cache_key(

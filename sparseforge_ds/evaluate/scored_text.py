@@ -47,7 +47,9 @@ def texts_of(source: str, text_field: str = "text") -> Iterator[str]:
     empty = True
     for number, document in enumerate(records(source, text_field), start=1):
         if not isinstance(document, str):
-            raise ValueError(f"--text {source}, record {number}: a conversation; name another field by --text_field")
+            raise ValueError(
+                f"--text {source}, record {number}: a conversation or token ids; name another field by --text_field"
+            )
         if document.strip():
             empty = False
             yield document

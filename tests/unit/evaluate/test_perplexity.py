@@ -298,7 +298,7 @@ def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
         (stories, "--text", str(tmp_path / "other.jsonl")): "other.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "other.xml")): "give a file of .txt, .jsonl",
-        (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation; name another",
+        (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation or token ids; name",
         (stories, "--text", str(tmp_path / "empty.txt")): "there is no text",
         (stories, "--text", str(tmp_path / "field.jsonl")): "field.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "broken.jsonl")): "line 2: not JSON",
