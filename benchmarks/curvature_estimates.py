@@ -62,8 +62,6 @@ ESTIMATES: tuple[Estimate, ...] = (
     Exact("weights, exact, one kind of layer", "kind"),
     Exact("weights, exact, one block", "block"),
     Exact("weights, exact, one layer", "layer"),
-    Own("gauss_newton, per token", "gauss_newton"),
-    Own("gauss_newton, per batch", "gauss_newton", _BY_WEIGHTS),
     Own("fisher, per token", "fisher"),
     Own("fisher, per batch", "fisher", _BY_WEIGHTS),
     Own("fisher, per token, bf16", "fisher", {}, "bfloat16"),
@@ -98,7 +96,7 @@ class OneRank:
     def samples(self, estimate: Own, batches: list[Tensor]) -> Iterator[tuple[Diagonal, float]]:
         """One refresh after the other, each on the next batch, and its seconds."""
         curvature: dict[str, Any] = {"first_probes": 1, **estimate.curvature}
-        if estimate.importance in ("fisher", "gauss_newton"):
+        if estimate.importance == "fisher":
             curvature["factored"] = False  # its elements are judged; the judge forms their sums
         config = sf.SparseForgeConfig.from_dict(
             {**self.config.to_dict(), "importance": estimate.importance, "curvature": curvature}

@@ -60,9 +60,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--update_every", type=int, default=10, help="T_update: optimizer steps between mask updates")
     parser.add_argument("--steps", type=int, default=60, help="measured steps of each run, in blocks of T_update")
     parser.add_argument("--pattern", default="2:4", help="n:m or block<size>")
-    parser.add_argument(
-        "--importance", default="fisher", choices=("hutchinson", "gauss_newton", "fisher", "wanda", "magnitude")
-    )
+    parser.add_argument("--importance", default="fisher", choices=("hutchinson", "fisher", "wanda", "magnitude"))
     parser.add_argument("--source", choices=("training", "probe"), help="curvature.source (default: the default)")
     parser.add_argument(
         "--phase",

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher, uniform
+from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher
 
 Batch = dict[str, Tensor]
 
@@ -204,7 +203,7 @@ class ReferenceForge:
     def train_step(self, micro_batches: list[Batch]) -> float:
         """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
         if self._hears(self.step_count + 1):
-            self._take(self._per_token(micro_batches, False, 0))
+            self._take(self._per_token(micro_batches))
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
@@ -367,9 +366,9 @@ class ReferenceForge:
             elif kind == "hutchinson":
                 sample = self._gradient_difference(batches, probe)
             elif self.config["curvature"]["per_token"]:
-                sample = self._per_token(batches, kind == "gauss_newton", probe)
+                sample = self._per_token(batches)
             else:
-                sample = self._squared_mean_gradient(batches, kind == "gauss_newton", probe)
+                sample = self._squared_mean_gradient(batches)
             for name in total:
                 total[name] += sample[name].double() / probes
         return total
@@ -472,12 +471,12 @@ class ReferenceForge:
         weight = self.master[name].detach()
         return weight * self.effective_mask(name, self.step_count).view_as(weight)
 
-    def _per_token(self, batches: list[Batch], sampled: bool, probe: int) -> dict[str, Tensor]:
+    def _per_token(self, batches: list[Batch]) -> dict[str, Tensor]:
         """Every token gets its own copy of the weight, so that autograd gives its own gradient: T * sum_t g_t^2."""
         total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
-        for part, batch in enumerate(batches):
+        for batch in batches:
             with self._weight_per_token() as copies:
-                loss = self._sampled_loss(batch, probe, part) if sampled else self.loss(self.model, batch)
+                loss = self.loss(self.model, batch)
             found = torch.autograd.grad(loss, list(copies.values()))
             for name, gradient in zip(copies, found, strict=True):
                 for one in gradient:
@@ -509,26 +508,14 @@ class ReferenceForge:
             for module in modules.values():
                 del module.forward
 
-    def _squared_mean_gradient(self, batches: list[Batch], sampled: bool, probe: int) -> dict[str, Tensor]:
+    def _squared_mean_gradient(self, batches: list[Batch]) -> dict[str, Tensor]:
         total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
-        for part, batch in enumerate(batches):
-            loss = self._sampled_loss(batch, probe, part) if sampled else self.loss(self.model, batch)
+        for batch in batches:
+            loss = self.loss(self.model, batch)
             found = torch.autograd.grad(loss, [self.model.get_parameter(name) for name in total])
             for name, gradient in zip(total, found, strict=True):
                 total[name] += gradient.double().flatten() / len(batches)
         return {name: value.square() for name, value in total.items()}
-
-    def _sampled_loss(self, batch: Batch, probe: int, part: int) -> Tensor:
-        """Cross-entropy of every position against a label drawn from the model: inverse of the cumulative sum."""
-        logits = self.model(input_ids=batch["input_ids"]).logits.flatten(0, 1).float()
-        key = counter_key(self.config["seed"], self.step_count, probe, "labels")
-        first = part * logits.shape[0]
-        draws = uniform(key, first, first + logits.shape[0], logits.device)
-        labels = []
-        for row, draw in zip(logits.detach(), draws, strict=True):
-            cumulative = torch.softmax(row, 0).cumsum(0)
-            labels.append(next(i for i, c in enumerate(cumulative) if c > draw * cumulative[-1]))
-        return F.cross_entropy(logits, torch.tensor(labels))
 
     @torch.no_grad()
     def _mean_square_inputs(self, batches: list[Batch]) -> dict[str, Tensor]:

@@ -59,7 +59,7 @@ class SparseForgeConfig:
     """Patterns of names of linear weights that the family table does not know and that may stay dense. The launcher's
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
     seed: int = 0
-    """Seed of probes and of sampled labels."""
+    """Seed of probes and of samples of a mask."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     low_rank: LowRankConfig | None = None
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)

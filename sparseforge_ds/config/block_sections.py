@@ -8,7 +8,7 @@ from typing import Literal
 from sparseforge_ds.config.strict import require
 
 StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
-Importance = Literal["hutchinson", "gauss_newton", "fisher", "magnitude", "wanda", "sparsegpt"]
+Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
 
 _SHARE_OF_RUN = 0.05
 """Share of a run's tokens that a block is trained on where `start.tokens` is not given."""
@@ -45,12 +45,12 @@ class CurvatureConfig:
     damping: float = 1e-4
     """eps of the score (eq. 3), relative to the mean curvature of the matrix."""
     per_token: bool = True
-    """Measure per token in linear layers, with far less noise. `fisher` and `gauss_newton`: true squares the gradient
+    """Measure per token in linear layers, with far less noise. `fisher`: true squares the gradient
     of every token, false that of the whole probe batch. `hutchinson`: true draws one random sign for every token and
     output, false one for every weight, as the paper does."""
     factored: bool | None = None
     """Replace each matrix's curvature in the score by the product of its row and column sums, in which noise averages
-    away. null: as `per_token`. true needs `fisher`, `gauss_newton` or `hutchinson`."""
+    away. null: as `per_token`. true needs `fisher` or `hutchinson`."""
     radius: float | None = None
     """`hutchinson`: step of the gradient difference. With `per_token` it is relative to the RMS of a token's outputs,
     and null is 0.1. Without, it is relative to the RMS of the matrix, and null is 1e-3 in fp32, 1e-2 in fp16, 1e-1 in

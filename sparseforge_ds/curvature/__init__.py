@@ -3,13 +3,12 @@
 By row and column sums, from which the default scores are made (`SumsEstimator`); no weight-shaped matrix is formed:
 
     fisher          squared gradients per token, by layer hooks in the training step itself or in passes of their own
-    gauss_newton    the same with labels drawn from the model (Sophia's estimator, arXiv 2305.14342)
     hutchinson      v (H v) by a central gradient difference, v at the outputs of layers
 
 By elements, one fp32 number a weight (`Estimator`): `curvature.factored` or `per_token` false, and wanda:
 
     hutchinson      v at the weights (the paper's, eq. 2)
-    fisher, gauss_newton
+    fisher
     wanda           mean squared input of each column (arXiv 2306.11695), forward only
 
 Of a routed expert it is the mean over the tokens that the expert saw, on all ranks; zero where it saw none.
@@ -48,7 +47,6 @@ def estimator_of(context: EstimatorContext, config: SparseForgeConfig) -> Estima
     """
     kinds: dict[str, Callable[[EstimatorContext, SparseForgeConfig], Estimator]] = {
         "hutchinson": Hutchinson,
-        "gauss_newton": SquaredGradients,
         "fisher": SquaredGradients,
         "wanda": InputNorms,
     }

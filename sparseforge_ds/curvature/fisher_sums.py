@@ -24,7 +24,6 @@ from typing_extensions import override
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
-from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_entries, token_gradients
@@ -32,15 +31,11 @@ from sparseforge_ds.zero.probe import ProbeBatches, divisor_of
 
 
 class FisherSums(SumsEstimator):
-    """Collects the sums of the passes that it listens to: training's own, or those of a refresh.
-
-    `gauss_newton` draws the labels of a refresh's passes from the model.
-    """
+    """Collects the sums of the passes that it listens to: training's own, or those of a refresh."""
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         """Find the layers; that every weight has one is known before (`model.measurable`)."""
         self.context = context
-        self.labels = SampledLabels(context, config.seed) if config.importance == "gauss_newton" else None
         self._layer = {name: layer for layer, names in context.lists.items() for name in names}
         model = context.layout.engine.module
         self._blocks = {layer: model.get_submodule(layer.rpartition(".")[0]) for layer in context.lists}
@@ -80,8 +75,6 @@ class FisherSums(SumsEstimator):
         with self.listening():
             for probe in range(probes):
                 passes, self.divisor = batches.passes(probe), divisor_of(batches, probe)
-                if self.labels is not None:
-                    passes = self.labels.drawn(batches, step, probe)
                 self.context.probe.activations(passes)
         assert self._sums is not None
         return self.context.probe.usable(self._sums.values)

@@ -1,4 +1,4 @@
-"""Squared gradients: the Fisher and the Gauss-Newton diagonal."""
+"""Squared gradients: the diagonal of the Fisher matrix."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
-from sparseforge_ds.curvature.sampled_labels import SampledLabels
 from sparseforge_ds.mask.curvature import token_fisher
 from sparseforge_ds.mask.kernels.fisher import expert_fisher
 from sparseforge_ds.zero.expert_hooks import expert_tokens
@@ -20,7 +19,7 @@ from sparseforge_ds.zero.shard import Shard
 
 
 class SquaredGradients(Estimator):
-    """Fisher and Gauss-Newton: squared gradients, per token where the weight belongs to a linear layer."""
+    """Fisher: squared gradients, per token where the weight belongs to a linear layer."""
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context
@@ -30,7 +29,6 @@ class SquaredGradients(Estimator):
         self.per_batch = (
             set(context.shards) - set(self.modules) - (set(context.expert_load.rows) if self.fused else set())
         )
-        self.labels = SampledLabels(context, config.seed) if config.importance == "gauss_newton" else None
 
     @override
     def refresh(
@@ -76,8 +74,6 @@ class SquaredGradients(Estimator):
         context.expert_load.begin()
         for probe in range(probes):
             passes, divisor = batches.passes(probe), divisor_of(batches, probe)
-            if self.labels is not None:
-                passes = self.labels.drawn(batches, step, probe)
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
                 expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),

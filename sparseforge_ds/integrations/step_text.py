@@ -125,17 +125,14 @@ class StepText:
         Collective."""
         return self._divisor
 
-    def predicted(self, batch: int) -> list[Tensor]:
-        """(B * S,) what each position of a micro-batch is to predict, -100 where nothing is trained on."""
-        return [next_labels(each.label_BS, each.shifted) for each in self._batches(None)]
-
     def _batches(self, trained: float | None) -> list[MicroBatch]:
         assert self.objective is not None
         return [task_batch_of(inputs, trained, self.objective.engine.module) for inputs in self.inputs]
 
     @cached_property
     def _divisor(self) -> float:
-        trained = torch.stack([(each != IGNORED).sum() for each in self.predicted(0)]).sum()
+        labels = [next_labels(batch.label_BS, batch.shifted) for batch in self._batches(None)]
+        trained = torch.stack([(label_N != IGNORED).sum() for label_N in labels]).sum()
         torch.distributed.all_reduce(trained)
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
 

@@ -10,30 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.random_numbers import uniform
-
-
-def sample_labels(logits_NV: Tensor, key: int, first: int, chunk: int = 1024) -> Tensor:
-    """Draw one label a row from softmax(logits), for the Gauss-Newton estimate (labels from the model itself).
-
-    Args:
-        logits_NV: (N, V) logits.
-        key: from `counter_key`.
-        first: global number of the first row, which makes the draw independent of the number of ranks.
-        chunk: rows whose fp32 probabilities exist at a time.
-
-    Returns:
-        (N,) int64.
-    """
-    labels = []
-    for start in range(0, logits_NV.shape[0], chunk):
-        rows = logits_NV[start : start + chunk].detach().float()
-        cumulative = torch.softmax(rows, dim=1).cumsum(dim=1)
-        stop = first + start + rows.shape[0]
-        draw = uniform(key, first + start, stop, rows.device)[:, None] * cumulative[:, -1:]
-        labels.append(torch.searchsorted(cumulative, draw, right=True).squeeze(1).clamp_(max=rows.shape[1] - 1))
-    return torch.cat(labels)
-
 
 def hutchinson_sample(difference: Tensor, sign: Tensor, radius: Tensor | float) -> Tensor:
     """Return one Hutchinson sample of the diagonal by a central gradient difference (eq. 2).

@@ -31,7 +31,7 @@ def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)
-    by_gradient = config.importance in ("fisher", "gauss_newton", "hutchinson")
+    by_gradient = config.importance in ("fisher", "hutchinson")
     if config.importance == "magnitude" or (by_gradient and not config.curvature.per_token):
         return weights
     linear = (nn.Linear, Conv1D)

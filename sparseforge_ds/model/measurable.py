@@ -25,7 +25,7 @@ def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], con
     linear = (nn.Linear, Conv1D)
     # Squares of each token's elements are summed over ranks, which must all have called the layer.
     if not config.keeps_sums:
-        squares_tokens = config.importance in ("fisher", "gauss_newton") and config.curvature.per_token
+        squares_tokens = config.importance == "fisher" and config.curvature.per_token
         listed = [w.name for w in weights if w.experts and isinstance(model.get_submodule(w.module), linear)]
         if squares_tokens and listed:
             raise ValueError(

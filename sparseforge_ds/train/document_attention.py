@@ -45,11 +45,6 @@ def check_document_attention(model: PreTrainedModel, who: str, config: SparseFor
     Raises:
         ValueError: the model takes no positions, or the curvature would be of other tokens than the loss.
     """
-    if config.importance == "gauss_newton":
-        raise ValueError(
-            "--document_attention: sparseforge.importance gauss_newton draws a label for every token, the last of a "
-            "document too; use fisher, or leave the flag out"
-        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"--document_attention: {who} ({type(model).__name__}) takes no position_ids, by which a model is told "

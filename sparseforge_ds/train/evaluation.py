@@ -140,7 +140,7 @@ class Evaluation:
         objective, ranks = self.context.objective, self.context.ranks
         token_NS = self.held_out.token_NS
         # Whole logits are as large as a vocabulary for every token.
-        at_once = 1 if objective.whole or objective.draws_labels else micro_batches_at_once(token_NS.shape[1])
+        at_once = 1 if objective.whole else micro_batches_at_once(token_NS.shape[1])
         passes = [
             make_micro_batch(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)
         ]

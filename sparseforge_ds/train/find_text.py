@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
@@ -11,7 +10,7 @@ from sparseforge_ds.data.tokenization import check_trained
 from sparseforge_ds.model.pretrained import Pretrained
 
 
-def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretrained) -> tuple[Mixture, Source | None]:
+def find_texts(arguments: RunArguments, model: Pretrained) -> tuple[Mixture, Source | None]:
     """The text to train on, and that of `--eval_dataset`, if any.
 
     Raises:
@@ -22,16 +21,10 @@ def find_texts(arguments: RunArguments, config: SparseForgeConfig, model: Pretra
         _check_not_empty("--dataset", source)
     if held_out is not None:
         _check_not_empty("--eval_dataset", held_out)
-    if arguments.loss_on == "completion":
-        if config.importance == "gauss_newton":
-            raise ValueError(
-                "--loss_on completion: sparseforge.importance gauss_newton draws a label for every token, those of "
-                "prompts too; use fisher, or leave the flag out"
-            )
-        if model.folder.is_dir():  # else a dry run of a model on the hub
-            for source in text.sources:
-                if isinstance(source, LocalText):
-                    check_trained(source, model.tokenizer, arguments.document_frame)
+    if arguments.loss_on == "completion" and model.folder.is_dir():  # else a dry run of a model on the hub
+        for source in text.sources:
+            if isinstance(source, LocalText):
+                check_trained(source, model.tokenizer, arguments.document_frame)
     return text, held_out
 
 

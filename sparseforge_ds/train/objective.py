@@ -40,8 +40,6 @@ class Objective:
         self.engine = engine
         self.teacher = teacher if config.distillation is not None else None
         self.config = config.distillation
-        self.draws_labels = config.importance == "gauss_newton"
-        """Whether probes of the curvature watch the logits."""
         self.whole: str | None = None
         """Why logits are made whole; None where blocks of them do."""
         self.one_at_a_time = (
@@ -103,7 +101,7 @@ class Objective:
 
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
         """The task loss alone, which probes of the curvature take."""
-        if self.whole or self.draws_labels:
+        if self.whole:
             logits_BSV = with_position_axis(self._run(batch).logits)
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
         return self._in_head(batch)[0].total

@@ -228,7 +228,7 @@ def make_spec(
     check_probe_batch(filled, config.curvature.sequences, world_size // parts, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
-    text, held_out = find_texts(arguments, config, model)
+    text, held_out = find_texts(arguments, model)
     return RunSpec(
         arguments=arguments,
         config=config,

@@ -143,28 +143,6 @@ def layer_inputs(modules: dict[str, Module], hook: InputHook) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def captured_logits(model: Module) -> Iterator[list[Tensor]]:
-    """Yield a list that collects the logits that a model returns while active, with their graph.
-
-    Raises:
-        ValueError: (in the forward) the model returns none.
-    """
-    collected: list[Tensor] = []
-
-    def on_forward(_name: str, _inputs: Any, output: Any) -> None:
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor):
-            raise ValueError(
-                f'importance "gauss_newton" draws labels from the logits, but {type(model).__name__} returned '
-                f'{type(output).__name__} without any; use "fisher"'
-            )
-        collected.append(logits)
-
-    with _forward_hooks({"": model}, on_forward):
-        yield collected
-
-
 def _rows(values: Tensor) -> Tensor:
     """Return (..., n) values as (T, n), one row a token."""
     return values.reshape(-1, values.shape[-1])

@@ -28,9 +28,8 @@ Harvest = Callable[[int, Tensor], None]
 class ProbeBatches(Protocol):
     """Batches of sequences that probes read. A batch is the same sequences on any number of ranks.
 
-    If losses are not means over all tokens of their micro-batch, two more methods describe them. `divisor(batch)`
-    returns the number by which they divide the sum over tokens. `predicted(batch)` returns (tokens,) labels of every
-    micro-batch, with -100 for tokens that are not trained on.
+    If losses are not means over all tokens of their micro-batch, `divisor(batch)` returns the number by which they
+    divide the sum over tokens.
     """
 
     def passes(self, batch: int) -> Sequence[Closure]:
@@ -47,12 +46,6 @@ def divisor_of(batches: ProbeBatches, batch: int) -> float | None:
     """Return the divisor of a batch's summed losses; None if it is the number of tokens."""
     divisor: Callable[[int], float | None] | None = getattr(batches, "divisor", None)
     return None if divisor is None else divisor(batch)
-
-
-def predicted_of(batches: ProbeBatches, batch: int) -> Sequence[Tensor | None]:
-    """Return the labels of each micro-batch, at the positions that predict them; None if all are trained on."""
-    predicted: Callable[[int], Sequence[Tensor]] | None = getattr(batches, "predicted", None)
-    return [None] * len(batches.passes(batch)) if predicted is None else predicted(batch)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
 
 
 PROBES: dict[str, tuple[int, dict[str, Any]]] = {
-    "labels drawn for elements": (1, {"importance": "gauss_newton", "curvature": {"factored": False}}),
+    "elements": (1, {"curvature": {"factored": False}}),
     "signs at outputs": (3, {"importance": "hutchinson", "curvature": {"radius": 0.3, "damping": 0.05}}),
     "mask of wanda": (0, {"method": "naive_retrain", "importance": "wanda", "curvature": {"first_probes": 2}}),
 }

@@ -80,7 +80,6 @@ CASES: dict[str, Case] = {
     "ours, fixed": _ours({"method": {"hardening": [0, 0]}}, steps=3),
     "ours, elements": _ours({"curvature": _ELEMENTS}),
     "ours, elements, offload": _ours({"curvature": _ELEMENTS}, offload=True),
-    "ours, gauss_newton": _ours({"importance": "gauss_newton"}),
     "ours, hutchinson": _ours({"importance": "hutchinson"}),
     "ours, hutchinson, weights": _ours({"importance": "hutchinson", "curvature": {"per_token": False, **_ELEMENTS}}),
     "ours, hutchinson, weights, offload": _ours(

@@ -120,7 +120,7 @@ NOTHING_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
 @pytest.mark.parametrize(
-    "config", [{"curvature": {"source": "training"}}, {"importance": "gauss_newton"}], ids=["training", "passes"]
+    "config", [{"curvature": {"source": "training"}}, {"curvature": {"source": "probe"}}], ids=["training", "passes"]
 )
 def test_bytes_of_an_update_do_not_grow_with_the_weights(config: dict[str, Any]) -> None:
     requests = [

@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, Case]] = {
     "stage 3": ("Zero3Layout", Case(stage=3, zero=NOTHING_PERSISTENT)),
     "stage 3, partitioned beforehand": ("Zero3Layout", Case(stage=3, zero=NOTHING_PERSISTENT)),
 }
-WITH_PROBES = {"curvature": {"source": "probe"}, "importance": "gauss_newton"}
+WITH_PROBES = {"curvature": {"source": "probe"}}
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from tests.zero.case import Case, run_all
 EXCLUDE = {"exclude": ["*.k_proj.weight"], "method": {"blend": [0.0, 0.2], "hardening": [0.6, 0.9]}}
 IMPORTANCES: dict[str, dict[str, Any]] = {
     "fisher": {},
-    "gauss_newton": {},
     "wanda": {},
     "magnitude": {},
     # As in test_parity: a large radius, so that fp32 rounding does not decide about weights of no curvature.

@@ -75,7 +75,7 @@ def trained(out: str, block: dict[str, Any], teacher: str | None) -> tuple[list[
 
 CASES: dict[str, dict[str, Any]] = {
     "its own loss": {},
-    "teacher and probes": {"importance": "gauss_newton"},
+    "teacher and probes": {"curvature": {"source": "probe"}},
     "chosen before the first step": {"method": {"name": "naive_retrain"}, "importance": "fisher"},
 }
 

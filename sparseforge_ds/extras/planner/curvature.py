@@ -33,16 +33,11 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     kinds: Kinds = {}
     if forge.keeps_elements and not settings.optimizer_on_host:
         kinds["new curvature"] = 4 * local(model, settings, 1, only_masked=True)
-    if forge.importance in ("fisher", "gauss_newton") and forge.curvature.per_token:
+    if forge.importance == "fisher" and forge.curvature.per_token:
         if forge.keeps_sums:
             kinds |= heard(model, settings)
         else:
             kinds["Fisher matrix"] = max(_fisher(model, settings, *shape) for shape in set(model.matrices))
-    if forge.importance == "gauss_newton":
-        # Labels are sampled, and their cross-entropy is taken, from fp32 logits of all tokens at once; a pass of
-        # training has blocks of logits only.
-        bytes_of_logits = 3 * 4 + 2 * settings.low
-        kinds["sampled labels"] = bytes_of_logits * settings.tokens_at_once * model.vocabulary
     if forge.factored:
         kinds["row and column sums"] = 8 * model.rows_and_columns
     if forge.importance == "hutchinson" and forge.curvature.per_token:

@@ -172,7 +172,7 @@ def _phases(
     phases["forward and backward"] = {**passing, **_activations(activations), **told, **listening}
     phases["optimizer step"] = _step(model, settings, scratch, frozen)
     if not frozen or settings.always_frozen:
-        by_token = settings.forge.importance in ("fisher", "gauss_newton") and settings.forge.curvature.per_token
+        by_token = settings.forge.importance == "fisher" and settings.forge.curvature.per_token
         of_probe = {**passing, **_activations(passed(by_token))}
         phases["mask update"] = _update(model, settings, of_probe, scratch)
     return phases

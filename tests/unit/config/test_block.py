@@ -336,7 +336,6 @@ def test_the_curvature_is_measured_in_training_steps_where_possible() -> None:
     ]
     own += [
         {"distillation": {"task_weight": 0.0}},
-        {"importance": "gauss_newton"},
         {"method": "ast"},
         {"preset": "paper_like"},
     ]

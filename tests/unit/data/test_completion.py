@@ -147,7 +147,6 @@ def test_plain_text_is_refused_at_once(tmp_path, stream):
     ("template", "importance", "message"),
     [
         (PLAIN, "fisher", "does not mark the assistant's turns"),
-        (MARKED, "gauss_newton", "--loss_on completion: sparseforge.importance gauss_newton draws a label"),
         (MARKED, "fisher", None),
     ],
 )

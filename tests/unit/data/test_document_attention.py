@@ -113,15 +113,3 @@ def test_a_run_is_not_continued_with_the_other_attention(tmp_path):
         states[document_attention] = batches.state_dict()
     with pytest.raises(ValueError, match="other data .*--document_attention was true, is false"):
         batches.load_state_dict(states[True])
-
-
-def test_curvature_of_drawn_labels_is_refused(tmp_path):
-    arguments = RunArguments(
-        deepspeed=str(write_json(tmp_path / "ds.json", deepspeed_json(importance="gauss_newton"))),
-        model=str(write_model(tmp_path / "model")),
-        output_dir=str(tmp_path / "run"),
-        seq_length=16,
-        document_attention=True,
-    )
-    with pytest.raises(ValueError, match="--document_attention: sparseforge.importance gauss_newton draws a label"):
-        make_spec(arguments, 1)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers, sampled labels, and the two sample formulas."""
+"""Counter-based random numbers, and the two sample formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.curvature import accumulate, hutchinson_sample, sample_labels, token_fisher, token_rate
+from sparseforge_ds.mask.curvature import accumulate, hutchinson_sample, token_fisher, token_rate
 from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher, rademacher_rows, uniform
 
 CPU = torch.device("cpu")
@@ -85,30 +85,6 @@ def test_the_hash_reaches_every_bit() -> None:
     for bit in range(64):
         share = ((words >> bit) & 1).float().mean().item()
         assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(4096), bit
-
-
-def test_labels_follow_the_softmax() -> None:
-    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -30.0])
-    n = 20_000
-    labels = sample_labels(logits.expand(n, -1), 99, 0, chunk=1000)
-    share = torch.bincount(labels, minlength=5) / n
-    expected = torch.softmax(logits, 0)
-    assert ((share - expected).abs() < 5 * (expected * (1 - expected) / n).sqrt() + 1e-6).all()
-
-
-@given(st.integers(0, 40), st.integers(1, 7))
-def test_labels_do_not_depend_on_the_split_or_the_chunk(cut: int, chunk: int) -> None:
-    logits = torch.randn(40, 6, generator=torch.Generator().manual_seed(3))
-    whole = sample_labels(logits, 5, 0)
-    parts = [sample_labels(logits[s:e], 5, s, chunk=chunk) for s, e in ((0, cut), (cut, 40)) if e > s]
-    assert torch.equal(torch.cat(parts), whole)
-
-
-def test_labels_of_a_certain_model_and_of_bf16() -> None:
-    logits = torch.full((8, 4), -1e4)
-    logits[:, 2] = 1e4
-    assert sample_labels(logits, 1, 0).tolist() == [2] * 8
-    assert sample_labels(logits.bfloat16(), 1, 0).tolist() == [2] * 8
 
 
 def test_the_mean_of_hutchinson_samples_is_the_diagonal() -> None:

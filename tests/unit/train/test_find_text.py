@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.model.pretrained import find_model
 from sparseforge_ds.train.find_text import find_texts
@@ -14,11 +13,11 @@ from sparseforge_ds.train.find_text import find_texts
 
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Path, flag: str) -> None:
-    config, model = SparseForgeConfig(max_steps=8), find_model("stdlib_llama", "--model")
+    model = find_model("stdlib_llama", "--model")
 
     def found(path: Path) -> object:
         given = {flag: [str(path)] if flag == "dataset" else str(path)}
-        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **given), config, model)
+        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **given), model)
 
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text("")
