@@ -11,106 +11,117 @@ from torch.optim import Optimizer
 from sparseforge_ds.zero.probe import Probe
 from sparseforge_ds.zero.state import ShardState
 
-_BY_ELEMENT = {
+_ELEMENTWISE = {
     *("adam", "adamw", "fusedadam", "deepspeedcpuadam", "adamax", "nadam", "radam", "rmsprop", "sgd"),
     *("adagrad", "deepspeedcpuadagrad", "lion", "fusedlion", "deepspeedcpulion"),
 }
-"""Optimizers that leave a weight at 0 whose gradient and moments are 0, by their names in lower case."""
+"""Lower-case names of optimizers that leave a weight at 0 if its gradient and moments are 0."""
 
 
 class StepMethod(Protocol):
-    """What happens to prunable weights around a step of the inner optimizer."""
+    """Part of a method that acts on prunable weights around a step of the inner optimizer."""
 
     trains_the_rest: bool
-    """Whether weights that are not prunable are stepped."""
+    """True to step weights that are not prunable, too."""
 
     @property
     def next_step(self) -> int:
-        """The optimizer step that is being made, the first being 1."""
+        """Number of the optimizer step in progress; the first is 1."""
 
     @property
     def needs_previous_weights(self) -> bool:
-        """Whether publishing the step that begins needs W as it is now."""
+        """True if publishing the step in progress needs W as it was before the step."""
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """The gradient to step the weights of a master partition with; None to leave them alone."""
+        """Return the gradient to step a master partition's weights with; None to leave them as they are."""
 
     def after_step(self, index: int, group: dict[str, Any]) -> None:
-        """Before a partition is published."""
+        """Act on a master partition after the optimizer's step, before it is published."""
 
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        """Write m_eff W of a partition after optimizer step `step` to `out`."""
+        """Write m_eff W of a master partition after optimizer step `step` to `out`."""
 
 
 class StepHooks:
-    """Attached to the engine's inner optimizer for as long as the engine lives."""
+    """Hooks on the step of the engine's inner optimizer, for as long as the engine lives."""
 
     def __init__(self, state: ShardState, method: StepMethod, probe: Probe, gradients_are_masked: bool) -> None:
-        """Attach.
+        """Attach the hooks.
 
         Args:
-            state: of the prunable weights.
-            method: whose masks are published.
-            probe: which takes the gradients of a step of its own, in which nothing else happens.
-            gradients_are_masked: whether those of frozen pruned weights are 0 already (`zero.gradient_hooks`).
+            state: state of the prunable weights.
+            method: method whose masks are published.
+            probe: probe that harvests the gradients of steps of its own; these steps change nothing.
+            gradients_are_masked: True if gradients of frozen pruned weights are 0 already (`zero.gradient_hooks`).
         """
         self.state = state
         self.method = method
         self.probe = probe
         self.gradients_are_masked = gradients_are_masked
         self.steps_begun = 0
-        """Optimizer steps applied since the owner last looked; more than one is a missed `forge.step`."""
+        """Number of optimizer steps since the owner last looked; more than one is a missed `forge.step`."""
         self._layout = state.layout
         self._masters: dict[int, Tensor] = {}
+        """Masters that W stands in for during a step, by partition."""
         self._before: dict[int, Tensor] = {}
+        """W before the step, by partition, if the method needs it."""
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._by_element = type(self._layout.inner).__name__.lower() in _BY_ELEMENT
+        """Flats and gradients that were taken from the optimizer for the length of a step."""
+        self._is_elementwise = type(self._layout.inner).__name__.lower() in _ELEMENTWISE
         self._layout.inner.register_step_pre_hook(self._before_step)
         self._layout.inner.register_step_post_hook(self._after_step)
 
     def _active(self) -> list[tuple[int, Tensor, dict[str, Any]]]:
-        """Master partitions that take part in this call, and their groups: ZeRO-3 steps one sub-group at a time."""
-        index_of, groups = self._layout.index_of, self._layout.inner.param_groups
+        """Return the index, flat and param group of each partition in this call; ZeRO-3 steps one sub-group a call."""
+        index_of = self._layout.index_of
+        groups = self._layout.inner.param_groups
         return [(index_of[id(flat)], flat, group) for group in groups for flat in group["params"]]
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Put W in the place of the master, and give the optimizer the gradients that the method wants."""
         prunable = set(self.state.flats)
         for index, flat, group in self._active():
+            # A probe's step passes its gradients on and changes nothing.
             if self.probe.harvest is not None:
                 if flat.grad is not None:
-                    self._gradients.append((flat, flat.grad))
-                    self.probe.harvest(index, flat.grad.detach())
-                    flat.grad = None
+                    self._withhold_gradient(flat)
+                    self.probe.harvest(index, self._gradients[-1][1].detach())
             elif index in prunable:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
                     if self.state.frozen and not self.gradients_are_masked:
                         self.state.zero_pruned(index, flat.grad)
-                    used = self.method.before_step(index, flat.grad, group)
-                    if used is None:
-                        self._gradients.append((flat, flat.grad))
-                    flat.grad = used
+                    gradient = self.method.before_step(index, flat.grad, group)
+                    if gradient is None:
+                        self._withhold_gradient(flat)
+                    else:
+                        flat.grad = gradient
             elif not self.method.trains_the_rest and flat.grad is not None:
-                self._gradients.append((flat, flat.grad))
-                flat.grad = None
+                self._withhold_gradient(flat)
+
+    def _withhold_gradient(self, flat: Tensor) -> None:
+        """Take a gradient from the optimizer until the step is over, so that it leaves the flat as it is."""
+        assert flat.grad is not None
+        self._gradients.append((flat, flat.grad))
+        flat.grad = None
 
     def _train_dense(self, index: int, flat: Tensor) -> None:
-        """Let the optimizer find W in the place of the master, where W is kept beside it."""
+        """Put W in the place of the master for the length of a step, if W is kept beside it."""
         dense = self.state.separate_dense(index)
         if dense is None:
             return
-        gradient, flat.grad = flat.grad, None
-        master, dense = flat.data, dense.view(flat.shape)
+        master = flat.data
+        dense = dense.view(flat.shape)
         self._masters[index] = master
         if self.method.needs_previous_weights:
-            # The master is written anew after the step; until then it can hold what the step began from.
+            # The master is written anew after the step; until then it can hold W as it was before.
             self._before[index] = master.copy_(dense) if master.dtype == dense.dtype else dense.clone()
-        flat.data = dense
-        flat.grad = None if gradient is None else gradient.to(flat.dtype)
+        _swap_data(flat, dense)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Put the master back in its place, and publish m_eff W to it."""
         prunable = set(self.state.flats)
         for index, flat, group in self._active():
             if self.probe.harvest is not None:
@@ -122,15 +133,25 @@ class StepHooks:
                 continue
             self.state.adopt_into_optimizer_state(index)
             self.method.after_step(index, group)
-            if self.state.released and not self._by_element:
+            # Some optimizers move weights without gradient and moments.
+            if self.state.released and not self._is_elementwise:
                 self.state.zero_pruned(index, flat.data)
             if (master := self._masters.pop(index, None)) is not None:
-                gradient, flat.grad = flat.grad, None
-                dense, flat.data = flat.data, master
-                flat.grad = None if gradient is None else gradient.to(flat.dtype)
+                dense = flat.data
+                _swap_data(flat, master)
                 self.method.publish(index, dense, before, flat.data, self.method.next_step)
+            # ZeRO-3 calls once for each sub-group; one of them counts the step.
             if index == self.state.flats[0]:
                 self.steps_begun += 1
+        # With offload DeepSpeed keeps the gradients' buffer, and would lose it.
         for flat, gradient in self._gradients:
-            flat.grad = gradient.to(flat.dtype)  # offload keeps the buffer and would lose it
+            flat.grad = gradient.to(flat.dtype)
         self._gradients.clear()
+
+
+def _swap_data(flat: Tensor, data: Tensor) -> None:
+    """Give a flat other data, of its shape, and its gradient in the dtype of the data."""
+    gradient = flat.grad
+    flat.grad = None
+    flat.data = data
+    flat.grad = None if gradient is None else gradient.to(flat.dtype)
