@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files
 from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_checkpoint
-from sparseforge_ds.checkpoint.manifest import Manifest, check_content
+from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file
 
 
 def check_intact(folder: Path) -> None:
@@ -26,7 +26,7 @@ def check_intact(folder: Path) -> None:
         return
     files = list_files(folder)
     for path in (*files.model, *files.optimizer):
-        check_content(path)
+        check_pt_file(path)
 
 
 def verify_checkpoint(folder: Path) -> SavedCheckpoint:

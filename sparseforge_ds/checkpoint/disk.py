@@ -79,6 +79,7 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
         temporary.mkdir(parents=True)
         yield temporary
         sync_tree(temporary)
+        # A folder with content cannot be replaced in one step: the old one is moved aside first.
         if replace and path.exists():
             previous = path.with_name(f"{path.name}.old")
             shutil.rmtree(previous, ignore_errors=True)

@@ -90,10 +90,12 @@ def find_checkpoint(path: str | Path) -> Path:
         ValueError: there is no checkpoint, or `latest` or `best` names none.
     """
     path = Path(path)
+    # A file that names the best checkpoint.
     if path.name == "best" and path.is_file():
         return read_pointer(path)
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
+    # A folder of checkpoints, one checkpoint, or the output of a Trainer.
     for parent in (path, path / "checkpoints"):
         if (newest := newest_checkpoint(parent)) is not None:
             return newest
@@ -101,6 +103,7 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     if (of_trainer := newest_trainer_checkpoint(path)) is not None:
         return read_pointer(of_trainer / "latest")
+    # Nothing was found: say whether a run began here.
     require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "

@@ -110,11 +110,11 @@ class Manifest:
             raise ValueError(f"{path}: does not belong to this checkpoint; remove it")
         if fingerprint(path) != self.fingerprints[name]:
             raise ValueError(f"{path}: damaged, or of another step or run: its checksums are not those in {MANIFEST}")
-        check_content(path)
+        check_pt_file(path)
 
 
-def check_content(path: Path) -> None:
-    """Compare every checksum in a `.pt` file, and load it as plain tensors and values. Other files pass."""
+def check_pt_file(path: Path) -> None:
+    """Raise ValueError unless a `.pt` file has its checksums and holds plain tensors and values. Other files pass."""
     if path.suffix == ".pt":
         archive = PtFile(path)
         archive.check_bytes()

@@ -21,7 +21,7 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.disk import atomic_file, sync, write_json
 from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files
-from sparseforge_ds.checkpoint.manifest import Manifest, check_content, fingerprint
+from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.sharded_weights import DivergedError
 from sparseforge_ds.train.random_state import random_file, random_state
@@ -206,7 +206,7 @@ class Checkpoints:
             for name in names[self.ranks.rank :: self.ranks.world_size]:
                 path = temporary / name
                 sync(path)
-                check_content(path)
+                check_pt_file(path)
                 found[name] = (path.stat().st_size, fingerprint(path))
             return found
 

@@ -119,6 +119,7 @@ def block_entries(modules: dict[str, Module], enter: Callable[[str, int], None])
             raise ValueError(f"{name}: {type(module).__name__} is called without a tensor of hidden states")
         enter(name, hidden.shape[:-1].numel())
 
+    # Some families pass hidden states by keyword.
     handles = [
         module.register_forward_pre_hook(
             lambda module, args, kwargs, name=name: before_forward(module, name, args, kwargs), with_kwargs=True

@@ -168,6 +168,7 @@ class _Reader:
             ValueError: a weight is trained in one run alone, a state cannot be cut, or one run has no scheduler.
         """
         entries = self.checkpoint.entries
+        # A weight that is trained now was trained then, and the other way round.
         for name in self.layout.shards:
             if self.source[name] not in self.group_of:
                 raise ValueError(
@@ -182,6 +183,7 @@ class _Reader:
         for name in self.layout.untrained():
             if self.source[name] in self.group_of:
                 raise ValueError(f"{self.folder}: {name} was trained in the saved run and is frozen here")
+        # Both runs have a scheduler in the engine, or neither.
         scheduler = self.layout.engine.lr_scheduler
         saved_scheduler = self.checkpoint.lr_scheduler
         if (scheduler is None) != (saved_scheduler is None):
