@@ -1,7 +1,7 @@
-"""The keys of a DeepSpeed JSON, and what may stand under them.
+"""Checks of the keys of a DeepSpeed JSON, and of the kinds of their values.
 
-DeepSpeed ignores a top-level key that it does not know, so that "zero_optimisation" trains stage 0, and it takes most
-values as they are. Of the sections that it has pydantic models for, those models decide here, in one line each.
+DeepSpeed ignores a top-level key that it does not know, so "zero_optimisation" trains stage 0. It takes most values as
+they are. Where it has a pydantic model of a section, that model decides here, and its error becomes one line.
 """
 
 from __future__ import annotations
@@ -80,8 +80,12 @@ _DTYPES = ("fp32", "fp16", "bf16")
 
 
 def check_keys(content: Mapping[str, Any]) -> None:
-    """Look at every key, and at the kind of every value, that can be judged by itself; "auto" counts as not given, but
-    is no object."""
+    """Check every key, and the kind of every value, by itself. "auto" counts as missing, except for an object.
+
+    Raises:
+        ValueError: names the key, its value and the cure.
+    """
+    # 1. Top-level keys and the kinds of their values.
     for key, value in content.items():
         if key not in KEYS and key not in _REMOVED.split():
             raise ValueError(f"unknown key {key!r}, which DeepSpeed would ignore; {_cure(key)}")
@@ -95,12 +99,14 @@ def check_keys(content: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} = {json.dumps(value)}: expected {expected}, or leave it out")
         if kind == "object" and not isinstance(value.get("enabled", False), bool) and value["enabled"] != "auto":
             raise ValueError(f"{key}.enabled = {json.dumps(value['enabled'])}: expected true or false")
+    # 2. Values whose range is known.
     stage = content.get("zero_optimization", {}).get("stage", 0)
     if not _is(stage, "integer") or not 0 <= stage <= 3:
         raise ValueError(f"zero_optimization.stage = {json.dumps(stage)} is not valid: use 0, 1, 2 or 3")
     clipping = content.get("gradient_clipping", 0)
     if clipping != "auto" and clipping < 0:
         raise ValueError(f"gradient_clipping = {clipping} is not valid: use a number >= 0; 0 clips nothing")
+    # 3. Keys of sections.
     for section, known in _PLAIN.items():
         for key in content.get(section, {}):
             if key not in known:
@@ -140,27 +146,27 @@ def _check_section(where: str, model: type[BaseModel], section: dict[str, Any]) 
     try:
         model(**without_autos(section))
     except ValidationError as error:
-        raise ValueError(_first(where, model, error)) from None
+        raise ValueError(_describe_first(where, model, error)) from None
     except (AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {' '.join(str(error).split())}") from None
 
 
 def _is_object(model: type[BaseModel], key: str) -> bool:
-    """Whether DeepSpeed has a model of its own for what stands under a key."""
+    """Return True if DeepSpeed has a model for the object under a key."""
     annotation = getattr(model.model_fields.get(key), "annotation", None)
-    return any(isinstance(each, type) and issubclass(each, BaseModel) for each in (annotation, *get_args(annotation)))
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in (annotation, *get_args(annotation)))
 
 
-def _first(where: str, model: type[BaseModel], error: ValidationError) -> str:
-    """A line about the first thing that pydantic found."""
-    found = error.errors()[0]
-    *parents, key = [str(part) for part in found["loc"]] or [""]
-    at = ".".join([where, *parents])
-    if found["type"] != "extra_forbidden":
-        said = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        value = f" = {json.dumps(found['input'], default=str):.80}" if key else ""
-        return f"{f'{at}.{key}'.rstrip('.')}{value} is not valid: {said[:1].lower()}{said[1:]}"
-    return f"{at}.{key}: unknown key; {_near(f'{at}.', key, () if parents else model.model_fields)}"
+def _describe_first(where: str, model: type[BaseModel], error: ValidationError) -> str:
+    """Describe the first error of pydantic in a line."""
+    first = error.errors()[0]
+    *parents, key = [str(part) for part in first["loc"]] or [""]
+    path = ".".join([where, *parents])
+    if first["type"] != "extra_forbidden":
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        value = f" = {json.dumps(first['input'], default=str):.80}" if key else ""
+        return f"{f'{path}.{key}'.rstrip('.')}{value} is not valid: {reason[:1].lower()}{reason[1:]}"
+    return f"{path}.{key}: unknown key; {_near(f'{path}.', key, () if parents else model.model_fields)}"
 
 
 def _near(prefix: str, key: str, known: Iterable[str]) -> str:
@@ -170,7 +176,7 @@ def _near(prefix: str, key: str, known: Iterable[str]) -> str:
 
 
 def _cure(key: str) -> str:
-    """What to do about an unknown top-level key: it is a flag, or belongs elsewhere, or is misspelled."""
+    """Return the cure for an unknown top-level key: it is a flag, belongs elsewhere, or is misspelled."""
     if key in {field.name for field in dataclasses.fields(RunArguments)}:
         return f"it is a flag: --{key}"
     if key in {field.name for field in dataclasses.fields(SparseForgeConfig)}:

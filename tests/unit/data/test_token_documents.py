@@ -161,6 +161,24 @@ def test_an_index_that_does_not_fit_its_file_is_refused(tmp_path, offset, form, 
         list(iter_documents(str(path), "text"))
 
 
+def test_any_wrong_byte_of_an_index_gives_one_error_or_ids_of_the_file(tmp_path):
+    path = write_megatron(tmp_path / "a", [[[1, 2], [3]], [[4, 5, 6]]])
+    index = path.read_bytes()
+    outcomes = {"refused": 0, "read": 0}
+    for offset in range(len(index)):
+        for value in (0, 1, 3, 127, 128, 255):
+            path.write_bytes(index[:offset] + bytes([value]) + index[offset + 1 :])
+            try:
+                tokens = sum(len(document) for document in iter_documents(str(path), "text"))
+            except ValueError as error:
+                assert str(error).startswith(str(path)) and "\n" not in str(error)
+                outcomes["refused"] += 1
+            else:
+                assert tokens <= 12, "no more than each of three sequences could have of a file with 12 bytes"
+                outcomes["read"] += 1
+    assert outcomes["refused"] > outcomes["read"] > 0
+
+
 def test_a_file_that_breaks_off_or_is_missing_is_refused(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1, 2]], [[3, 4]]])
     index, data = path.read_bytes(), path.with_suffix(".bin").read_bytes()
