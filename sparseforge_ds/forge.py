@@ -53,6 +53,7 @@ class SparseForge:
         Raises:
             ValueError: the engine or the model cannot be used, with the setting to change.
         """
+        # Refuse what cannot be trained before anything is attached.
         refuse_unsupported(engine)
         refuse_unprepared(engine.module, expert_lists(engine.module))
         config = config if max_steps is None else dataclasses.replace(config, max_steps=max_steps)
@@ -67,6 +68,7 @@ class SparseForge:
         """This rank's shards of the weights under a mask, and their states."""
         self.weights: list[PrunableWeight] = list(self.sharded.prunable.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
+        # Curvature, scores and method work on the shards; the hooks publish masks inside the optimizer's step.
         self._probe = Probe(self.sharded.layout)
         self.curvature = RunningCurvature(self.sharded, self._probe)
         """Running mean of the curvature, of which scores are made."""
@@ -77,7 +79,8 @@ class SparseForge:
         self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         self.ready = not self._needs_start
-        """Whether the first step may be made; if not, `start` comes before it."""
+        """True if the first step may be made; if not, `start` comes before it."""
+        # From here on a checkpoint of the engine has the forge's state.
         self.method.resume()
         self._skipped = engine.skipped_steps
         carry_state(self.sharded.layout, self.state_dict, self.restore, self.require_finite)
@@ -100,7 +103,7 @@ class SparseForge:
 
     @property
     def needs_probe(self) -> bool:
-        """Whether `start` or `step` take passes of their own, and so need a probe."""
+        """True if `start` or `step` take passes of their own, and so need a probe."""
         return self.curvature.is_needed and not self.config.from_training_step or self.config.starts_by_block
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
@@ -171,6 +174,7 @@ class SparseForge:
                 "the first engine.step"
             )
         self.sharded.step += 1
+        # Take what this step measured, move the masks if that is due, and show the network what changed.
         self.curvature.take_heard()
         metrics = self.method.update(self.step_count, probe)
         started = self._switch_on_branches(self.step_count)
@@ -210,7 +214,7 @@ class SparseForge:
 
     @property
     def dials(self) -> Dials | None:
-        """The annealed numbers after the steps so far; None for methods that anneal none."""
+        """Annealed numbers after the steps so far; None for methods that anneal none."""
         return self.schedule.dials(self.step_count) if isinstance(self.schedule, Schedule) else None
 
     @property
@@ -280,7 +284,7 @@ class SparseForge:
 
     @property
     def _needs_start(self) -> bool:
-        """Whether `start` must come before the first step."""
+        """True if `start` must come before the first step."""
         return self.method.needs_start or self.config.moves_weights_into_branches
 
     def _listen(self) -> None:

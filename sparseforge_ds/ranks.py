@@ -1,4 +1,4 @@
-"""The processes of a run or an evaluation, and how they agree on an error: what one rank finds, every rank raises.
+"""Processes of a run or an evaluation, and how they agree on an error: what one rank finds, every rank raises.
 
 Python objects travel over a gloo group of its own, which needs no GPU and is patient: the others may wait for hours
 while rank 0 tokenises.
@@ -26,7 +26,7 @@ class AgreedError(ValueError):
 
 
 def _patient_group() -> dist.ProcessGroup:
-    """A gloo group, over the network interface that NCCL was told to take, unless gloo has one of its own.
+    """Return a gloo group on the network interface that NCCL was told to take, unless gloo has one of its own.
 
     Raises:
         ValueError: the ranks do not reach each other.
@@ -44,7 +44,7 @@ def _patient_group() -> dist.ProcessGroup:
 
 
 class Ranks:
-    """This process among all; without a process group it is alone."""
+    """Place of this process among all; without a process group it is alone."""
 
     def __init__(self) -> None:
         joined = dist.is_initialized()
@@ -54,11 +54,11 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes and prints."""
+        """True for the rank that writes and prints."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The value of every rank, in rank order."""
+        """Return the value of every rank, in rank order."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -104,7 +104,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def launched_ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun or deepspeed has started, or this process alone, for the time of the block."""
+    """Join the ranks that torchrun or deepspeed has started, or this process alone, for the time of the block."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return

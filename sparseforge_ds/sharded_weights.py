@@ -1,4 +1,4 @@
-"""This rank's shards of the prunable weights, their groups and states, and how far the run has come."""
+"""Shards of the prunable weights on this rank, their groups and states, and how far the run has come."""
 
 from __future__ import annotations
 

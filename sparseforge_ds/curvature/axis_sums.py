@@ -19,11 +19,11 @@ class AxisSums:
     """R + C numbers, fp64, of every (R, C) matrix that `Matrices` numbers."""
 
     def __init__(self, matrices: Matrices, shards: dict[str, Shard], device: torch.device) -> None:
-        """Zeros, kept on `device`."""
+        """Make zeros on `device`."""
         self.matrices = matrices
         self.shards = shards
         self._bounds: list[tuple[int, int, int]] = []
-        """Where each matrix's row sums begin, its column sums begin, and both end."""
+        """Start of each matrix's row sums, start of its column sums, and end."""
         extents = []
         end = 0
         for name, rows in matrices.rows.items():
@@ -38,45 +38,46 @@ class AxisSums:
         """(matrices, 2) int64 R and C of each."""
 
     def holding(self, values: Tensor) -> AxisSums:
-        """Other numbers of the same matrices."""
+        """Return other numbers of the same matrices."""
         other = copy.copy(self)
         other.values = values
         return other.to(values.device)
 
     def zeros(self) -> AxisSums:
-        """Zeros for the same matrices."""
+        """Return zeros for the same matrices."""
         return self.holding(torch.zeros(self._bounds[-1][2], dtype=torch.float64, device=self.extents.device))
 
     def totals(self) -> Tensor:
-        """(matrices,) sum over the elements of every matrix."""
+        """Return (matrices,) sums over the elements of every matrix."""
         return segment_sums(self.values, self.extents)[:, 0]
 
     def factors(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Views of the (R,) and (C,) factors of every matrix, see `shares`, on `device`."""
-        found = shares(self.values, self.extents).to(device)
-        return [(found[start:middle], found[middle:end]) for start, middle, end in self._bounds]
+        """Return views of the (R,) and (C,) factors of every matrix, see `shares`, on `device`."""
+        factors = shares(self.values, self.extents).to(device)
+        return [(factors[start:middle], factors[middle:end]) for start, middle, end in self._bounds]
 
     def _size(self, name: str) -> int:
-        """Elements of one of the weight's matrices."""
+        """Count the elements of one of the weight's matrices."""
         return math.prod(self.shards[name].shape) // len(self.matrices.rows[name])
 
     def to(self, device: torch.device) -> AxisSums:
         """Move the numbers."""
-        self.values, self.extents = self.values.to(device), self.extents.to(device)
+        self.values = self.values.to(device)
+        self.extents = self.extents.to(device)
         return self
 
     def matrix_sums(self, matrix: int) -> tuple[Tensor, Tensor]:
-        """Views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
+        """Return views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
         start, middle, end = self._bounds[matrix]
         return self.values[start:middle], self.values[middle:end]
 
     def weight_sums(self, name: str) -> Tensor:
-        """View of the sums of all matrices of a weight, end to end, row sums before column sums."""
+        """Return a view of the sums of all matrices of a weight, end to end, row sums before column sums."""
         rows = self.matrices.rows[name]
         return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
 
     def first(self, name: str, part: MatrixSlice) -> int:
-        """First element that a part of a shard has of its matrix."""
+        """Return the first element that a part of a shard has of its matrix."""
         return self.shards[name].start + part.start - (part.row - self.matrices.rows[name].start) * self._size(name)
 
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:

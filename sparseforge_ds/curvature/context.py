@@ -1,4 +1,4 @@
-"""What every curvature estimator needs to know of this rank, and what it is."""
+"""Interfaces of curvature estimators, and the layers, shards and experts of this rank that they work on."""
 
 from __future__ import annotations
 
@@ -49,16 +49,14 @@ class SumsEstimator(Protocol):
         """Collect the sums of `probes` probes, else as `Estimator.refresh`."""
 
     def finish(self) -> tuple[AxisSums, Tensor]:
-        """What this rank has collected, and (matrices,) by what the sums of each over all ranks are to be divided.
-
-        Collective.
+        """Return this rank's sums, and (matrices,) divisors of the sums over all ranks. Collective.
 
         An expert that saw no token has 0.
         """
 
 
 class EstimatorContext:
-    """What every estimator needs to know of this rank."""
+    """Layers, shards and experts of this rank, for every estimator."""
 
     def __init__(
         self,
@@ -101,11 +99,11 @@ class EstimatorContext:
                     f'use "importance": "magnitude", or keep it dense with "exclude": ["{name}.*"]'
                 )
         # One layer of each expert in a list counts for all of them.
-        one: dict[int, str] = {}
+        counted_by: dict[int, str] = {}
         for name in expert_load.rows:
             if name in modules:
-                one.setdefault(expert_load.rows[name].start, name)
-        self.listed = {name: modules[name] for name in one.values()}
+                counted_by.setdefault(expert_load.rows[name].start, name)
+        self.listed = {name: modules[name] for name in counted_by.values()}
         in_lists = [name for name in expert_load.rows if name in modules]
         self.lists = {
             layer: names
@@ -115,7 +113,7 @@ class EstimatorContext:
         """Weights of the experts in each list of modules, by the list's name."""
 
     def sums_of(self, name: str, sums: AxisSums) -> tuple[Tensor, Tensor]:
-        """Views of the sums by output and by input of a weight that is one matrix."""
+        """Return views of the sums by output and by input of a weight that is one matrix."""
         (matrix,) = self.matrices.rows[name]
         row_R, column_C = sums.matrix_sums(matrix)
         return (column_C, row_R) if name in self.input_first else (row_R, column_C)
@@ -152,23 +150,25 @@ class EstimatorContext:
                     diagonal[name][part.start : part.stop] /= by[row]
 
     def zeros(self) -> Diagonal:
-        """A diagonal of zeros, on the devices of the master partitions."""
+        """Return a diagonal of zeros, on the devices of the master partitions."""
         return {
             name: torch.zeros(shard.numel, dtype=torch.float32, device=self.layout.flats[shard.flat].device)
             for name, shard in self.shards.items()
         }
 
     def tokens_of(self, number: int, rows: int) -> list[range]:
-        """Numbers of this rank's tokens in a pass among those of all ranks and passes, as if nothing was divided.
+        """Number this rank's tokens in a pass among those of all ranks and passes, as if nothing was divided.
 
-        Random numbers go by them.
+        Random numbers go by these numbers.
 
         Args:
             number: of the pass.
             rows: how many tokens this rank has in it, sequence by sequence.
         """
-        layout, parts = self.layout, self.layout.sequence_parallel
-        readers, (reader, part) = layout.world_size // parts, divmod(layout.rank, parts)
+        layout = self.layout
+        parts = layout.sequence_parallel
+        readers = layout.world_size // parts
+        reader, part = divmod(layout.rank, parts)
         first = (number * readers + reader) * rows * parts
         if parts == 1:
             return [range(first, first + rows)]

@@ -1,4 +1,4 @@
-"""How many tokens each routed expert saw: of a refresh, of the whole run, and faded like the curvature's average.
+"""Token counts of routed experts: of a refresh, of the whole run, and faded like the curvature's average.
 
 A row is one expert of one layer. Ranks route differently; counts are summed over them once a refresh, so that all
 ranks know the same numbers. They stay on the device, and are copied to the host when somebody asks for them.
@@ -18,16 +18,17 @@ from sparseforge_ds.zero.matrices import Matrices
 class ExpertLoad:
     """Token counts of the experts under a mask. Nothing in it, and no communication, for dense models."""
 
-    def __init__(self, matrices: Matrices, held: dict[str, tuple[str, int, int]]) -> None:
+    def __init__(self, matrices: Matrices, experts_of: dict[str, tuple[str, int, int]]) -> None:
         """Number the experts.
 
         Args:
             matrices: of all prunable weights.
-            held: layer, number of the first expert, and experts in it, for every weight with experts, by weight name.
+            experts_of: layer, number of the first expert, and count of experts of every weight that has some, by name.
         """
         self.matrices = matrices
+        # A row is an expert of a layer, whose weights may be several.
         experts: dict[str, set[int]] = {}
-        for layer, first, count in held.values():
+        for layer, first, count in experts_of.values():
             experts.setdefault(layer, set()).update(range(first, first + count))
         row_of: dict[tuple[str, int], int] = {}
         self.layers: dict[str, range] = {}
@@ -41,19 +42,22 @@ class ExpertLoad:
             self.layers[layer] = range(start, len(self.names))
         self.rows = {
             name: range(row_of[layer, first], row_of[layer, first] + count)
-            for name, (layer, first, count) in held.items()
+            for name, (layer, first, count) in experts_of.items()
         }
         """Rows of each weight with experts, by its name."""
         self.of_matrix: list[int | None] = [None] * len(matrices.names)
         """Row of each matrix, None for one that every token sees."""
+        # Matrices of one kind are compared: the same projection of all experts of a layer.
         self._kind: list[tuple[str, str, int] | None] = [None] * len(matrices.names)
         for name, rows in self.rows.items():
-            layer, numbered = held[name][0], matrices.rows[name]
-            stacked = len(numbered) // len(rows)
-            what = name.removeprefix(f"{layer}.").lstrip("0123456789.")
-            for index, matrix in enumerate(numbered):
+            layer = experts_of[name][0]
+            matrices_of_weight = matrices.rows[name]
+            stacked = len(matrices_of_weight) // len(rows)
+            role = name.removeprefix(f"{layer}.").lstrip("0123456789.")
+            for index, matrix in enumerate(matrices_of_weight):
                 self.of_matrix[matrix] = rows[index // stacked]
-                self._kind[matrix] = layer, what, index % stacked
+                self._kind[matrix] = (layer, role, index % stacked)
+        # The same on the device, and the counts.
         device = matrices.layout.device
         self.is_expert = torch.tensor([row is not None for row in self.of_matrix], device=device)
         """(matrices,) bool."""
@@ -62,7 +66,8 @@ class ExpertLoad:
         """Experts whose mask goes by magnitude, since they have no curvature."""
         self.counted = self._zeros()
         """(rows,) fp64 tokens of the last refresh."""
-        self._tokens, self._recent = self._zeros(), self._zeros()
+        self._tokens = self._zeros()
+        self._recent = self._zeros()
         self._counts = self._zeros()
         self._read: list[list[float]] | None = None
 
@@ -104,36 +109,38 @@ class ExpertLoad:
         self._read = None
         return rates
 
-    def spread(self, of_row: Tensor, others: Tensor | float) -> Tensor:
-        """(matrices,) fp64: the number of its expert for each matrix, of `others` for one that every token sees."""
-        if not isinstance(others, Tensor):
-            others = torch.full(self.is_expert.shape, others, dtype=torch.float64, device=self.is_expert.device)
-        return torch.where(self.is_expert, of_row[self._row_of_matrix], others) if self.names else others
+    def spread(self, of_row: Tensor, default: Tensor | float) -> Tensor:
+        """Return (matrices,) fp64: its expert's number for each matrix, `default` for one that every token sees."""
+        if not isinstance(default, Tensor):
+            default = torch.full(self.is_expert.shape, default, dtype=torch.float64, device=self.is_expert.device)
+        return torch.where(self.is_expert, of_row[self._row_of_matrix], default) if self.names else default
 
     def numbers(self) -> Tensor:
-        """(3 * rows,) fp64: tokens of the last refresh, of all refreshes, and of past ones, faded."""
+        """Return (3 * rows,) fp64: tokens of the last refresh, of all refreshes, and of past ones, faded."""
         return torch.cat([self.counted, self._tokens, self._recent])
 
     def read(self, numbers: list[float] | None = None) -> list[list[float]]:
-        """`numbers` on the host, which a caller may have read together with others."""
+        """Return `numbers` on the host, which a caller may have read together with others."""
         if not self.names:
             return [[], [], []]
         if numbers is not None or self._read is None:
-            flat, rows = self.numbers().tolist() if numbers is None else numbers, len(self.names)
+            flat = self.numbers().tolist() if numbers is None else numbers
+            rows = len(self.names)
             self._read = [flat[:rows], flat[rows : 2 * rows], flat[2 * rows :]]
         return self._read
 
     @property
     def shares(self) -> list[float]:
-        """Part of its layer's tokens that each expert saw in the last refresh."""
-        counted, shares = self.read()[0], [0.0] * len(self.names)
+        """Share of its layer's tokens that each expert saw in the last refresh."""
+        counted = self.read()[0]
+        shares: list[float] = []
         for rows in self.layers.values():
-            seen = counted[rows.start : rows.stop]
-            shares[rows.start : rows.stop] = [count / max(1.0, sum(seen)) for count in seen]
+            tokens = counted[rows.start : rows.stop]
+            shares += [count / max(1.0, sum(tokens)) for count in tokens]
         return shares
 
     def without(self, sums: list[float]) -> set[int]:
-        """Matrices of experts that have no curvature, and notes whose they are.
+        """Find the matrices of experts that have no curvature, and note whose they are.
 
         Where no expert of a layer has one, something is wrong with the layer, and its matrices are not among them.
 
@@ -142,10 +149,10 @@ class ExpertLoad:
         """
         kinds = list(zip(self._kind, sums, strict=True))
         measured = {kind for kind, total in kinds if kind is not None and total != 0}
-        found = {matrix for matrix, (kind, total) in enumerate(kinds) if kind in measured and total == 0}
-        rows = {self.of_matrix[matrix] for matrix in found}
+        without = {matrix for matrix, (kind, total) in enumerate(kinds) if kind in measured and total == 0}
+        rows = {self.of_matrix[matrix] for matrix in without}
         self.unseen = [name for row, name in enumerate(self.names) if row in rows]
-        return found
+        return without
 
     @property
     def idle(self) -> list[str]:
@@ -154,18 +161,19 @@ class ExpertLoad:
         return [name for name, count in zip(self.names, counted, strict=True) if not count] if any(counted) else []
 
     def metrics(self) -> dict[str, float]:
-        """Of the last refresh: how many experts were idle, and the least and most of each layer, 1 being even."""
+        """Return metrics of the last refresh: idle experts, and the least and most of each layer, 1 being even."""
         if not any(self.read()[0]):
             return {}
-        metrics, of_rows = {"experts/idle": float(len(self.idle))}, self.shares
+        metrics = {"experts/idle": float(len(self.idle))}
+        shares_of_rows = self.shares
         for layer, rows in self.layers.items():
-            shares = of_rows[rows.start : rows.stop]
+            shares = shares_of_rows[rows.start : rows.stop]
             metrics[f"experts/load_min/{layer}"] = min(shares) * len(rows)
             metrics[f"experts/load_max/{layer}"] = max(shares) * len(rows)
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types, valid at any world size."""
+        """Return the counts as plain JSON types, valid at any world size."""
         _, tokens, recent = self.read()
         return {
             "layers": {
@@ -179,26 +187,26 @@ class ExpertLoad:
         }
 
     def check(self, state: object) -> None:
-        """Whether a saved state is of these experts.
-
-        Raises:
-            ValueError: it is not, or it is damaged.
-        """
+        """Raise ValueError where a saved state is not of these experts, or damaged."""
         self._parsed(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the numbers of a checkpoint that `check` found good."""
+        """Continue with the numbers of a checkpoint that `check` has passed."""
         self._tokens, self._recent, self.unseen = self._parsed(state)
-        self.counted, self._read = self._zeros(), None
+        self.counted = self._zeros()
+        self._read = None
 
     def _parsed(self, state: Any) -> tuple[Tensor, Tensor, list[str]]:
-        """(rows,) fp64 tokens of all refreshes, and of past ones, faded; and `unseen`."""
+        """Return (rows,) fp64 tokens of all refreshes, and of past ones, faded; and `unseen`."""
         try:
-            layers, unseen = state["layers"], list(state["unseen"])
+            layers = state["layers"]
+            unseen = list(state["unseen"])
             sound = layers.keys() == self.layers.keys() and set(unseen) <= set(self.names)
             numbers = [[list(layers[layer][key]) for layer in self.layers] for key in ("tokens", "recent")]
         except (KeyError, TypeError, AttributeError):
-            sound, numbers, unseen = False, [], []
+            sound = False
+            numbers = []
+            unseen = []
         sizes = [len(rows) for rows in self.layers.values()]
         flat = [[number for of_layer in kind for number in of_layer] for kind in numbers]
         sound &= all([len(of_layer) for of_layer in kind] == sizes for kind in numbers)

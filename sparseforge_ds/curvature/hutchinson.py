@@ -33,7 +33,7 @@ class Hutchinson(Estimator):
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """Two forward and backward passes for every pass of a batch."""
+        """Average the probes, each of two forward and backward passes for every pass of a batch."""
         context = self.context
         radii = self._radii()
         context.expert_load.begin()
@@ -57,7 +57,8 @@ class Hutchinson(Estimator):
 
     def _displace(self, keys: dict[str, int], radii: dict[str, Tensor]) -> None:
         """Let the next forward see w + r v."""
-        context, layout = self.context, self.context.layout
+        context = self.context
+        layout = context.layout
         for name, shard in context.shards.items():
             master = layout.flats[shard.flat].data
             for chunk in context.chunks[name]:
@@ -67,7 +68,7 @@ class Hutchinson(Estimator):
     def _add_side(
         self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, Tensor], factor: float, into: Diagonal
     ) -> bool:
-        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; False on an fp16 overflow."""
+        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; return False on an fp16 overflow."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
             for chunk in self.context.chunks[shard.name]:
@@ -84,12 +85,13 @@ class Hutchinson(Estimator):
         return rademacher(key, shard.start, shard.stop, device)
 
     def _radii(self) -> dict[str, Tensor]:
-        """() r of each weight: the relative radius times the RMS of its published values."""
+        """Return () r of each weight: the relative radius times the RMS of its published values."""
         context = self.context
         table = torch.zeros(len(context.shards), 2, dtype=torch.float64, device=context.layout.device)
         for row, shard in enumerate(context.shards.values()):
             values = shard.slice_of_flat(context.layout.flats[shard.flat].detach()).double()
-            table[row, 0], table[row, 1] = values.square().sum(), values.numel()
+            table[row, 0] = values.square().sum()
+            table[row, 1] = values.numel()
         square, count = context.matrices.layout.sum_shards(table).unbind(1)
         radii = (self.radius * (square / count).sqrt()).to(context.layout.flats[0].device)
         return dict(zip(context.shards, radii.unbind(0), strict=True))

@@ -40,10 +40,10 @@ _CALLED_AGAIN = (
 
 @dataclass
 class _Between:
-    """What is kept of a layer between the two sides of a probe."""
+    """Numbers of a layer that are kept between the two sides of a probe."""
 
     radius_T: Tensor
-    """In the dtype of the outputs."""
+    """Radius r of each token, in the dtype of the outputs."""
     square_T: Tensor | None = None
     """|x|^2 of the first side, until the second has used it."""
     slope_T: Tensor | None = None
@@ -63,7 +63,7 @@ class OutputHutchinson(SumsEstimator):
 
     @override
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
-        """Two forward and backward passes for every pass of a batch."""
+        """Collect the sums in two forward and backward passes for every pass of a batch."""
         context = self.context
         sums = self._sums = AxisSums(context.matrices, context.shards, context.layout.device)
         self._passes = 0
@@ -83,7 +83,8 @@ class OutputHutchinson(SumsEstimator):
             output_O, input_I = self.context.sums_of(name, self._sums)
             output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
         passes = float(self.context.layout.world_size * self._passes)
-        sums, self._sums = self._sums, None
+        sums = self._sums
+        self._sums = None
         return sums, sums.values.new_full((len(self.context.matrices.names),), passes)
 
     def _pass(
@@ -95,9 +96,10 @@ class OutputHutchinson(SumsEstimator):
         kept: dict[str, _Between],
         sums: AxisSums,
     ) -> None:
-        """One side of the difference on pass `number`, added to `sums`."""
+        """Add one side of the difference on pass `number` to `sums`."""
         context = self.context
 
+        # The same signs move the outputs, and multiply their gradients.
         def signs(name: str, like_TO: Tensor) -> Tensor:
             tokens = context.tokens_of(number, like_TO.shape[0])  # signs belong to the tokens, whoever has them
             runs = [rademacher_rows(keys[name], run.start, len(run), like_TO.shape[1], like_TO) for run in tokens]
@@ -121,7 +123,8 @@ class OutputHutchinson(SumsEstimator):
             square_TI = _square(input_TI)
             output_O, input_I = context.sums_of(name, sums)
             if layer.slope_T is None:
-                layer.slope_T, layer.square_T = slope_T, square_TI.sum(dim=1)
+                layer.slope_T = slope_T
+                layer.square_T = square_TI.sum(dim=1)
             else:
                 input_I += (layer.slope_T - slope_T) @ square_TI
             assert layer.square_T is not None
@@ -132,5 +135,5 @@ class OutputHutchinson(SumsEstimator):
 
 
 def _square(values: Tensor) -> Tensor:
-    """In fp32, in the only copy of the values that is made."""
+    """Return the squares in fp32, in the only copy of the values that is made."""
     return values.to(torch.float32, copy=True).square_()

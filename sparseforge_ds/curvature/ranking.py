@@ -138,7 +138,8 @@ class Ranking:
         self, totals: Tensor, squares: Tensor, sums: AxisSums | None
     ) -> tuple[list[float], list[float], list[float]]:
         """Copy what an update must know to the host at once; return the numbers that `_require_curvature` takes."""
-        running, load = self.curvature.running, self.curvature.expert_load
+        running = self.curvature.running
+        load = self.curvature.expert_load
         parts = [totals, ~self.curvature.unseen_matrices, load.numbers(), squares]
         if running is not None:
             assert sums is not None
@@ -159,7 +160,8 @@ class Ranking:
 
         Collective.
         """
-        weights, has_elements = self.weights, self.curvature.estimator is not None
+        weights = self.weights
+        has_elements = self.curvature.estimator is not None
         if has_elements and not weights.state.released:
             for chunk in weights.chunks():
                 correction = self.curvature.correction(chunk.name)

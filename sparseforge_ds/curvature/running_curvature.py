@@ -100,12 +100,12 @@ class RunningCurvature:
 
     @property
     def is_needed(self) -> bool:
-        """Whether scores need a curvature."""
+        """True if scores need a curvature."""
         return self.estimator is not None or self.sums is not None
 
     @property
     def has_sample(self) -> bool:
-        """Whether there is something to score by."""
+        """True if there is something to score by."""
         return not self.is_needed or self.refreshes > 0
 
     def correction(self, name: str) -> float:

@@ -33,33 +33,32 @@ class Dials:
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """When the masks of a method move and freeze, in optimizer steps."""
+    """Steps of the optimizer at which the masks of a method move and freeze."""
 
     update_every: int
     freeze_step: int
-    """The step at whose end masks are frozen; 0 means that they are fixed before training starts."""
+    """Step at whose end masks are frozen; 0 means that they are fixed before training starts."""
 
     def is_update(self, step: int) -> bool:
-        """Whether masks are updated, or looked at, after optimizer step `step` (the first step is 1)."""
+        """Return True if masks are updated, or reported, after optimizer step `step` (the first step is 1)."""
         return 0 < step < self.freeze_step and step % self.update_every == 0
 
     def is_projection(self, step: int) -> bool:
-        """Whether masks are frozen after optimizer step `step` (0: before the first)."""
+        """Return True if masks are frozen after optimizer step `step` (0: before the first)."""
         return step == self.freeze_step
 
     def phases(self, max_steps: int) -> list[tuple[str, int, int]]:
-        """(name, step at which it begins, step at which it ends) of the phases of a run: for people, never for control
-        flow."""
+        """Return (name, first step, last step) of the phases of a run: for people, never for control flow."""
         return [("moving", 0, self.freeze_step), ("frozen", self.freeze_step, max_steps)]
 
     def phase(self, step: int) -> str:
-        """Name of the phase that optimizer step `step` ends in."""
+        """Return the name of the phase that optimizer step `step` ends in."""
         return next(name for name, start, _ in reversed(self.phases(step)) if step >= start)
 
 
 @dataclass(frozen=True)
 class Schedule(MaskSchedule):
-    """Of a soft mask: every annealed number too."""
+    """Schedule of a soft mask, with every annealed number."""
 
     temperature: float
     temperature_min: float
@@ -74,7 +73,7 @@ class Schedule(MaskSchedule):
 
     @property
     def hardening(self) -> StepWindow:
-        """Masks are projected at its end."""
+        """Window of hardening, at whose end masks are projected."""
         return self.hardening_start, self.freeze_step
 
     @override
@@ -84,14 +83,14 @@ class Schedule(MaskSchedule):
 
     @property
     def decay(self) -> float:
-        """gamma per mask update; by default the one that reaches the floor when hardening ends."""
+        """Factor gamma of T per mask update; by default the one that reaches the floor when hardening ends."""
         if self.temperature_decay is not None:
             return self.temperature_decay
         updates = max(1, self.freeze_step // self.update_every)
         return float((self.temperature_min / self.temperature) ** (1.0 / updates))
 
     def dials(self, step: int) -> Dials:
-        """The annealed numbers after `step` optimizer steps."""
+        """Return the annealed numbers after `step` optimizer steps."""
         frozen = step >= self.freeze_step
         x = 1.0 - progress(step, self.hardening)
         u = progress(step, self.blend)
@@ -106,7 +105,7 @@ class Schedule(MaskSchedule):
 
 
 def progress(step: int, window: StepWindow) -> float:
-    """How far `step` is through a window, linearly: 0 up to its start, 1 from its stop on."""
+    """Return how far `step` is through a window, linearly: 0 up to its start, 1 from its stop on."""
     start, stop = window
     if step >= stop:
         return 1.0

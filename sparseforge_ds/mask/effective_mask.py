@@ -1,4 +1,4 @@
-"""From the soft mask to what multiplies the weight (SparseForge, arXiv 2605.06402, section 3.3; eqs. 1, 10, 11).
+"""The mask that multiplies the weight (SparseForge, arXiv 2605.06402, section 3.3; eqs. 1, 10, 11).
 
 `kernels.publication` gives the same bits in one pass.
 """

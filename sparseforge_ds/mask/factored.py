@@ -27,18 +27,20 @@ def add_sums(values: Tensor, start: int, row_R: Tensor, column_C: Tensor) -> Non
     if not values.numel():
         return
     columns = column_C.numel()
-    before, after = start % columns, -(start + values.numel()) % columns
+    # Complete the run to whole rows with zeros.
+    before = start % columns
+    after = -(start + values.numel()) % columns
     first = start // columns
-    whole_rC = (F.pad(values, (before, after)) if before or after else values).view(-1, columns)
-    row_R[first : first + len(whole_rC)] += whole_rC.sum(1, dtype=torch.float64)
-    column_C += whole_rC.sum(0, dtype=torch.float64)
+    value_RC = (F.pad(values, (before, after)) if before or after else values).view(-1, columns)
+    row_R[first : first + len(value_RC)] += value_RC.sum(1, dtype=torch.float64)
+    column_C += value_RC.sum(0, dtype=torch.float64)
 
 
 def shares(sums: Tensor, extents: Tensor) -> Tensor:
-    """fp32 factors of `rank_one`, so that H = max(r, 0) max(c, 0)^T / sum max(r, 0) and its column sums are max(c, 0).
+    """Return fp32 factors of `rank_one`: H = max(r, 0) max(c, 0)^T / sum max(r, 0), whose column sums are max(c, 0).
 
-    Of all matrices at once, which lie end to end, each with its row sums before its column sums. The share of a row is
-    0 where no row of its matrix has a positive sum. Ranks with equal sums get equal factors.
+    All matrices lie end to end, each with its row sums before its column sums. The share of a row is 0 where no row of
+    its matrix has a positive sum. Ranks with equal sums get equal factors.
 
     Args:
         sums: (n,) signed sums of whole matrices.
@@ -50,17 +52,17 @@ def shares(sums: Tensor, extents: Tensor) -> Tensor:
     positive = sums.clamp(min=0)
     divisor = segment_sums(positive, extents)
     divisor[:, 1] = 1  # column sums are as they are
-    of_each = divisor.view(-1).repeat_interleave(extents.view(-1), output_size=sums.numel())
-    return torch.where(of_each > 0, positive / of_each, 0.0).float()
+    divisors = divisor.view(-1).repeat_interleave(extents.view(-1), output_size=sums.numel())
+    return torch.where(divisors > 0, positive / divisors, 0.0).float()
 
 
 def segment_sums(sums: Tensor, extents: Tensor) -> Tensor:
-    """(matrices, 2) sums of what lies end to end as `shares` has it: of each matrix's row sums, and column sums."""
+    """Return (matrices, 2) totals of each matrix's row sums and column sums, which lie end to end as in `shares`."""
     return torch.segment_reduce(sums, "sum", lengths=extents.view(-1), unsafe=True).view(-1, 2)
 
 
 def rank_one(share_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor:
-    """(stop - start,) fp32: consecutive elements of an (R, C) matrix that is a product.
+    """Return (stop - start,) fp32 consecutive elements of an (R, C) matrix that is a product.
 
     Args:
         share_R: (R,) fp32, see `shares`.
@@ -69,12 +71,13 @@ def rank_one(share_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor
         stop: one past the last.
     """
     columns = column_C.numel()
-    first, last = start // columns, (stop + columns - 1) // columns
+    first = start // columns
+    last = (stop + columns - 1) // columns
     return torch.outer(share_R[first:last], column_C).view(-1)[start % columns :][: stop - start]
 
 
 def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
-    """Whether `rank_one` is 0 of a matrix that is not: all row sums, or all column sums, of a finite one are <= 0."""
-    both = torch.cat([row_R, column_C])
+    """Return True if `rank_one` is 0 of a matrix that is not: all row, or all column, sums of a finite one are <= 0."""
+    sums = torch.cat([row_R, column_C])
     one_sided = bool((row_R <= 0).all()) or bool((column_C <= 0).all())
-    return one_sided and bool(both.isfinite().all()) and bool(both.any())
+    return one_sided and bool(sums.isfinite().all()) and bool(sums.any())

@@ -68,7 +68,7 @@ def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
 
 def magnitude_moments(moments: Tensor) -> Tensor:
     """Turn (matrices, 7) of `score_moments` into those of the same matrices without a curvature (H = 1)."""
-    count, square, fourth = moments[:, 0], moments[:, 3], moments[:, 6]
+    count, _, _, square, _, _, fourth = moments.unbind(1)
     return torch.stack([count, count, square, square, fourth, fourth, fourth], dim=1)
 
 

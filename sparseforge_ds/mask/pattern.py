@@ -5,7 +5,7 @@ Legend of shape suffixes: G groups, M members of a group, N kept members.
 A matrix is seen as (out, in) when the input axis is last and (in, out) when it is first (GPT-2's Conv1D). Groups always
 compete along the *input* axis, because that is the axis which sparse tensor cores contract.
 
-What a shard needs to know is the *span*: the smallest run of consecutive flat elements that contains whole groups only.
+A *span* is the smallest run of consecutive flat elements that contains whole groups only.
 A shard that starts and ends on a multiple of the span can be gated without talking to any other rank.
 """
 
@@ -43,14 +43,14 @@ class NM:
         return self.m
 
     def misfit(self, shape: tuple[int, ...], input_axis: int) -> str | None:
-        """Why `shape` cannot carry this pattern, or None when it can."""
+        """Return why `shape` cannot carry this pattern, or None when it can."""
         inputs = shape[input_axis]
         if inputs % self.m:
             return f"its input axis has {inputs} elements, not a multiple of {self.m}"
         return None
 
     def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Flat elements that contain whole groups only: m, or m rows when the input axis comes first."""
+        """Count the flat elements that contain whole groups only: m, or m rows when the input axis comes first."""
         return self.m if input_axis % len(shape) == len(shape) - 1 else self.m * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
@@ -69,7 +69,7 @@ class NM:
         return flat.view(-1, self.m, shape[-1]).transpose(1, 2).reshape(-1, self.m)
 
     def from_groups(self, group_GM: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
-        """Inverse of `to_groups`: (G, M) -> (G * M,) in flat order."""
+        """Undo `to_groups`: (G, M) -> (G * M,) in flat order."""
         if input_axis % len(shape) == len(shape) - 1:
             return group_GM.reshape(-1)
         return group_GM.view(-1, shape[-1], self.m).transpose(1, 2).reshape(-1)
@@ -102,24 +102,26 @@ class Block:
         return self.size**2
 
     def misfit(self, shape: tuple[int, ...], input_axis: int) -> str | None:
-        """Why `shape` cannot carry this pattern, or None when it can."""
+        """Return why `shape` cannot carry this pattern, or None when it can."""
         rows, columns = shape[-2:]
         if rows % self.size or columns % self.size:
             return f"its matrix is {rows} x {columns}, not a multiple of {self.size} x {self.size}"
         return None
 
     def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Flat elements that contain whole tiles only: a band of `size` rows."""
+        """Count the flat elements that contain whole tiles only: a band of `size` rows."""
         return self.size * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
-        """(bands * size * columns,) -> (G, M), a copy: tiles are strided."""
-        size, columns = self.size, shape[-1]
+        """Copy (bands * size * columns,) to (G, M): tiles are strided."""
+        size = self.size
+        columns = shape[-1]
         return flat.view(-1, size, columns // size, size).transpose(1, 2).reshape(-1, size * size)
 
     def from_groups(self, group_GM: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
-        """Inverse of `to_groups`: (G, M) -> (G * M,) in flat order."""
-        size, columns = self.size, shape[-1]
+        """Undo `to_groups`: (G, M) -> (G * M,) in flat order."""
+        size = self.size
+        columns = shape[-1]
         return group_GM.view(-1, columns // size, size, size).transpose(1, 2).reshape(-1)
 
 

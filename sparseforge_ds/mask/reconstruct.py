@@ -32,16 +32,20 @@ def reconstruct(
         (out, in) fp32 updated weights, pruned ones 0, and (out, in) bool of those that are kept.
     """
     weight_OI = weight_OI.clone()
+    # Without any input there is nothing to make up for.
     kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
     if not gram_II.any():
         kept_OI = top_n(weight_OI.abs().reshape(-1, m), n).view_as(weight_OI)
         return torch.where(kept_OI, weight_OI, 0.0), kept_OI
+    # Column by column, a block at a time: choose groups, and pass the errors on to the right.
     upper_II = _factor(gram_II, damping).float()
     weight_OI[:, gram_II.diagonal() == 0] = 0.0
-    inputs, block = weight_OI.shape[1], max(m, block - block % m)
+    inputs = weight_OI.shape[1]
+    block = max(m, block - block % m)
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
-        part_OB, factor_BB = weight_OI[:, start:stop], upper_II[start:stop, start:stop]
+        part_OB = weight_OI[:, start:stop]
+        factor_BB = upper_II[start:stop, start:stop]
         error_OB = torch.empty_like(part_OB)
         for i in range(stop - start):
             if i % m == 0:
@@ -54,7 +58,7 @@ def reconstruct(
 
 
 def _factor(gram_II: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor U of H^-1 = U^T U in fp64: row j over U_jj is what column j does to those after it."""
+    """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j over U_jj is what column j does to others."""
     hessian_II = gram_II.double()
     diagonal = hessian_II.diagonal()
     diagonal[diagonal == 0] = 1.0

@@ -17,7 +17,7 @@ from sparseforge_ds.mask.random_numbers import uniform
 
 @lru_cache
 def patterns(n: int, m: int) -> Tensor:
-    """(K, M) fp32: every way to keep n of m members, C(m, n) of them; read only."""
+    """Return (K, M) fp32 with every way to keep n of m members, C(m, n) of them; read only."""
     kept = list(itertools.combinations(range(m), n))
     table_KM = torch.zeros(len(kept), m)
     table_KM[torch.arange(len(kept))[:, None], torch.tensor(kept)] = 1.0
@@ -25,25 +25,25 @@ def patterns(n: int, m: int) -> Tensor:
 
 
 def gumbel(key: int, first: int, groups: int, patterns: int, device: torch.device) -> Tensor:
-    """(G, K) Gumbel noise of the groups from number `first` on, the same on any number of ranks."""
+    """Draw (G, K) Gumbel noise of the groups from number `first` on, the same on any number of ranks."""
     drawn = _open(uniform(key, first * patterns, (first + groups) * patterns, device))
     return -(-drawn.log()).log().view(groups, patterns)
 
 
 def normal(key: int, first: int, groups: int, patterns: int, device: torch.device) -> Tensor:
-    """(G, K) standard normal numbers, by Box and Muller, of the groups from number `first` on."""
-    ends = 2 * first * patterns, 2 * (first + groups) * patterns
-    radius, angle = _open(uniform(key, *ends, device)).view(-1, 2).unbind(1)
+    """Draw (G, K) standard normal numbers, by Box and Muller, for the groups from number `first` on."""
+    drawn = uniform(key, 2 * first * patterns, 2 * (first + groups) * patterns, device)
+    radius, angle = _open(drawn).view(-1, 2).unbind(1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).view(groups, patterns)
 
 
 def _open(drawn: Tensor) -> Tensor:
-    """Multiples of 2^-24 in [0, 1) -> (0, 1): half a step further, short of 1, to which fp32 would round the last."""
+    """Move multiples of 2^-24 in [0, 1) half a step into (0, 1), short of 1, to which fp32 would round the last."""
     return (drawn + 2.0**-25).clamp_(max=1 - 2.0**-24)
 
 
 def first_logits(noise_GK: Tensor, mask_GM: Tensor, n: int, spread: float, prior: float) -> Tensor:
-    """Logits that lean to a starting mask (eqs. 7 and 8).
+    """Return logits that lean to a starting mask (eqs. 7 and 8).
 
     Args:
         noise_GK: (G, K) standard normal.
@@ -61,12 +61,12 @@ def first_logits(noise_GK: Tensor, mask_GM: Tensor, n: int, spread: float, prior
 
 
 def choice(logit_GK: Tensor, noise_GK: Tensor, scale: float, temperature: float) -> Tensor:
-    """(G, K) Gumbel-softmax: softmax((kappa logit + noise) / tau) (eqs. 4 and 5)."""
+    """Return (G, K) Gumbel-softmax: softmax((kappa logit + noise) / tau) (eqs. 4 and 5)."""
     return torch.softmax((scale * logit_GK + noise_GK) / temperature, dim=1)
 
 
 def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, pattern_KM: Tensor, scale: float, temperature: float) -> Tensor:
-    """Gradient of the loss in the logits, from that in the mask that `choice` mixes out of the patterns.
+    """Return the gradient of the loss in the logits, from that in the mask that `choice` mixes out of the patterns.
 
     Args:
         choice_GK: (G, K) from `choice`, which was called with the same scale and temperature.
@@ -79,5 +79,5 @@ def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, pattern_KM: Tensor, scale
         (G, K).
     """
     grad_GK = grad_GM @ pattern_KM.t()
-    mean_G1 = (choice_GK * grad_GK).sum(dim=1, keepdim=True)
-    return choice_GK * (grad_GK - mean_G1) * (scale / temperature)
+    mean_G = (choice_GK * grad_GK).sum(dim=1, keepdim=True)
+    return choice_GK * (grad_GK - mean_G) * (scale / temperature)

@@ -1,4 +1,4 @@
-"""The shift of every segment of weights that leaves an N:M pattern the least to remove.
+"""Shift of every segment of weights that leaves an N:M pattern the least to remove.
 
 SLoRB's branch adds one number b to all k weights of a segment (design eq. 13). Written as w = (w - b) + b, a layer
 computes what it did before, and the pattern goes over w - b: of every group it then removes the weights that are
@@ -29,7 +29,7 @@ STEPS = 2
 
 
 def best_shift(segment_RK: Tensor, kept: int, members: int) -> Tensor:
-    """b of every segment.
+    """Return the best b of every segment.
 
     Args:
         segment_RK: (R, K) fp32 weights that share one b; K is a multiple of `members`.
@@ -41,13 +41,13 @@ def best_shift(segment_RK: Tensor, kept: int, members: int) -> Tensor:
     """
     removed = members - kept
     best_R = torch.empty(segment_RK.shape[0], device=segment_RK.device)
-    for some in chunks(segment_RK):
-        best_R[some] = _search(segment_RK[some], removed, members)
+    for chunk in chunks(segment_RK):
+        best_R[chunk] = _search(segment_RK[chunk], removed, members)
     return best_R
 
 
 def removed_by(segment_RK: Tensor, shift_R: Tensor, removed: int, members: int) -> tuple[Tensor, Tensor]:
-    """What the pattern removes from shifted segments.
+    """Measure what the pattern removes from shifted segments.
 
     Returns:
         (R,) sum of squares of the `removed` smallest |w - b| of every group, and (R,) mean of those w.
@@ -61,14 +61,15 @@ def _search(segment_RK: Tensor, removed: int, members: int) -> Tensor:
     ordered_RK = segment_RK.sort(dim=1).values
     # Between neighbours: for 2:4 and K = 4 the best b is among them.
     middle_R = (ordered_RK[:, 1:] + ordered_RK[:, :-1]) / 2
-    places = torch.linspace(0, middle_R.shape[1] - 1, min(STARTS, middle_R.shape[1])).round().long().tolist()
+    starts = torch.linspace(0, middle_R.shape[1] - 1, min(STARTS, middle_R.shape[1])).round().long().tolist()
     best_R = torch.zeros_like(middle_R[:, 0])
     least_R, _ = removed_by(segment_RK, best_R, removed, members)
-    for place in places:
-        shift_R = middle_R[:, place]
+    for start in starts:
+        shift_R = middle_R[:, start]
         for _ in range(STEPS):
             _, shift_R = removed_by(segment_RK, shift_R, removed, members)
         sum_R, _ = removed_by(segment_RK, shift_R, removed, members)
         better_R = sum_R < least_R
-        best_R, least_R = torch.where(better_R, shift_R, best_R), torch.where(better_R, sum_R, least_R)
+        best_R = torch.where(better_R, shift_R, best_R)
+        least_R = torch.where(better_R, sum_R, least_R)
     return best_R

@@ -45,8 +45,8 @@ def update_mask(
     rank_GM = rank_in_group(score_GM)
     target_GM = rank_GM < pattern.kept
     # eq. 5: soft membership, 1/2 on the threshold between survivors and others
-    threshold_G1 = threshold(score_GM, rank_GM, pattern.kept, midpoint)
-    gate_GM = soft_gate(score_GM, threshold_G1, dials.temperature)
+    threshold_G = threshold(score_GM, rank_GM, pattern.kept, midpoint)
+    gate_GM = soft_gate(score_GM, threshold_G[:, None], dials.temperature)
     # eq. 7: from the soft choice to the hard one
     gate_GM = blend(gate_GM, target_GM, dials.beta)
     # eq. 8: away from the middle
@@ -56,7 +56,7 @@ def update_mask(
 
 
 def threshold(score_GM: Tensor, rank_GM: Tensor, kept: int, midpoint: bool) -> Tensor:
-    """Return (G, 1) tau of eq. 5: the middle between the N-th largest score of a group and the next.
+    """Return (G,) tau of eq. 5: the middle between the N-th largest score of a group and the next.
 
     Args:
         score_GM: (G, M) fp32.
@@ -66,9 +66,10 @@ def threshold(score_GM: Tensor, rank_GM: Tensor, kept: int, midpoint: bool) -> T
             at every temperature.
     """
     if not midpoint:
-        return torch.where(rank_GM == kept - 1, score_GM, 0.0).sum(dim=1, keepdim=True)
-    either_GM = (rank_GM == kept - 1) | (rank_GM == kept)
-    return torch.where(either_GM, score_GM, 0.0).sum(dim=1, keepdim=True) * 0.5
+        return torch.where(rank_GM == kept - 1, score_GM, 0.0).sum(dim=1)
+    # Every other term is 0, which leaves the sum exact.
+    is_near_GM = (rank_GM == kept - 1) | (rank_GM == kept)
+    return torch.where(is_near_GM, score_GM, 0.0).sum(dim=1) * 0.5
 
 
 def soft_gate(score: Tensor, threshold: Tensor, temperature: float) -> Tensor:

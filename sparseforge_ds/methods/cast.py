@@ -54,7 +54,8 @@ class Cast(PeriodicMagnitudeMask):
             # Where Adam counts its steps on the device, nothing asks for the number.
             count = torch.as_tensor(self._steps(state, group)).double()
             correction = (1 - group["betas"][1] ** count).sqrt()
-            dense, second = state["dense"].view(-1), state["exp_avg_sq"].view(-1)
+            dense = state["dense"].view(-1)
+            second = state["exp_avg_sq"].view(-1)
             for run, pruned in self.pruned_runs(index):
                 divisor = second[run].float().sqrt().div_(correction)
                 pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]))
@@ -79,8 +80,9 @@ class Cast(PeriodicMagnitudeMask):
         """Do W <- s W, s <- 1, one layer at a time: s is sharded in another way than W, and is summed whole."""
         weights = self.weights
         for name, layer in scaled_layers(weights.engine.module).items():
-            scale = self._whole(name, layer)
-            shard, weight = weights.shards[name], weights.prunable[name]
+            scale = self._take_scale(name, layer)
+            shard = weights.shards[name]
+            weight = weights.prunable[name]
             inputs = weight.shape[weight.input_axis]
             index = torch.arange(shard.start, shard.stop, device=scale.device)
             output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
@@ -89,13 +91,13 @@ class Cast(PeriodicMagnitudeMask):
             layer.enabled = False
         self.ranking.curvature.probe.forget_gradients()  # else that of s would stay in the norm
 
-    def _whole(self, name: str, layer: Scaled) -> Tensor:
+    def _take_scale(self, name: str, layer: Scaled) -> Tensor:
         """Return (out,) factors of a layer from all ranks, and set them to 1. Collective."""
         layout = self.weights.layout
         own = layout.shards[f"{self.weights.prunable[name].module}.weight_scale"]
         master = own.slice_of_flat(layout.flats[own.flat].data)
-        whole = torch.zeros(own.shape, device=layout.device).view(-1)
-        whole[own.start : own.stop] = master.to(whole)
-        layout.sum_shards(whole)
+        scale = torch.zeros(own.shape, device=layout.device).view(-1)
+        scale[own.start : own.stop] = master.to(scale)
+        layout.sum_shards(scale)
         master.fill_(1.0)
-        return whole
+        return scale

@@ -125,7 +125,8 @@ class _Removed:
         """Yield rows of a chunk and its entries in them, 0 where it has none."""
         columns = len(self.right_CK)
         for chunk in self.weights.chunks([self.name]):
-            first, last = chunk.start // columns, -(-chunk.stop // columns)
+            first = chunk.start // columns
+            last = -(-chunk.stop // columns)
             flat = F.pad(self._removed(chunk), (chunk.start - first * columns, last * columns - chunk.stop))
             yield slice(first, last), flat.view(-1, columns)
 
@@ -146,7 +147,8 @@ class _Removed:
 def _product(left_RK: Tensor, right_CK: Tensor, start: int, stop: int) -> Tensor:
     """Return (stop - start,) elements of left @ right^T, which is stored row by row."""
     columns = len(right_CK)
-    first, last = start // columns, -(-stop // columns)
+    first = start // columns
+    last = -(-stop // columns)
     return (left_RK[first:last] @ right_CK.t()).view(-1)[start - first * columns : stop - first * columns]
 
 

@@ -24,9 +24,9 @@ class MaskMethod:
     """Parts of a method, each with its default."""
 
     needs_republish = True
-    """Whether the last `update` with metrics changed what is published; not if the optimizer's step did it."""
+    """True if the last `update` with metrics changed what is published, and not the optimizer's step before it."""
     trains_the_rest = True
-    """Whether weights that are not prunable are trained."""
+    """True if weights that are not prunable are trained."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         self.weights = weights
@@ -39,12 +39,12 @@ class MaskMethod:
 
     @property
     def needs_start(self) -> bool:
-        """Whether `start` must come before the first step."""
+        """True if `start` must come before the first step."""
         return True
 
     @property
     def needs_previous_weights(self) -> bool:
-        """Whether publishing the step that begins needs W as it is now."""
+        """True if publishing the step that begins needs W as it is now."""
         return self.weights.state.frozen and not self.weights.state.released
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:

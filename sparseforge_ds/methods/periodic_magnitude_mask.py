@@ -66,7 +66,7 @@ class PeriodicMagnitudeMask(StartingMask):
             self._choose_again(index)
 
     def is_due(self, step: int) -> bool:
-        """Whether the mask is chosen anew by optimizer step `step`."""
+        """Return True if the mask is chosen anew by optimizer step `step`."""
         return step % self.settings.every == 0
 
     @torch.no_grad()

@@ -35,7 +35,7 @@ class SoftMask(MaskMethod):
     @property
     @override
     def needs_previous_weights(self) -> bool:
-        """Whether W before the step is needed: plain gradient descent needs it while masks move."""
+        """True if W before the step is needed: plain gradient descent needs it while masks move."""
         follows = not self.settings.straight_through and self._formed and self.weights.step < self.schedule.freeze_step
         return follows or super().needs_previous_weights
 
@@ -59,7 +59,7 @@ class SoftMask(MaskMethod):
 
     @property
     def _formed(self) -> bool:
-        """Whether masks have moved yet: while all are 1, every group is a tie and its top N an accident of order."""
+        """True once masks have moved: while all are 1, every group is a tie and its top N an accident of order."""
         return self.weights.step >= self.schedule.update_every and self.ranking.curvature.has_sample
 
     @override

@@ -1,7 +1,7 @@
 """A mask that is chosen once, before the first step: by one-shot pruning, or for retraining to start from.
 
 The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2, or
-SparseGPT's, which updates weights as well. With `start` every decoder block is trained, too (`block_start`).
+SparseGPT's, which updates weights as well. With `start` every decoder block is trained, too (`start.block_start`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.mask.kernels.groups import top_n
-from sparseforge_ds.methods.block_start import BlockStart, start_of
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
+from sparseforge_ds.start.block_start import BlockStart, start_of
 from sparseforge_ds.zero.probe import Closure, ProbeBatches, batches_of
 
 

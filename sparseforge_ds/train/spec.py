@@ -23,7 +23,6 @@ from sparseforge_ds.config.deepspeed_config import (
 from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.tokenization import frame_tokens
-from sparseforge_ds.methods.block_start import check_blocks
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, describe
 from sparseforge_ds.model.basis import basis_of
@@ -40,6 +39,7 @@ from sparseforge_ds.model.pretrained import (
     empty_model,
     find_model,
 )
+from sparseforge_ds.start.block_start import check_blocks
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.find_text import find_texts
 from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings

@@ -25,10 +25,10 @@ MAY_IMPORT: dict[str, str] = {
     "checkpoint": "",
     "zero": "transformers_internals mask config checkpoint",
     "model": "ranks extension_locks transformers_internals mask config checkpoint zero",
-    "start": "mask config zero model",
     "data": "ranks config checkpoint model",
     "mask_metrics": "mask zero model",
     "sharded_weights": "mask config zero model mask_metrics",
+    "start": "mask config zero model sharded_weights",
     "curvature": "mask config zero model sharded_weights",
     "methods": "mask config zero model start sharded_weights curvature",
     "saved_state": "config checkpoint zero model sharded_weights curvature",
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
-    "sharded_weights methods forge",
+    "sharded_weights start methods forge",
     "integrations": "extension_locks config checkpoint zero model data forge train",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
@@ -53,7 +53,7 @@ LIBRARIES_OF: dict[str, str] = {
     "transformers_internals": "",
     "mask": "torch",
     "checkpoint": "safetensors torch",
-    "start": "torch",
+    "start": "torch transformers",
     "curvature": "numpy torch transformers",
 }
 # All rooms that import a library that others can do without.

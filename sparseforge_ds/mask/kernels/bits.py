@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.fusing import fused
 
-_GATHER = sum(1 << (56 - 7 * place) for place in range(8))
+_GATHER = sum(1 << (56 - 7 * byte) for byte in range(8))
 """Factor of eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, and nothing is carried."""
 
 

@@ -78,9 +78,9 @@ def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacke
     Returns:
         (E, stacked, out / stacked) and (E, stacked, in) fp32; zeros where an expert has no row.
     """
-    experts, outputs, inputs = len(stop_E), grad_SO.shape[1], input_SI.shape[1]
-    row_EO = grad_SO.new_zeros(experts, outputs, dtype=torch.float32)
-    column_EHI = input_SI.new_zeros(experts, stacked, inputs, dtype=torch.float32)
+    experts = len(stop_E)
+    row_EO = grad_SO.new_zeros(experts, grad_SO.shape[1], dtype=torch.float32)
+    column_EHI = input_SI.new_zeros(experts, stacked, input_SI.shape[1], dtype=torch.float32)
     for chunk in _token_chunks(grad_SO, input_SI):
         chunk_SO = grad_SO[chunk]
         chunk_SI = input_SI[chunk]
@@ -132,7 +132,8 @@ def expert_fisher(
         Number of an expert, and (e, out, in) fp32 of it and those after it; zeros where an expert has no row. Their
         sizes depend on shapes alone.
     """
-    outputs, inputs = grad_SO.shape[1], input_SI.shape[1]
+    outputs = grad_SO.shape[1]
+    inputs = input_SI.shape[1]
     bounds = [0, *stop_E.tolist()]
     together = experts_at_once(outputs, inputs)
     for first in range(0, len(stop_E), together):

@@ -77,11 +77,13 @@ def update_mask_in_place(
         input_axis: the axis that the matmul contracts.
         midpoint: see `mask.update.threshold`.
     """
+    # Small groups are worked on member by member, in one kernel; rates of a blend are split to be exact at both ends.
     span = pattern.span(shape, input_axis)
     is_small = isinstance(pattern, NM) and pattern.members <= SMALL
     sizes = [pattern.members, span // pattern.members, pattern.kept]
     pull = dials.penalty_rate * dials.mid_penalty
     rates = [dials.temperature, *split_lerp(dials.beta), pull, *split_lerp(dials.mask_rate)]
+    # A chunk of whole spans at a time, so that temporaries have a limit.
     parts = []
     for spans in chunks(dense.view(-1, span)):
         inside = slice(spans.start * span, spans.stop * span)
@@ -248,4 +250,4 @@ def _pack(bit: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return pack(bit)
     octet = F.pad(bit, (0, -bit.numel() % 8)).view(-1, 8).unbind(1)
-    return _sum_members([member.to(torch.uint8) << place for place, member in enumerate(octet)])
+    return _sum_members([member.to(torch.uint8) << shift for shift, member in enumerate(octet)])

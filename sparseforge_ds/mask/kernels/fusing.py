@@ -57,7 +57,7 @@ def compiled(on: bool | None) -> Iterator[None]:
 
 
 def is_compiled(device: torch.device) -> bool:
-    """Whether fused functions are compiled for tensors on `device`."""
+    """Return True if fused functions are compiled for tensors on `device`."""
     return device.type not in ("cpu", "meta") if _wanted is None else _wanted
 
 

@@ -1,4 +1,4 @@
-"""What the network sees of a weight, in one pass over flat partitions (`mask.effective_mask`; eqs. 1, 10 and 11)."""
+"""Publication of weights in one pass over flat partitions (`mask.effective_mask`; eqs. 1, 10 and 11)."""
 
 from __future__ import annotations
 

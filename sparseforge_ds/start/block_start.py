@@ -1,4 +1,4 @@
-"""A start that is trained block by block, on the engine of a run: where `start` gets its blocks, inputs and shards.
+"""A start that is trained block by block on the engine of a run, from which it takes blocks, inputs and shards.
 
 One pass of the dense model says what its decoder blocks are called with. Then every block in turn is gathered whole on
 every rank, as a plain copy in fp32, and solved on the sequences that each rank has read (`sparseforge_ds.start`).
@@ -45,8 +45,10 @@ _ALONE_IN_16_BITS = 0.1
 
 
 def start_of(config: SparseForgeConfig) -> StartConfig | None:
-    """Return the settings of a start that goes block by block; None where the config has none. SparseGPT's mask alone
-    is one whose blocks are not trained."""
+    """Return the settings of a start that goes block by block; None where the config has none.
+
+    SparseGPT's mask alone is a start whose blocks are not trained.
+    """
     if config.start is not None:
         return config.start
     if config.importance != "sparsegpt":
@@ -99,7 +101,8 @@ class BlockStart:
         began = time.perf_counter()
         for number, block in enumerate(self.blocks):
             solved = self._solve(number, block, inputs, parameters)
-            seconds, blocks = time.perf_counter() - began, len(self.blocks)
+            seconds = time.perf_counter() - began
+            blocks = len(self.blocks)
             left = seconds / (number + 1) * (blocks - number - 1)
             error = "" if math.isnan(solved.error) else f"error {solved.error:.4f} of its output, "
             _LOG.info(f"start: block {number + 1} of {blocks}, {error}{seconds:.0f} s, {left:.0f} s left")
@@ -117,7 +120,8 @@ class BlockStart:
         layout = self.weights.layout
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
         inputs = _Inputs(modules, self.dtype)
-        tokens, wanted = 0, 0
+        tokens = 0
+        wanted = 0
         with inputs.listening(layout.engine.module):
             for batch in count():
                 passes = batches.passes(batch)
@@ -129,12 +133,13 @@ class BlockStart:
                     )
                 for closure in passes:
                     self.probe.loss(closure)
+                # Tokens and sequences of the batch on all ranks; the first batch says how many are read.
                 shapes = [inputs.dense[-1 - number].shape for number in range(len(passes))]
-                here = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]
-                there = layout.all_reduce(torch.tensor(here, dtype=torch.float64, device=layout.device)).tolist()
-                tokens += int(there[0])
+                sizes = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]
+                totals = layout.all_reduce(torch.tensor(sizes, dtype=torch.float64, device=layout.device)).tolist()
+                tokens += int(totals[0])
                 if not wanted:
-                    wanted = self._wanted(*there)
+                    wanted = self._batches(*totals)
                     inputs.settle(wanted)
                 if batch + 1 >= wanted:
                     break
@@ -144,15 +149,20 @@ class BlockStart:
             _LOG.info(f"start: {tokens:,} tokens, {wanted * epochs} steps of each of {len(modules)} blocks")
         return inputs
 
-    def _wanted(self, batch_tokens: float, batch_sequences: float) -> int:
-        """Return how many batches are read, by the tokens and sequences, or parts of them, that the first one has on
-        all ranks."""
-        settings, config = self.settings, self.weights.config
+    def _batches(self, batch_tokens: float, batch_sequences: float) -> int:
+        """Return how many batches are read.
+
+        Args:
+            batch_tokens: tokens of the first batch on all ranks.
+            batch_sequences: its sequences, or parts of sequences that ranks share.
+        """
+        settings = self.settings
+        config = self.weights.config
         if config.start is None:
             return config.curvature.first_probes
         length = batch_tokens / batch_sequences * self.weights.layout.sequence_parallel
-        of_step = self.weights.engine.train_batch_size() * length
-        batches = math.ceil(settings.tokens_of(round(config.max_steps * of_step)) / batch_tokens)
+        step_tokens = self.weights.engine.train_batch_size() * length
+        batches = math.ceil(settings.tokens_of(round(config.max_steps * step_tokens)) / batch_tokens)
         least = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
         return max(batches, least)
 
@@ -172,7 +182,9 @@ class BlockStart:
 
     def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, parameters: FullParameters) -> SolvedBlock:
         """Gather, solve and hand back one block. Collective."""
-        weights, layout = self.weights, self.weights.layout
+        weights = self.weights
+        layout = weights.layout
+        # A plain copy of the block with its masters, whole on every rank.
         module = layout.engine.module.get_submodule(block.name)
         names = parameters.names(module)
         flat, values = parameters.gather(names)
@@ -208,7 +220,9 @@ class BlockStart:
         for tensor in (flat, *(kept.view(torch.uint8) for kept in masks.values())):
             if layout.world_size > 1:
                 layout.broadcast(tensor, 0)
-        if (how := weights.config.reconstruction) is not None and not how.update_weights:
+        # Back to the shards: W, what was trained beside it, and the masks.
+        reconstruction = weights.config.reconstruction
+        if reconstruction is not None and not reconstruction.update_weights:
             values = {name: value for name, value in values.items() if name not in masks}
         parameters.write(values)
         for name, kept in masks.items():
@@ -219,7 +233,8 @@ class BlockStart:
 
     def _check_alone(self, block: DecoderBlock, output_BSH: Tensor, end_BH: Tensor) -> None:
         """Raise ValueError, on all ranks, where a block alone computes something else than in its model."""
-        layout, end_BH = self.weights.layout, end_BH.float()
+        layout = self.weights.layout
+        end_BH = end_BH.float()
         apart = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
         bound = _ALONE.get(self.dtype, _ALONE_IN_16_BITS)
         # What is not finite is for `solve_block` to name.
@@ -259,15 +274,15 @@ class _Inputs:
 
     @contextmanager
     def listening(self, model: nn.Module) -> Iterator[None]:
-        """While active, keep what passes of the model, which is not in training, call the blocks with."""
+        """Keep what passes of the model, which is not in training, call the blocks with."""
         training = model.training
         handles = []
         for number, module in enumerate(self._modules):
             handles += [
                 module.register_forward_pre_hook(
-                    lambda module, args, kwargs, n=number: self._called(n, module, args, kwargs), with_kwargs=True
+                    lambda module, args, kwargs, n=number: self._enter(n, module, args, kwargs), with_kwargs=True
                 ),
-                module.register_forward_hook(lambda _module, _args, output, n=number: self._returned(n, output)),
+                module.register_forward_hook(lambda _module, _args, output, n=number: self._leave(n, output)),
             ]
         model.eval()
         try:
@@ -281,12 +296,13 @@ class _Inputs:
         self.is_chain &= complete and len(self.ends) == len(self._modules)
 
     def settle(self, batches: int) -> None:
-        """After the first batch: keep both streams on the host where a GPU has no room for so many."""
-        first, size = self.dense[0], sum(hidden.nbytes for hidden in self.dense)
+        """Keep both streams on the host where a GPU has no room for so many batches as large as the first one."""
+        first = self.dense[0]
+        size = sum(hidden.nbytes for hidden in self.dense)
         if first.is_cuda and 2 * batches * size > _ON_DEVICE * torch.cuda.mem_get_info(first.device)[0]:
             self.dense.to_host()
 
-    def _called(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
         by_name = dict(zip(names, args, strict=False)) | kwargs
         hidden = by_name.pop(names[0])
@@ -295,10 +311,10 @@ class _Inputs:
             self.arguments.append([])
         elif not self.ends[1:] and (self._last is None or not torch.equal(hidden, self._last)):
             self.is_chain = False
-        arguments = {key: self._kept(value) for key, value in by_name.items()}
+        arguments = {key: self._to_keep(value) for key, value in by_name.items()}
         self.arguments[-1].append(shared_arguments(arguments, self._known))
 
-    def _returned(self, number: int, output: Any) -> None:
+    def _leave(self, number: int, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         if len(self.arguments) == 1:
             self.ends.append(hidden[:, -1].detach().clone())
@@ -306,14 +322,16 @@ class _Inputs:
         else:
             self._last = None
 
-    def _kept(self, value: Any) -> Any:
-        """An argument as a block is called with it again: no cache of keys and values, and no 16 bits that an fp32
-        block would not take."""
+    def _to_keep(self, value: Any) -> Any:
+        """Return an argument as a block is called with it again.
+
+        It has no cache of keys and values, and no 16 bits that an fp32 block would not take.
+        """
         if isinstance(value, Tensor):
             value = value.detach()
             return value.float() if self._in_16_bits and value.is_floating_point() else value
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self._kept, value))
+            return type(value)(map(self._to_keep, value))
         return None if isinstance(value, Cache) else value
 
 
@@ -322,28 +340,28 @@ class _Stream(MutableSequence[Tensor]):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._held: list[Tensor] = []
+        self._hidden: list[Tensor] = []
         self._device: torch.device | None = None
         self._on_host = False
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._hidden)
 
     def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
         """Return the hidden states where they are computed with."""
-        return self._held[number].to(self._device, non_blocking=True)
+        return self._hidden[number].to(self._device, non_blocking=True)
 
     def __setitem__(self, number: int, hidden: Tensor) -> None:  # type: ignore[override]
         """Overwrite in place: what is pinned is read again in the order of the device's work."""
-        self._held[number].copy_(hidden, non_blocking=True)
+        self._hidden[number].copy_(hidden, non_blocking=True)
 
     def __delitem__(self, number: int) -> None:  # type: ignore[override]
-        del self._held[number]
+        del self._hidden[number]
 
     def insert(self, number: int, hidden: Tensor) -> None:
         """Add a copy."""
         self._device = hidden.device
-        self._held.insert(number, self._home(hidden.detach().to(self._dtype, copy=True)))
+        self._hidden.insert(number, self._home(hidden.detach().to(self._dtype, copy=True)))
 
     def copy(self) -> _Stream:
         """Return another stream of the same hidden states."""
@@ -356,7 +374,7 @@ class _Stream(MutableSequence[Tensor]):
     def to_host(self) -> None:
         """Keep what is here, and what comes, in pinned memory of the host."""
         self._on_host = True
-        self._held = [self._home(hidden) for hidden in self._held]
+        self._hidden = [self._home(hidden) for hidden in self._hidden]
 
     def _home(self, hidden: Tensor) -> Tensor:
         return hidden.cpu().pin_memory() if self._on_host else hidden
