@@ -49,5 +49,5 @@ def suggest_intact_checkpoint(folder: Path) -> Iterator[None]:
         if not siblings:
             raise
         intact = next((sibling for sibling in reversed(siblings) if verify_checkpoint(sibling).complete), None)
-        advice = f"the newest whole one beside it is {intact}" if intact else "no other one beside it is whole"
+        advice = f"the newest intact one beside it is {intact}" if intact else "no other one beside it is intact"
         raise ValueError(f"{error}; {advice}") from None

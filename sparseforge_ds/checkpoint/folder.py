@@ -107,7 +107,7 @@ def find_checkpoint(path: str | Path) -> Path:
     require_saved(path)
     raise ValueError(
         f"{path}: holds no checkpoint (no step_* folder, no latest file, no *_model_states.pt, no checkpoint-N of a "
-        "Trainer that is whole)"
+        "Trainer that is complete)"
     )
 
 

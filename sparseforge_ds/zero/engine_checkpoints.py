@@ -66,10 +66,10 @@ def carry_state(
         everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states
         if not everything or load_module_only or custom_load_fn is not None:
             raise ValueError(
-                "engine.load_checkpoint: a run with masks is continued whole, with its optimizer states, its scheduler "
-                "and every weight: leave out load_module_strict, load_optimizer_states, load_lr_scheduler_states, "
-                "load_module_only and custom_load_fn; to start from the weights alone, export them with "
-                "`sparseforge consolidate` and load that model"
+                "engine.load_checkpoint: a run with masks is continued in full, with its optimizer states, its "
+                "scheduler and every weight: leave out load_module_strict, load_optimizer_states, "
+                "load_lr_scheduler_states, load_module_only and custom_load_fn; to start from the weights alone, "
+                "export them with `sparseforge consolidate` and load that model"
             )
         checkpoint = together(layout, lambda: _read(_resolve_checkpoint(Path(load_dir), tag), layout))
         restore(checkpoint)

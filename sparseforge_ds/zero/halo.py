@@ -31,7 +31,7 @@ class Span:
 
 
 class HaloExchange:
-    """Completes the shards of this rank to whole groups."""
+    """Exchange that completes the shards of this rank to whole groups."""
 
     def __init__(self, layout: ShardLayout, shards: dict[str, Shard], periods: dict[str, int]) -> None:
         """Plan the exchange. Collective.

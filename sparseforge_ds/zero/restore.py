@@ -82,15 +82,16 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
 
 
 def together(layout: ShardLayout, work: Callable[[], T]) -> T:
-    """The result of every rank's own work, or the first ValueError on all of them. Collective."""
-    result, problem = None, None
+    """Return the result of this rank's `work`, or raise the first ValueError of any rank on all ranks. Collective."""
+    result = None
+    problem = None
     try:
         result = work()
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         problem = str(error)
-    for told in layout.all_gather_object(problem):
-        if told is not None:
-            raise ValueError(told)
+    for message in layout.all_gather_object(problem):
+        if message is not None:
+            raise ValueError(message)
     return cast(T, result)
 
 

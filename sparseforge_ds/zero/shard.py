@@ -30,7 +30,7 @@ class Shard:
     name: str
     """Parameter name in the model."""
     shape: tuple[int, ...]
-    """Shape of the whole weight."""
+    """Shape of the full weight."""
     start: int
     """First element on this rank, counted in the flattened weight."""
     stop: int

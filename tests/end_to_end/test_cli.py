@@ -153,7 +153,7 @@ def test_consolidate_names_a_whole_checkpoint(
     file.unlink() if damage == "missing" else file.write_bytes(content)
     assert main(["consolidate", str(damaged), str(tmp_path / "out"), "--skip_proof"]) == 2
     whole = damaged / "checkpoints" / "step_000003"
-    assert capsys.readouterr().err.endswith(f"; the newest whole one beside it is {whole}\n")
+    assert capsys.readouterr().err.endswith(f"; the newest intact one beside it is {whole}\n")
     assert main(["consolidate", str(whole), str(tmp_path / "out"), "--skip_proof"]) == 0
 
 

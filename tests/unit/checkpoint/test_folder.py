@@ -67,7 +67,7 @@ def test_the_newest_complete_checkpoint_of_a_trainer_is_found(tmp_path: Path) ->
     assert newest_trainer_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert find_checkpoint(tmp_path) == tmp_path / "checkpoint-10" / "global_step1"
     (tmp_path / "model").mkdir()
-    with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is whole"):
+    with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is complete"):
         find_checkpoint(tmp_path / "model")
 
 
