@@ -227,5 +227,6 @@ def _kind(hint: Any) -> str:
 
 
 def _linked(text: str) -> str:
-    """With every mention of an equation a link."""
+    """Turn every mention of an equation or of a page of the site into a link."""
+    text = re.sub(r"\bdocs/([\w/-]+)\.md", r"[\1](../\1.md)", text)
     return re.sub(r"(?:design )?(eqs?\. [\d,; -]*\d)", r"[\1](../concepts/equations.md)", text)

@@ -57,7 +57,8 @@ class SparseForgeConfig:
     """Patterns of weight names that stay dense; they win over `include`."""
     allow_dense: tuple[str, ...] = ()
     """Patterns of names of linear weights that the family table does not know and that may stay dense. The launcher's
-    `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern."""
+    `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern
+    (docs/guides/families.md)."""
     seed: int = 0
     """Seed of probes and of samples of a mask."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)

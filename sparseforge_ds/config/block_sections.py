@@ -25,7 +25,10 @@ _LEAST_STEPS = 16
 
 @dataclass(frozen=True)
 class CurvatureConfig:
-    """Estimate of the Hessian's diagonal, the curvature H of the score (eq. 2 and 3)."""
+    """Estimate of the Hessian's diagonal, the curvature H of the score (eq. 2 and 3).
+
+    docs/concepts/curvature.md compares the estimates.
+    """
 
     decay: float = 0.9
     """Decay of the running mean per measurement, 0 <= decay < 1; the mean is bias-corrected as Adam's moments are."""
@@ -75,6 +78,7 @@ class LowRankConfig:
     """Low-rank branch beside every pruned layer, SLoRB: y = x (w^T + P^T B^T) (eq. 13).
 
     B is learned. P is a fixed sum over runs of `k` inputs, so that the rank is in/k, rounded up; or P is learned too.
+    docs/concepts/low-rank.md has the details.
     """
 
     k: int = 16
@@ -123,7 +127,7 @@ class HiddenConfig:
     """Distillation of hidden states, in addition to logits.
 
     The loss is the squared distance between the outputs of a student's and a teacher's layer, over the squared length
-    of the teacher's, averaged over tokens and layers.
+    of the teacher's, averaged over tokens and layers. docs/guides/closer.md says what it brings.
     """
 
     weight: float = 1.0
@@ -202,7 +206,7 @@ class StartConfig:
     """Start that is trained block by block, before the first step.
 
     Each decoder block gets its mask, and its kept weights are trained to give the dense block's outputs, before the
-    next block follows.
+    next block follows. docs/concepts/schedule.md describes it, and docs/guides/closer.md says what it brings.
     """
 
     mask: StartMask | None = None
@@ -256,7 +260,10 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Measurements for the log beyond the loss, each every so many optimizer steps; 0: never."""
+    """Measurements for the log beyond the loss, each every so many optimizer steps; 0: never.
+
+    docs/guides/watching.md shows them.
+    """
 
     histograms_every: int = 0
     """Steps between histograms of mask and curvature, one per matrix; 0: none."""

@@ -83,7 +83,7 @@ class RefreshedMaskConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class SrSteConfig(RefreshedMaskConfig):
-    """SR-STE as published (arXiv 2102.04010, eq. 9 and section 4): lambda_W = 2e-4 from the first step to the last."""
+    """SR-STE as published (arXiv 2102.04010, equation 9): lambda_W = 2e-4 from the first step to the last."""
 
     name: Literal["sr_ste"] = "sr_ste"
     every: int = 1

@@ -19,7 +19,8 @@ masks take the same course in runs of any length."""
 class SoftMaskConfig(MethodConfig):
     """SparseForge: soft masks by curvature, annealed until they are binary, then projected and frozen.
 
-    Times are fractions of `max_steps`, so that a preset fits every run length.
+    Times are fractions of `max_steps`, so that a preset fits every run length. docs/concepts/schedule.md shows the
+    course of every number.
     """
 
     name: Literal["sparseforge"] = "sparseforge"
