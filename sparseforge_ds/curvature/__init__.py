@@ -40,7 +40,7 @@ __all__ = [
 
 
 def estimator_of(context: EstimatorContext, config: SparseForgeConfig) -> Estimator:
-    """The estimator of elements that a config names.
+    """Build the estimator of elements that a config names.
 
     Raises:
         ValueError: it cannot work on some prunable weight.
@@ -54,7 +54,7 @@ def estimator_of(context: EstimatorContext, config: SparseForgeConfig) -> Estima
 
 
 def sums_of(context: EstimatorContext, config: SparseForgeConfig) -> SumsEstimator:
-    """The estimator of row and column sums that a config names.
+    """Build the estimator of row and column sums that a config names.
 
     Raises:
         ValueError: it cannot work on some prunable weight.

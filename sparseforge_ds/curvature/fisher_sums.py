@@ -46,35 +46,38 @@ class FisherSums(SumsEstimator):
         self._sums: AxisSums | None = None
         self._tokens: dict[str, float] = {}
         self.divisor: float | None = None
-        """What losses divide the sum over their tokens by; None where it is the number of tokens of a micro-batch."""
+        """Divisor of the sum over tokens in a loss; None where it is the number of tokens of a micro-batch."""
         self.counted: float | None = None
-        """How many tokens a micro-batch counts for, where that is not the divisor."""
+        """Tokens that a micro-batch counts for, where that is not the divisor."""
 
     def begin(self) -> None:
-        """Forget what was heard, and have room for what comes, whose losses are means over a micro-batch's tokens."""
-        self._sums, self.divisor, self.counted = self._empty.zeros(), None, None
+        """Forget what was measured, and begin with losses that are means over a micro-batch's tokens."""
+        self._sums = self._empty.zeros()
+        self.divisor = None
+        self.counted = None
         self._tokens = dict.fromkeys(self.context.shards, 0)
         self.context.expert_load.begin()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While active, every backward pass through the layers is heard. Does not communicate."""
+        """Measure in every backward pass through the layers while active. Does not communicate."""
         with ExitStack() as stack:
             if self.context.modules:
-                stack.enter_context(token_gradients(self.context.modules, self._hear))
+                stack.enter_context(token_gradients(self.context.modules, self._add))
             if self.context.fused:
-                stack.enter_context(expert_tokens(self.context.fused, self._hear_experts))
+                stack.enter_context(expert_tokens(self.context.fused, self._add_experts))
             if self._blocks:
                 stack.enter_context(block_entries(self._blocks, self._entered.__setitem__))
             yield
 
     @override
     def refresh(self, batches: ProbeBatches, step: int, probes: int) -> bool:
-        """A forward and backward pass for every pass of a batch."""
+        """Collect the sums in a forward and backward pass for every pass of a batch."""
         self.begin()
         with self.listening():
             for probe in range(probes):
-                passes, self.divisor = batches.passes(probe), divisor_of(batches, probe)
+                passes = batches.passes(probe)
+                self.divisor = divisor_of(batches, probe)
                 self.context.probe.activations(passes)
         assert self._sums is not None
         return self.context.probe.usable(self._sums.values)
@@ -82,39 +85,42 @@ class FisherSums(SumsEstimator):
     @torch.no_grad()
     @override
     def finish(self) -> tuple[AxisSums, Tensor]:
-        """0 also for a layer that was not heard on any rank."""
-        context, sums = self.context, self._sums
+        """Return the sums and how many tokens they count; 0 also for a layer without a token on any rank."""
+        context = self.context
+        sums = self._sums
         assert sums is not None
         self._sums = None
-        of_matrix = [self._tokens[name] for name, rows in context.matrices.rows.items() for _ in rows]
-        counts = torch.tensor(of_matrix, dtype=torch.float64, device=context.layout.device)
+        tokens = [self._tokens[name] for name, rows in context.matrices.rows.items() for _ in rows]
+        counts = torch.tensor(tokens, dtype=torch.float64, device=context.layout.device)
         context.layout.all_reduce(counts)
         context.expert_load.agree()
         return sums, context.expert_load.spread(context.expert_load.counted, counts)
 
-    def _hear(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-        context, tokens = self.context, grad_TO.shape[0]
-        of_batch = tokens
-        if name in context.expert_load.rows:
-            of_batch = self._entered[self._layer[name]]
+    def _add(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
+        """Add the sums of a linear layer's tokens."""
+        context = self.context
+        batch_tokens = tokens = grad_TO.shape[0]
+        if name in context.expert_load.rows:  # an expert in a list has a part of its block's tokens
+            batch_tokens = self._entered[self._layer[name]]
             if name in context.listed:
                 context.expert_load.add(context.expert_load.rows[name], tokens)
-        factor = self._factor(name, of_batch)
+        factor = self._factor(name, batch_tokens)
         assert self._sums is not None
         add_fisher_sums(grad_TO, input_TI, factor, *context.sums_of(name, self._sums))
 
     def _factor(self, name: str, tokens: int) -> float:
-        """Counts the tokens of a micro-batch, and says what squared gradients of them are to be multiplied by.
+        """Count the tokens of a micro-batch, and return the factor of squared gradients of them.
 
         The loss is a mean over tokens, and a token's own gradient is as many times as large as the mean has of them.
         """
-        of_mean = tokens if self.divisor is None else self.divisor
-        self._tokens[name] += of_mean if self.counted is None else self.counted
-        return (of_mean / self.context.probe.backward_scale) ** 2
+        divisor = tokens if self.divisor is None else self.divisor
+        self._tokens[name] += divisor if self.counted is None else self.counted
+        return (divisor / self.context.probe.backward_scale) ** 2
 
-    def _hear_experts(
+    def _add_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
     ) -> None:
+        """Add the sums of a layer's fused experts."""
         context = self.context
         context.count(layer, parameter, stop_E)
         name = f"{layer}.{parameter}"
@@ -124,7 +130,7 @@ class FisherSums(SumsEstimator):
         experts = len(context.expert_load.rows[name])
         stacked = len(context.matrices.rows[name]) // experts
         factor = self._factor(name, tokens)
-        of_axis = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
+        row_EHO, column_EHI = expert_fisher_sums(grad_SO, input_SI, stop_E, stacked)
         # The matrices of a weight lie end to end, each with its row sums before its column sums.
-        both = torch.cat(of_axis[::-1] if name in context.input_first else of_axis, dim=2).view(-1)
-        self._sums.weight_sums(name).add_(both, alpha=factor)
+        in_order = (column_EHI, row_EHO) if name in context.input_first else (row_EHO, column_EHI)
+        self._sums.weight_sums(name).add_(torch.cat(in_order, dim=2).view(-1), alpha=factor)

@@ -134,6 +134,7 @@ def expert_fisher(
     """
     outputs = grad_SO.shape[1]
     inputs = input_SI.shape[1]
+    # Rows of each expert end where those of the next begin.
     bounds = [0, *stop_E.tolist()]
     together = experts_at_once(outputs, inputs)
     for first in range(0, len(stop_E), together):

@@ -59,7 +59,8 @@ def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
         sums = _sum_moments(dense[chunk], *curvature_slice(curvature, chunk)).sum(dim=1)
         count = sums.new_full((1,), dense[chunk].numel())
         if curvature is None:
-            square, fourth = sums.split(1)
+            square = sums[:1]
+            fourth = sums[1:]
             parts.append(torch.cat((count, count, square, square, fourth, fourth, fourth)))
         else:
             parts.append(torch.cat((count, sums)))
