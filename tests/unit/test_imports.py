@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, str] = {
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
-    "sharded_weights start methods forge",
+    "sharded_weights start forge",
     "integrations": "extension_locks config checkpoint zero model data forge train",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
