@@ -49,6 +49,7 @@ class QuantizedWeights:
             self._config = QuantizationConfig(**settings)
         except (ValidationError, TypeError, KeyError) as error:
             raise ValueError(f"{folder}/config.json: its quantization_config is damaged ({error})") from None
+        # Every quantized weight has a scale beside it.
         modules = [name.removesuffix(".weight_scale") for name in tensors.specs if name.endswith(".weight_scale")]
         self._parts = {f"{module}.weight": self._stored(module) for module in modules}
         self.belongs = {

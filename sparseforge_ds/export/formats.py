@@ -1,4 +1,4 @@
-"""What a source can be exported as: written under a temporary name, proved, and renamed."""
+"""Export of a source in one of the formats: written under a temporary name, proved, and renamed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,20 @@ def export(
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
 
-    Raises ValueError, and leaves nothing behind, where the source has no such export, `out` is in use, the machine
-    cannot do the proof, or the proof fails.
+    Args:
+        source: of the weights.
+        out: folder to write; must not exist or be empty.
+        format: of the folder.
+        max_shard_size: most bytes of a file, such as "5GB".
+        workers: threads.
+        skip_proof: True for a machine that has no memory for the model.
 
-    Returns what `sparsity.json` holds; after `skip_proof`, for a machine that cannot hold the
-    model, its `proof` is null.
+    Returns:
+        The content of `sparsity.json`; its `proof` is None after `skip_proof`.
+
+    Raises:
+        ValueError: the source has no such export, `out` is in use, the machine cannot do the proof, or the proof fails.
+            Nothing is left behind.
     """
     if format not in get_args(Format):
         raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
@@ -40,6 +49,7 @@ def export(
     if not skip_proof:
         require_provable(source, packed)
     shard_bytes = parse_size(max_shard_size)
+    # The folder gets its name at the end of the block.
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)
         record = write_model(source, folder, packed, shard_bytes, workers)

@@ -1,4 +1,4 @@
-"""Whatever a user points an export at, as a `Source`."""
+"""Choice of the kind of `Source` for a path that a user gives."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from sparseforge_ds.export.source import Source
 
 
 def open_source(path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> Source:
-    """Find and check everything that an export needs, before anything is written.
+    """Open a run, a checkpoint or a model's folder, and check everything that an export needs.
 
     Args:
         path: a run's folder, one of its checkpoints, a Hugging Face folder that `consolidate` wrote or any other that
             is 2:4.
-        model: where config.json and the tokenizer are; by default the run's `model`, or the folder itself.
-        dtype: one of `DTYPES`, or auto: what config.json says.
+        model: folder of config.json and the tokenizer; by default the run's `model`, or the folder itself.
+        dtype: one of `DTYPES`, or auto for that of config.json.
+
+    Raises:
+        ValueError: the path is none of these, or is damaged.
     """
     path = Path(path)
-    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in unread_weight_files(
-        path
-    )  # the second for its error
-    plain = (path / "config.json").is_file() and has_weights
-    masked = (path / "latest").is_file()  # a checkpoint of transformers' Trainer, which has the weights beside it
-    if (plain and not masked) or (path / "sparsity.json").is_file():
+    # FolderSource says what is wrong with weights that are pickles.
+    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in unread_weight_files(path)
+    is_model = (path / "config.json").is_file() and has_weights
+    is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
+    if (is_model and not is_checkpoint) or (path / "sparsity.json").is_file():
         return FolderSource(path, model, dtype)
     return RunSource(path, model, dtype)

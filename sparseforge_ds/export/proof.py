@@ -155,6 +155,7 @@ def _run(script: str, arguments: list[str], folder: Path, scratch: str, ours: bo
     if ours:
         package = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
+    # Its last line tells what was wrong.
     command = [sys.executable, "-c", script, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, cwd=scratch, env=environment)
     if process.returncode < 0:

@@ -55,7 +55,7 @@ def filled_model(source: Source) -> Any:
             raise ValueError(f"{about} has no {name}")
         if tensor.shape != spec.shape:
             raise ValueError(f"{about} has {name} of shape {tensor.shape}, the source {spec.shape}")
-        target = state[tensor.of]
+        target = state[tensor.memory_name]
         target.view(-1)[tensor.start : tensor.stop].view(spec.shape).copy_(source.read(name))
         filled[target.data_ptr()] += tensor.stop - tensor.start
     bar.close()

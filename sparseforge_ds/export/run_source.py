@@ -139,14 +139,14 @@ class RunSource(Source):
             self._origin |= {alias: name for alias, name in aliases if name in self._origin}
         model_shapes = {name: shapes[stored_name] for name, stored_name in self._origin.items()}
         self._published = published_tensors(self.model_config.get("model_type"), model_shapes)
-        self.fused_name = {name: part.of for name, part in self._published.items() if part.of != name}
+        self.fused_name = {name: part.memory_name for name, part in self._published.items() if part.memory_name != name}
 
     def _specify(self, masked: Mapping[str, SparseWeight]) -> None:
         """Fill `specs` and `prunable`."""
         self.specs = {}
         self.prunable = {}
         for name, part in self._published.items():
-            stored_name = self._origin[part.of]
+            stored_name = self._origin[part.memory_name]
             is_buffer = stored_name in self.checkpoint.buffers
             dtype = self.checkpoint.entries[stored_name].trained_dtype if is_buffer else self.dtype
             self.specs[name] = TensorSpec(part.shape, dtype)
@@ -204,13 +204,13 @@ class RunSource(Source):
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Read elements start..stop of a published tensor, as `Checkpoint.slice` does."""
         part = self._published[name]
-        return self.checkpoint.slice(self._origin[part.of], key, part.start + start, part.start + stop)
+        return self.checkpoint.slice(self._origin[part.memory_name], key, part.start + start, part.start + stop)
 
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
         pattern = self.pattern
         part = self._published[weight.name]
-        stored_name = self._origin[part.of]
+        stored_name = self._origin[part.memory_name]
         mask, dense = read_masked(self.checkpoint, stored_name, self.released, part.start + start, part.start + stop)
         # An unfinished mask is projected.
         if not self.finished:
@@ -243,7 +243,7 @@ class RunSource(Source):
     def _scale(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """Return CAST's factor of each element, which is folded into the weights when the mask freezes; 1 without."""
         part = self._published[weight.name]
-        stored_name = self._origin[part.of]
+        stored_name = self._origin[part.memory_name]
         scale_name = f"{stored_name.rpartition('.')[0]}.{SCALE}"
         if scale_name not in self.checkpoint.shapes:
             return torch.ones(())

@@ -1,4 +1,4 @@
-"""What a model is before it has weights: sizes and shapes, from its config alone."""
+"""Models on the meta device: sizes, shapes and forward passes from a config alone, without weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.zero.expert_hooks import sees_all_tokens
 
 _ATTENTION = "sparseforge_planned"
-"""As `attn_implementation` of a transformers model."""
+"""Our `attn_implementation` of a transformers model."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of config.json for the number of routed experts."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +36,47 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model as the planner sees it. Numbers count elements unless a field says otherwise."""
+    """Sizes of a model for the planner. Numbers count elements unless a field says otherwise."""
 
     parameters: tuple[Parameter, ...]
-    """In `named_parameters` order; tied ones once."""
+    """Parameters in `named_parameters` order; tied ones once."""
     matrices: tuple[tuple[int, int, int], ...]
-    """(experts or 1, outputs, inputs) of every weight under a mask."""
+    """Sizes (experts or 1, outputs, inputs) of every weight under a mask."""
     rows_and_columns: int
-    """Of all matrices that are scored by themselves: gate and up of an expert apart."""
+    """Rows and columns of all matrices that are scored by themselves; gate and up of an expert are two."""
     input_first: bool
-    """Whether some of them are stored as (in, out)."""
+    """True if some of these matrices are stored as (in, out)."""
     largest_module: int
-    """What ZeRO-3 must gather at once at the very least."""
+    """Elements of the largest module that ZeRO-3 gathers at once."""
     active: int
-    """Parameters that one token is multiplied by: all, less the experts that it is not routed to. Llama 4's experts
-    are given all tokens, as zeros where they are not routed."""
+    """Parameters that one token is multiplied by: all but the experts that it is not routed to. Llama 4's experts get
+    all tokens, as zeros if they are not routed to them."""
     hidden: int
+    """Width of the hidden states."""
     vocabulary: int
+    """Entries of the vocabulary."""
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
     def masked(self) -> int:
-        """Parameters under a mask."""
+        """Elements of the parameters under a mask."""
         return sum(parameter.numel for parameter in self.parameters if parameter.masked)
 
     @property
     def largest(self) -> int:
-        """The largest parameter tensor."""
+        """Elements of the largest parameter."""
         return max(parameter.numel for parameter in self.parameters)
 
 
 class _Attention(torch.autograd.Function):
-    """The shapes and the memory of a fused kernel (flash attention), and no result.
+    """Attention with the shapes and the memory of a fused kernel (flash attention), but no result.
 
-    It keeps q, k, v, its output and one fp32 number a token and head for the backward pass, never a square of the
-    sequence length. A model on the meta device that runs with it looks at no numbers, which transformers' masks would.
+    It keeps q, k, v, its output and one fp32 number for each token and head for the backward pass, never a square of
+    the sequence length. On the meta device transformers' own attention would fail, since its masks depend on values.
     """
 
     @staticmethod
@@ -97,19 +100,23 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """A causal language model on the meta device, which a forward pass can be run through where its family lets it.
-    Raises ValueError for a config that no model can be made of."""
-    chosen = {} if dtype is None else {"dtype": dtype}
+    """Build a causal language model on the meta device, with our attention if its family allows that.
+
+    Raises:
+        ValueError: no model can be built from the config.
+    """
+    options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
         try:
-            try:  # transformers writes the chosen attention into the config, so it gets a copy
+            # transformers writes the attention into the config, so it gets a copy.
+            try:
                 return AutoModelForCausalLM.from_config(
-                    copy.deepcopy(config), **chosen, attn_implementation=_ATTENTION, trust_remote_code=False
+                    copy.deepcopy(config), **options, attn_implementation=_ATTENTION, trust_remote_code=False
                 )
             except KeyError as error:
-                if error.args != (_ATTENTION,):  # a family that keeps its attention classes in a table of its own
+                if error.args != (_ATTENTION,):  # some families have attention classes in a table of their own
                     raise
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **chosen, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options, trust_remote_code=False)
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"no {config.model_type} model can be made of this config.json ({reason(error)}); a size or a name in "
@@ -118,7 +125,7 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that a run would train, low-rank branches included, on the meta device."""
+    """Build the model that a run would train, with its low-rank branches, on the meta device."""
     model = bare_model(config, dtype)
     prepare(model, forge)
     for branch in branches(model).values():
@@ -128,29 +135,33 @@ def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch
 
 @contextmanager
 def without_numbers(config: PretrainedConfig) -> Iterator[None]:
-    """A model of this config runs on the meta device here. Raises ValueError where its pass looks at numbers."""
+    """Turn errors of a model that runs on the meta device in the block into a ValueError: its pass needs values."""
     try:
         yield
     except (RuntimeError, AttributeError, LookupError, TypeError) as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"a {config.model_type} model cannot be run on the meta device, where the planner measures activations: "
-            f"{why}; plan with a model of similar shape, or measure a few steps on a GPU"
+            f"{cause}; plan with a model of similar shape, or measure a few steps on a GPU"
         ) from error
 
 
 def describe(
     model: PreTrainedModel, weights: Collection[PrunableWeight], leaf_suffixes: Collection[str] = ()
 ) -> Architecture:
-    """The sizes of a model, which may have no weights: a student with its branches, or a teacher.
+    """Return the sizes of a model, a student with its branches or a teacher.
 
-    Modules with `leaf_suffixes` (`leaf_module.name_suffixes`) are gathered as a whole.
+    Args:
+        model: with or without weights.
+        weights: those under a mask.
+        leaf_suffixes: ends of the names of modules that ZeRO-3 gathers as a whole (`leaf_module.name_suffixes`).
     """
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}
+    # A token passes a share of the routed experts.
     experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    share = 1.0 if experts is None or chosen is None else chosen / experts  # of the routed experts, for one token
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    share = 1.0 if experts is None or experts_per_token is None else experts_per_token / experts
     if any(sees_all_tokens(module) for module in model.modules()):
         share = 1.0
     return Architecture(
@@ -169,6 +180,6 @@ def describe(
 
 
 def _matrices(weight: PrunableWeight) -> tuple[int, int, int]:
-    """An entry of `Architecture.matrices`."""
+    """Return the entry of `Architecture.matrices` for a weight."""
     outputs, inputs = weight.shape[-2:] if weight.input_axis == -1 else weight.shape[:-3:-1]
     return weight.numel // (outputs * inputs), outputs, inputs

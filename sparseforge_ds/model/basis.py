@@ -1,4 +1,4 @@
-"""Files in which a model's folder says that its channels were permuted, or its hidden vectors rotated."""
+"""Records in a model's folder of the permutation of its channels and the rotation of its hidden vectors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ FORMAT = 1
 
 
 def basis_of(folder: Path) -> dict[str, str]:
-    """Return the sha256 in each of the two files that a folder has.
+    """Return the sha256 in each of the two records that a folder has, by file name.
 
-    Hidden vectors of two models can be compared only if both give the same. Raises ValueError for a damaged file.
+    Hidden vectors of two models can be compared only if both have the same.
+
+    Raises:
+        ValueError: a record is damaged.
     """
     basis = {}
     for file in (PERMUTATION, ROTATION):
@@ -28,7 +31,7 @@ def basis_of(folder: Path) -> dict[str, str]:
 
 
 def keep_basis(model_folder: Path, folder: Path) -> None:
-    """Copy the files that `model_folder` has of the two into `folder`."""
+    """Copy the records of `model_folder` into `folder`."""
     for file in (PERMUTATION, ROTATION):
         if (model_folder / file).is_file():
             shutil.copyfile(model_folder / file, folder / file)

@@ -71,6 +71,7 @@ def distillation_loss(
         ValueError: shapes that do not belong together, such as two different vocabularies; a config with
             `distillation.hidden`, which needs more than logits.
     """
+    # Inputs that do not belong together give a number, but no loss.
     B, S, V = student_logits_BSV.shape
     if config.hidden is not None:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Whether the importance that is asked for can be measured in a model: known from its config, before any weight is.
+"""Check that the chosen importance can be measured in a model, before any weight is loaded.
 
-A few tokens are sent through the model on the meta device, to see which layers they pass. A layer whose weight the
-model takes by itself (Mamba's `dt_proj`), or that no text reaches (a vision tower), gets no importance.
+A few tokens pass the model on the meta device, to see which layers they reach. No importance can be measured for a
+layer whose weight the model uses without calling it (Mamba's `dt_proj`), or that no text reaches (a vision tower).
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
 
 
 def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
-    """`prunable_weights`, all of which the importance can be measured for.
+    """Return `prunable_weights`, after checking that the importance of all of them can be measured.
 
-    Raises as `prunable_weights`, and where some weight cannot be measured, with what to paste into the block. The model
-    is of `model.architecture.bare_model`; where it cannot be run without numbers, no layer is refused.
+    Args:
+        model: of `model.architecture.bare_model`. If it cannot run on the meta device, no layer is rejected.
+        config: its importance, curvature and all that decides which weights are prunable are used.
+
+    Raises:
+        ValueError: the errors of `prunable_weights`; a weight that cannot be measured, with the setting that leaves it
+            out.
     """
     weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)
@@ -38,48 +43,53 @@ def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     layers = [w.name for w in weights if not w.experts and isinstance(model.get_submodule(w.module), linear)]
     calls = _calls(model, layers)
     other = '"curvature": {"per_token": false}' if by_gradient else 'importance "magnitude"'
-    kind = model_type_of(model)
+    model_type = model_type_of(model)
 
-    def refuse(names: list[str], why: str, other: str = other) -> None:
+    def refuse(names: list[str], cause: str, other: str = other) -> None:
+        """Raise the error about these weights, with the globs that exclude them."""
         patterns = _patterns(names, {weight.name for weight in weights} - set(names))
         exclude = json.dumps([*config.exclude, *patterns])
         raise ValueError(
-            f'importance "{config.importance}" {why}; paste "exclude": {exclude} into the sparseforge block, or use '
+            f'importance "{config.importance}" {cause}; paste "exclude": {exclude} into the sparseforge block, or use '
             f"{other}"
         )
 
-    def some(names: list[str]) -> str:
-        of_all = f"({len(names)} of {len(weights)} weights to prune)"
-        return f"is measured where tokens pass a layer, and {names[0]} {of_all}"
+    def first_of(names: list[str]) -> str:
+        count = f"({len(names)} of {len(weights)} weights to prune)"
+        return f"is measured where tokens pass a layer, and {names[0]} {count}"
 
+    # Layers that no token passes.
     if missed := [name for name, count in calls.items() if count == 0]:
-        elsewhere = f"has none that they pass: a {kind} model uses it in another way, or not for text"
-        refuse(missed, f"{some(missed)} {elsewhere}")
+        cause = f"has none that they pass: a {model_type} model uses it in another way, or not for text"
+        refuse(missed, f"{first_of(missed)} {cause}")
+    # Weights of several layers.
     holders = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     if shared := [name for name in layers if holders[id(model.get_parameter(name))] > 1]:
-        of_one = f"is the weight of several layers of this {kind} model, of which one would be measured"
-        refuse(shared, f"{some(shared)} {of_one}")
-    twice = [name for name, count in calls.items() if count > 1]
-    if twice and config.importance == "hutchinson":
-        often = f"{twice[0]} ({len(twice)} in all) is called {calls[twice[0]]} times in a forward pass"
-        why = f"displaces outputs of layers that are called once, and that of {often}"
-        refuse(twice, why, 'importance "fisher"')
+        cause = f"is the weight of several layers of this {model_type} model, of which one would be measured"
+        refuse(shared, f"{first_of(shared)} {cause}")
+    # Layers whose outputs cannot be displaced one by one.
+    repeated = [name for name, count in calls.items() if count > 1]
+    if repeated and config.importance == "hutchinson":
+        first = f"{repeated[0]} ({len(repeated)} in all) is called {calls[repeated[0]]} times in a forward pass"
+        refuse(
+            repeated, f"displaces outputs of layers that are called once, and that of {first}", 'importance "fisher"'
+        )
     return weights
 
 
 def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
-    """How often tokens pass the layer of each weight; {} for a model that cannot be run without numbers."""
+    """Count how often tokens pass the layer of each weight; empty for a model that cannot run on the meta device."""
     calls = dict.fromkeys(names, 0)
 
-    def called(name: str, given: tuple[Any, ...], output: Any) -> None:
+    def count_call(name: str, inputs: tuple[Any, ...], output: Any) -> None:
         layer = model.get_submodule(name.rpartition(".")[0])
-        inputs, outputs = full_shape(layer.weight)[:: 1 if isinstance(layer, Conv1D) else -1]
-        tensors = isinstance(output, Tensor) and bool(given) and isinstance(given[0], Tensor)
-        calls[name] += tensors and (given[0].shape[-1], output.shape[-1]) == (inputs, outputs)
+        widths = full_shape(layer.weight)[:: 1 if isinstance(layer, Conv1D) else -1]
+        has_tensors = isinstance(output, Tensor) and bool(inputs) and isinstance(inputs[0], Tensor)
+        calls[name] += has_tensors and (inputs[0].shape[-1], output.shape[-1]) == widths
 
     handles = [
         model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
-            lambda _layer, args, kwargs, output, name=name: called(name, (*args, *kwargs.values()), output),
+            lambda _layer, args, kwargs, output, name=name: count_call(name, (*args, *kwargs.values()), output),
             with_kwargs=True,
         )
         for name in calls
@@ -95,10 +105,10 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
     return calls
 
 
-def _patterns(names: Iterable[str], others: Collection[str]) -> list[str]:
-    """Globs that match the names and none of the others."""
-    found: dict[str, None] = {}
+def _patterns(names: Iterable[str], kept_names: Collection[str]) -> list[str]:
+    """Return globs that match the names and none of `kept_names`."""
+    globs: dict[str, None] = {}
     for name in names:
         pattern = name_pattern(name)
-        found.setdefault(name if any(matches(other, (pattern,)) for other in others) else pattern)
-    return list(found)
+        globs.setdefault(name if any(matches(kept_name, (pattern,)) for kept_name in kept_names) else pattern)
+    return list(globs)

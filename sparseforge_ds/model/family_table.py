@@ -266,6 +266,7 @@ def register_family(
     """
     if like is not None and like not in FAMILIES:
         raise ValueError(f"register_family: like={like!r} has no rows; known families: {', '.join(FAMILIES)}")
+    # The rows of the other family come first.
     base = Family((), ()) if like is None else FAMILIES[like]
     rows = tuple(Row(row) if isinstance(row, str) else row for row in prunable)
     family = Family(

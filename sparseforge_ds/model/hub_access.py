@@ -1,4 +1,4 @@
-"""The hub of models: whether it answers, asked briefly where huggingface_hub tries for a minute; names on it."""
+"""Names on the hub of models, and a brief check that it answers, for which huggingface_hub would try for a minute."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 
 SECONDS = 5.0
+"""Time that the hub has to answer."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
 """owner/name, perhaps with a part of it."""
 
@@ -44,6 +45,6 @@ def _asked() -> str | None:
 
 
 def published_name(name: str) -> str:
-    """What others may read of a model or a text: a hub id as it is, of a path on this machine its last part."""
+    """Return the name of a model or a text for others: a hub id as it is, or the last part of a path."""
     hub = HUB_ID.fullmatch(name) and not name.startswith(".") and not Path(name).exists()
     return name if hub else Path(name).name or name

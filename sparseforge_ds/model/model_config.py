@@ -1,4 +1,4 @@
-"""The config of the model that a run names, without its weights, and whether it is one that can be trained here."""
+"""Config of the model that a run names, and the check that such a model can be trained here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
-    """The config of a model folder, a config.json, a hub id, or the embedded model; weights are not looked for.
+    """Read the config of a model, without its weights.
 
-    Configs of the models in the paper's tables are part of the package, so that they can be planned without the hub.
+    Configs of the models in the paper's tables are part of the package, so they can be planned without the hub.
+
+    Args:
+        name: a model folder, a config.json, a hub id, or the name of the embedded model.
+        flag: that named it, for messages.
+
+    Raises:
+        ValueError: there is no such config, it cannot be used, or it is of no causal language model.
     """
     path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
     if not path.exists() and name.count("/") == 1 and ".." not in name:
@@ -25,6 +32,7 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
         path = published if published.is_dir() else path
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in this folder")
+    # A name that is no path may be a hub id.
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
@@ -34,15 +42,18 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     except ValueError as error:
         if not remote:
             raise
-        why = f"neither a folder nor in the cache; {unreachable}"
-        why = str(error) if unreachable is None else f"{flag} {name}: {why}"
-        raise ValueError(f"{why}; check the name and the network, or give a model folder or its config.json") from None
+        cause = str(error)
+        if unreachable is not None:
+            cause = f"{flag} {name}: neither a folder nor in the cache; {unreachable}"
+        raise ValueError(
+            f"{cause}; check the name and the network, or give a model folder or its config.json"
+        ) from None
     require_causal(config, f"{flag} {name}")
     return config
 
 
 def require_causal(config: PretrainedConfig, who: str) -> None:
-    """Refuse what transformers has no causal language model for."""
+    """Raise ValueError, which begins with `who`, unless transformers has a causal language model for the config."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"{who}: a {config.model_type} model is no causal language model; what is trained here predicts the next "

@@ -1,4 +1,4 @@
-"""Dense models: where their folder is, whether it can be trained, and how it is loaded under each ZeRO stage."""
+"""Dense models: finding their folder, checking that they can be trained, and loading them under each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
 from sparseforge_ds.ranks import AgreedError
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LEGAL_FILES]
+"""Files of a repository that a run needs."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder with a model that was found usable."""
+    """Folder with a model that can be trained."""
 
     name: str
-    """What the user calls it."""
+    """Name of the model as the user gave it."""
     folder: Path
     config: PretrainedConfig
 
@@ -54,7 +55,7 @@ class Pretrained:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer in the folder.
+        """Tokenizer in the folder.
 
         Raises:
             ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
@@ -72,17 +73,18 @@ def find_model(name: str, flag: str) -> Pretrained:
 
     Args:
         name: a folder, a hub id, or the name of the embedded model.
-        flag: the flag that named it, for messages.
+        flag: that named it, for messages.
 
     Raises:
-        ValueError: there is no such model, its folder is incomplete or damaged, a weight is stored as no float, or it
-            is no causal language model.
+        ValueError: there is no such model, its folder is incomplete or damaged, a weight is no float, or it is no
+            causal language model.
     """
     folder = _folder(name, flag)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in {folder}; give a Hugging Face model folder")
     config = load_config(folder, f"{flag} {name}")
     require_causal(config, f"{flag} {name}")
+    # Weights in another form than a dense model's are rejected by name.
     stored = getattr(config, "quantization_config", None) or {}
     if not isinstance(stored, dict):
         raise ValueError(f"{flag} {name}: its config.json has a quantization_config that is no JSON object; remove it")
@@ -115,32 +117,33 @@ def find_model(name: str, flag: str) -> Pretrained:
 
 
 def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
-    """Raise a ValueError unless the two have as many tokens."""
-    ours, theirs = (each.config.get_text_config().vocab_size for each in (model, teacher))
-    if ours != theirs:
+    """Raise ValueError unless student and teacher have vocabularies of one size."""
+    model_size = model.config.get_text_config().vocab_size
+    teacher_size = teacher.config.get_text_config().vocab_size
+    if model_size != teacher_size:
         raise ValueError(
-            f"--teacher {teacher.name} has a vocabulary of {theirs}, --model {model.name} of {ours}; "
+            f"--teacher {teacher.name} has a vocabulary of {teacher_size}, --model {model.name} of {model_size}; "
             "distillation needs a teacher with the same tokenizer"
         )
 
 
 def empty_model(model: Pretrained) -> PreTrainedModel:
-    """The model without weights (on the meta device): names and shapes, in a moment and in no memory."""
+    """Build a model on the meta device: names and shapes, in a moment and without memory."""
     return bare_model(model.config)
 
 
 def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
-    """Compare the shapes in a model's files with those that its config gives it, where there are files.
+    """Compare the shapes in a model's files with those of its config; does nothing if there are no files.
 
     Args:
         model: student or teacher.
         flag: that names it.
-        empty: what its config describes, on any device.
+        empty: model of the config, on any device.
 
     Raises:
         ValueError: a tensor has another shape.
     """
-    if not any(model.folder.glob("model*.safetensors*")):  # a dry run may know the config only
+    if not any(model.folder.glob("model*.safetensors*")):  # a dry run needs the config alone
         return
     shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
     expected = {name: part.shape for name, part in published_tensors(model.config.model_type, shapes).items()}
@@ -154,17 +157,17 @@ def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
 
 
 def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, attention: str | None) -> None:
-    """Whether a model can be given sequences of a length, of which each of so many ranks has a part.
+    """Check that a model can take sequences of a length, and that ranks can share them.
 
     Args:
         model: student or teacher.
         flag: that names it.
         seq_length: tokens of a sequence.
-        parts: ranks that share it.
-        attention: as `--attn_implementation` says; None for what transformers chooses.
+        parts: ranks that share a sequence.
+        attention: value of `--attn_implementation`; None for the one that transformers chooses.
 
     Raises:
-        ValueError: why it cannot, and what can be done.
+        ValueError: the model cannot; the message has the cause and the cure.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and seq_length > positions:
@@ -179,15 +182,15 @@ def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, atte
 
 
 def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> None:
-    """Whether a model can compute attention as `--attn_implementation` says.
+    """Check that a model can compute attention by an implementation.
 
     Args:
         model: student or teacher.
-        implementation: the flag's value.
-        elsewhere: of another machine than this, which may have packages that this one has not.
+        implementation: value of `--attn_implementation`.
+        elsewhere: True for a run on another machine, which may have packages that this one lacks.
 
     Raises:
-        ValueError: transformers does not know it, its family has none of that kind, or a package is missing.
+        ValueError: transformers does not know it, the model's family has none of that kind, or a package is missing.
     """
     try:
         with torch.device("meta"):
@@ -208,20 +211,20 @@ def load_model(
     dtype: torch.dtype,
     partition: dict[str, Any] | None,
     model_class: Any = AutoModelForCausalLM,
-    **more: Any,
+    **options: Any,
 ) -> PreTrainedModel:
-    """A model with its weights; collective when they are partitioned.
+    """Load a model with its weights; collective if they are partitioned.
 
-    An `HfDeepSpeedConfig` that is alive has no effect on it, and keeps the one on later loads.
+    A living `HfDeepSpeedConfig` has no effect on this load, and keeps its effect on later ones.
 
     Args:
-        folder: where it is, or its hub id.
+        folder: of the model, or its hub id.
         who: its name in messages.
         dtype: of every weight.
         partition: a DeepSpeed configuration with ZeRO stage 3, to divide every weight over the ranks as it is loaded;
             None to load all of it here.
         model_class: whose `from_pretrained` loads it.
-        **more: for `from_pretrained`.
+        **options: passed to `from_pretrained`.
 
     Raises:
         AgreedError: it cannot be loaded, weights are missing in the files, or one is not finite; every rank knows.
@@ -229,17 +232,18 @@ def load_model(
     try:
         with _loading_as(partition):
             model, report = model_class.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
+                folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
             )
     except (ValueError, ImportError) as error:
         raise AgreedError(f"{who}: cannot be loaded ({reason(error)})") from None
-    except RuntimeError as error:  # of every kind, such as too little memory on one rank
+    except RuntimeError as error:  # others, such as too little memory on one rank, pass
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise AgreedError(
             f"{who}: config.json and weights do not belong together: the report above lists where shapes differ"
         ) from None
-    if missing := sorted(report["missing_keys"]):  # they are random now
+    # transformers fills weights that the files lack with random numbers.
+    if missing := sorted(report["missing_keys"]):
         raise AgreedError(
             f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
             "config.json and weights do not belong together"
@@ -253,10 +257,11 @@ def load_model(
 
 @contextlib.contextmanager
 def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
-    """`from_pretrained` inside partitions as it loads under `ds_config`, or loads whole tensors without one."""
+    """Make `from_pretrained` in the block partition the weights by `ds_config`, or load whole ones without it."""
     reference = hf_deepspeed._hf_deepspeed_config_weak_ref
     outer = None if reference is None else reference()
-    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)  # only its being alive counts
+    # transformers looks for a config that is alive.
+    inner = None if ds_config is None else HfDeepSpeedConfig(ds_config)
     if inner is None:
         hf_deepspeed.unset_hf_deepspeed_config()
     try:
@@ -270,6 +275,7 @@ def _loading_as(ds_config: dict[str, Any] | None) -> Iterator[None]:
 
 
 def _folder(name: str, flag: str) -> Path:
+    """Return the folder of a model, after downloading it if it is on the hub."""
     if name == EMBEDDED_MODEL:
         return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
     if Path(name).exists():
@@ -289,8 +295,8 @@ def _folder(name: str, flag: str) -> Path:
             )
         )
     except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        why = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
+        cause = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
         raise ValueError(
-            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({why}); "
+            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({cause}); "
             "check the name and the network, or give a folder"
         ) from None

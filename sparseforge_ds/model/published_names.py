@@ -17,8 +17,8 @@ from sparseforge_ds.model.families import FAMILIES
 class PublishedTensor:
     """Place of a published tensor in the model."""
 
-    of: str
-    """Name of the model's tensor."""
+    memory_name: str
+    """Name of the model's tensor in memory that it is a part of."""
     start: int
     """Index of its first element in that tensor, flat."""
     shape: tuple[int, ...]

@@ -115,6 +115,7 @@ def check_globs(
     for glob in globs:
         if fnmatch.filter(names, glob):
             continue
+        # The glob names something else, or nothing at all.
         if matched := fnmatch.filter(all_names, glob):
             more = f" (and {len(matched) - 1} more)" if len(matched) > 1 else ""
             raise ValueError(

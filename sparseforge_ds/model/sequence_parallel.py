@@ -1,7 +1,7 @@
-"""Whether the sequences of a model can be divided over ranks, told by running it on the meta device.
+"""Check that the sequences of a model can be divided over ranks, by running it on the meta device.
 
-DeepSpeed's Ulysses exchanges tokens for heads where a model calls the attention that transformers gives it, and drops
-its mask. So that has to be all that connects the tokens of a sequence, and causal order the only mask.
+DeepSpeed's Ulysses exchanges tokens for heads when a model calls transformers' attention, and drops its mask. So
+nothing but attention may connect the tokens of a sequence, and causal order must be the only mask.
 """
 
 from __future__ import annotations
@@ -22,36 +22,47 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparseforge_ds.model.architecture import bare_model, without_numbers
 
 Attention = Callable[..., tuple[Tensor, None]]
-_TRIED = 8
-"""Tokens of the pass that is watched."""
-_OF_TOKENS = {"position_ids", "attention_mask"}
-"""Tensors that attention may be given beside queries, keys and values."""
+_PROBE_TOKENS = 8
+"""Tokens of the pass that is observed."""
+_TOKEN_ARGUMENTS = {"position_ids", "attention_mask"}
+"""Tensors that attention may get beside queries, keys and values."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a layer hands to its attention."""
+    """Arguments of a layer's attention."""
 
     heads: int
+    """Heads of queries."""
     groups: int
+    """Heads of keys and values."""
     widths: tuple[int, int, int]
-    """Of a query, a key and a value."""
+    """Width of a query, a key and a value."""
     more: dict[str, Any]
+    """All other arguments, by name."""
 
 
 def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attention: str | None = None) -> None:
-    """Refuse a model whose sequences `parts` ranks cannot share: the ValueError says why, and what can be done."""
+    """Raise ValueError, with the cure, if ranks cannot share the sequences of a model.
+
+    Args:
+        config: of the model.
+        parts: ranks that share a sequence.
+        seq_length: tokens of a sequence.
+        attention: implementation; None for the one that transformers chooses.
+    """
     if seq_length % parts:
-        near = seq_length // parts * parts or parts
-        raise ValueError(f"--seq_length {seq_length} is not a multiple of {parts}; use {near} or {near + parts}")
+        below = seq_length // parts * parts or parts
+        raise ValueError(f"--seq_length {seq_length} is not a multiple of {parts}; use {below} or {below + parts}")
     implementation = attention or default_attention(config)
     if implementation != "sdpa" and "flash" not in implementation:
         raise ValueError(f"its attention is {implementation}, and sdpa and flash attention alone can be divided")
     model = bare_model(config, torch.bfloat16).eval()
     text = config.get_text_config()
     _check_positions(text, seq_length)
+    # A pass on the meta device shows which layers call attention, and how.
     with without_numbers(config), _calls(model) as calls:
-        model(input_ids=torch.zeros(1, _TRIED, dtype=torch.long, device="meta"), use_cache=False)
+        model(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
     layers = int(text.num_hidden_layers)
     mixing = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
     if len(calls) != layers or mixing is not None:
@@ -65,6 +76,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
         raise ValueError("it takes no position_ids, which say where a part of a sequence lies")
     for call in calls:
         _check_call(call, parts, seq_length, flash=implementation != "sdpa")
+    # A balance loss is not the sum of those of parts.
     if getattr(config, "output_router_logits", False) or (
         config.model_type == "deepseek" and getattr(config, "aux_loss_alpha", 0)
     ):
@@ -76,6 +88,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
 
 
 def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
+    """Raise ValueError if the heads of a layer cannot be exchanged, or its attention needs more than causal order."""
     if call.heads % parts or (call.groups % parts and parts % call.groups):
         sound = [n for n in range(2, call.heads + 1) if not (call.heads % n or (call.groups % n and n % call.groups))]
         raise ValueError(
@@ -95,29 +108,30 @@ def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
             f"its attention has a sliding window of {window} tokens, which sdpa has as a mask, and masks are not "
             f"exchanged; use --seq_length {window} or less"
         )
-    held = [name for name, value in call.more.items() if isinstance(value, Tensor) and name not in _OF_TOKENS]
-    if held:
+    tensors = [name for name, value in call.more.items() if isinstance(value, Tensor)]
+    unexpected = [name for name in tensors if name not in _TOKEN_ARGUMENTS]
+    if unexpected:
         raise ValueError(
-            f"its attention takes {', '.join(held)} beside queries, keys and values, for all heads at once"
+            f"its attention takes {', '.join(unexpected)} beside queries, keys and values, for all heads at once"
         )
 
 
 def _check_positions(text: PretrainedConfig, seq_length: int) -> None:
-    """Whether positions and masks are those of a whole sequence, whatever part of it is at hand."""
+    """Raise ValueError if positions or masks of a part differ from those of the same tokens in the whole sequence."""
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk is not None and chunk < seq_length:
         raise ValueError(f"its attention is by chunks of {chunk} tokens; use --seq_length {chunk} or less")
     rotary = getattr(text, "rope_parameters", None) or {}
-    for each in (rotary, *(value for value in rotary.values() if isinstance(value, dict))):
-        if each.get("rope_type") in ("dynamic", "longrope"):
+    for settings in (rotary, *(value for value in rotary.values() if isinstance(value, dict))):
+        if settings.get("rope_type") in ("dynamic", "longrope"):
             raise ValueError(
-                f"its rotary positions are {each['rope_type']}: they depend on the length of the sequence, of which a "
-                "rank sees a part"
+                f"its rotary positions are {settings['rope_type']}: they depend on the length of the sequence, of "
+                "which a rank sees a part"
             )
 
 
 def default_attention(config: PretrainedConfig) -> str:
-    """The attention that transformers chooses for a model as it is loaded."""
+    """Return the attention implementation that transformers chooses for a model when it loads it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     return str(model.config._attn_implementation)
@@ -125,40 +139,42 @@ def default_attention(config: PretrainedConfig) -> str:
 
 @contextmanager
 def _calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
-    """While active, collects what the layers of a model hand to their attention."""
-    found: list[_Call] = []
+    """Collect the arguments of every call of a model's attention in the block."""
+    calls: list[_Call] = []
 
-    def watched(
+    def record(
         attend: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
     ) -> Any:
         widths = query.shape[-1], key.shape[-1], value.shape[-1]
-        found.append(_Call(query.shape[1], key.shape[1], widths, more))
+        calls.append(_Call(query.shape[1], key.shape[1], widths, more))
         return attend(module, query, key, value, *args, **more)
 
-    with _attending(model, watched):
-        yield found
+    with _wrapped_attention(model, record):
+        yield calls
 
 
 @contextmanager
 def exchanged(model: PreTrainedModel, parts: int) -> Iterator[None]:
-    """While active, attention on the meta device has the memory of DeepSpeed's exchange of tokens for heads."""
+    """Give attention on the meta device, in the block, the memory of DeepSpeed's exchange of tokens for heads."""
 
-    def attend(attend: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        output_BSHD, nothing = attend(module, *(_to_heads(each, parts) for each in (query, key, value)))
-        B, part, (H, D) = query.shape[0], query.shape[2], output_BSHD.shape[2:]
+    def exchange(attend: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        # All tokens of some heads, attention on them, and then all heads of some tokens.
+        output_BSHD, weights = attend(module, *(_to_heads(part_BHSD, parts) for part_BHSD in (query, key, value)))
+        B, _heads, part, _width = query.shape
+        H, D = output_BSHD.shape[2:]
         own_PSBHD = output_BSHD.transpose(0, 1).reshape(parts, part, B, H, D)
         part_PSBHD = _Exchange.apply(own_PSBHD)  # type: ignore[no-untyped-call]
-        return part_PSBHD.permute(2, 1, 0, 3, 4).reshape(B, part, H * parts, D), nothing
+        return part_PSBHD.permute(2, 1, 0, 3, 4).reshape(B, part, H * parts, D), weights
 
-    with _attending(model, attend) if parts > 1 else nullcontext():
+    with _wrapped_attention(model, exchange) if parts > 1 else nullcontext():
         yield
 
 
 @contextmanager
-def _attending(model: PreTrainedModel, around: Callable[..., Any]) -> Iterator[None]:
-    """While active, `around(attention, ...)` is called in the place of a model's attention."""
+def _wrapped_attention(model: PreTrainedModel, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Call `wrapper(attention, ...)` in the place of a model's attention in the block."""
     name = model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS[name] = partial(around, ALL_ATTENTION_FUNCTIONS[name])
+    ALL_ATTENTION_FUNCTIONS[name] = partial(wrapper, ALL_ATTENTION_FUNCTIONS[name])
     try:
         yield
     finally:
@@ -166,7 +182,7 @@ def _attending(model: PreTrainedModel, around: Callable[..., Any]) -> Iterator[N
 
 
 def _to_heads(part_BHSD: Tensor, parts: int) -> Tensor:
-    """(B, H, S, D) of the tokens of a rank -> (B, H / parts, S * parts, D), with the copies on the way."""
+    """Exchange tokens for heads, (B, H, S, D) -> (B, H / parts, S * parts, D), with the copies that it takes."""
     if part_BHSD.shape[1] < parts:
         part_BHSD = part_BHSD.repeat_interleave(parts // part_BHSD.shape[1], dim=1)
     B, H, S, D = part_BHSD.shape
@@ -177,11 +193,11 @@ def _to_heads(part_BHSD: Tensor, parts: int) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """The shapes of an all-to-all."""
+    """All-to-all that has shapes and memory, but no values."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor) -> Tensor:
-        return torch.empty_like(given)
+    def forward(ctx: Any, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Tensor:

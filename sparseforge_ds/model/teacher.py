@@ -1,4 +1,4 @@
-"""The frozen dense model that a student is distilled from: partitioned by ZeRO-3 inference, or whole on every rank."""
+"""Frozen dense model that a student is distilled from: partitioned by ZeRO-3 inference, or whole on every rank."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class Teacher:
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.model = model
         self._layers = compared_layers(model, config.hidden) if config.hidden else []
+        # An engine of its own partitions the weights, or every rank keeps them all.
         self._module: nn.Module
         if config.hold == "zero3":
-            if model.config.model_type in FAMILIES:  # a dense teacher may be of any other
+            if model.config.model_type in FAMILIES:  # a dense teacher may be of a family without rows
                 set_z3_leaf_modules_by_name(model, leaf_modules(model))
             self._module, *_ = deepspeed.initialize(model=model, config=teacher_ds_config(ds_config))
         else:
@@ -61,7 +62,7 @@ class Teacher:
                     'distillation.hold = "replicated", but the teacher was partitioned by ZeRO-3 as it was loaded; '
                     'load it with Teacher.from_pretrained, or set "hold": "zero3"'
                 )
-            for parameter in model.parameters():  # not buffers: rotary frequencies stay fp32, as DeepSpeed keeps them
+            for parameter in model.parameters():  # rotary frequencies, which are buffers, stay fp32 as in DeepSpeed
                 parameter.data = parameter.data.to(_dtype(ds_config))
             self._module = model.to(get_accelerator().current_device_name())
         self._module.eval()
@@ -75,31 +76,28 @@ class Teacher:
         model_class: Any = AutoModelForCausalLM,
         **kwargs: Any,
     ) -> Teacher:
-        """Load a teacher the way it will be held: partitioned as it loads with `hold="zero3"`, whole otherwise.
+        """Load a teacher in the layout that it keeps: partitioned with `hold="zero3"`, whole otherwise.
 
         Args:
             path: folder or hub id.
             config: its `hold` is used.
             ds_config: the student's DeepSpeed configuration.
-            model_class: whose `from_pretrained` loads it; the student's own where that is no causal language model.
-            **kwargs: for `from_pretrained`; `dtype` is the student's unless given,
-                and no code of the teacher's own is run.
+            model_class: whose `from_pretrained` loads it; the student's own if that is no causal language model.
+            **kwargs: passed to `from_pretrained`; `dtype` is the student's by default. No code of the teacher's own is
+                run.
 
         Raises:
             ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
-        given = {"dtype": _dtype(ds_config), **kwargs}
-        return cls(
-            load_model(path, f"teacher {path}", partition=partition, model_class=model_class, **given),
-            config,
-            ds_config,
-        )
+        options = {"dtype": _dtype(ds_config), **kwargs}
+        model = load_model(path, f"teacher {path}", partition=partition, model_class=model_class, **options)
+        return cls(model, config, ds_config)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """(B, S) token ids -> (B, S, V) logits without a gradient; collective with `hold="zero3"`.
+        """Return logits (B, S, V) without a gradient; collective with `hold="zero3"`.
 
         Args:
             input_ids: (B, S) token ids.
@@ -110,16 +108,18 @@ class Teacher:
 
     @torch.no_grad()
     def hidden_states(self, input_ids: Tensor, **inputs: Any) -> Tensor:
-        """(B, S) token ids -> (B, S, H) final hidden states, which the head makes logits of; collective like a call.
+        """Return the final hidden states (B, S, H), which are the head's input, of token ids (B, S).
+
+        It is collective with `hold="zero3"`.
 
         Raises:
-            NonlinearHeadError: the model scales or caps its logits, so that hidden states and head are not all of it.
+            NonlinearHeadError: the model scales or caps its logits behind the head.
         """
         return hidden_states(self.model, lambda: self._run(input_ids, inputs))
 
     @contextmanager
     def captured(self) -> Iterator[list[Tensor] | None]:
-        """While active, collects the hidden states of a pass that are distilled; None where none are."""
+        """Collect the hidden states of the pass in the block that are distilled; yields None if none are."""
         if not self._layers:
             yield None
             return
@@ -131,7 +131,7 @@ class Teacher:
 
     @contextmanager
     def targets(self, micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[Target]]:
-        """What the teacher says of all micro-batches of a step, and its head, gathered while this is active.
+        """Run the teacher on all micro-batches of a step; its head stays gathered in the block.
 
         The model runs over `micro_batches_at_once`, so that its weights are gathered once, or a few times, a step. With
         `distillation.hidden` the states of its layers are kept too: give it one micro-batch at a time.
@@ -152,15 +152,18 @@ class Teacher:
         at_once = micro_batches_at_once(batch * length)
         hidden: list[tuple[Tensor, list[Tensor] | None]] = []
         for first in range(0, len(micro_batches), at_once):
-            together = micro_batches[first : first + at_once]
-            inputs = together[0]
-            if len(together) > 1:
-                inputs = {key: torch.cat([each[key] for each in together]) for key in inputs}
+            # Several micro-batches pass the model as one.
+            group = micro_batches[first : first + at_once]
+            inputs = group[0]
+            if len(group) > 1:
+                inputs = {key: torch.cat([micro_batch[key] for micro_batch in group]) for key in inputs}
             with self.captured() as states:
                 final = self.hidden_states(**inputs).split(batch)
-            by_batch = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
-            hidden += [(mine, list(each) or None) for mine, each in zip(final, by_batch, strict=True)]
-            del states, final, by_batch  # what the backward pass lets go of is to be free then
+            layers = zip(*(state.split(batch) for state in states), strict=True) if states else [()] * len(final)
+            for hidden_BSH, layers_BSH in zip(final, layers, strict=True):
+                hidden.append((hidden_BSH, list(layers_BSH) or None))
+            # The backward pass frees the states, unless a name here keeps them.
+            del states, final, layers, hidden_BSH, layers_BSH
         layer = head_of(self.model)
         with deepspeed.zero.GatheredParameters(list(layer.parameters(recurse=False))):
             head = Head(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
@@ -186,11 +189,11 @@ _ZERO3_KEYS = (
     "leaf_module",
     "zero_quantized_nontrainable_weights",
 )
-"""What a teacher takes over from the student's `zero_optimization`: how weights are partitioned and gathered."""
+"""Keys of the student's `zero_optimization` for a teacher: the ways in which weights are partitioned and gathered."""
 
 
 def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed configuration of a teacher under ZeRO-3 inference: the student's dtype and gathering, no optimizer."""
+    """Return the DeepSpeed config of a teacher under ZeRO-3, with the student's dtype and gathering."""
     zero = {
         key: value
         for key, value in ds_config.get("zero_optimization", {}).items()
@@ -204,7 +207,7 @@ def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """The dtype in which DeepSpeed computes under this configuration."""
+    """Return the dtype in which DeepSpeed computes with a config."""
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
         enabled = ds_config.get(key, {}).get("enabled", False)
         if not isinstance(enabled, bool):

@@ -297,6 +297,7 @@ class _Progress:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{folder}: another process is at work in it; wait for it, or give another OUT") from None
+        # Results of other settings are not mixed with those of this run.
         if path.is_file():
             if changed := differences(read_json(path), identity, "prune"):
                 raise ValueError(

@@ -34,7 +34,7 @@ class StoredPart:
 
     name: str
     """Name in the files."""
-    of: str
+    memory_name: str
     """Name in memory."""
     start: int
     """Index of its first element in memory, flat."""
@@ -73,7 +73,7 @@ class DenseModel:
         self.parts = self._match()
         self._parts_of: dict[str, list[StoredPart]] = {}
         for part in self.parts.values():
-            self._parts_of.setdefault(part.of, []).append(part)
+            self._parts_of.setdefault(part.memory_name, []).append(part)
 
     def load(self, prefix: str, device: torch.device, but: str | None = None, read: Reader | None = None) -> None:
         """Fill all parameters and buffers whose names begin with `prefix`, and not with `but`, in fp32.
@@ -117,7 +117,7 @@ class DenseModel:
         """Return the parameters below a prefix with the names, shapes and dtypes of the files."""
         parameters = {name: value for name, value in self.module.named_parameters() if name.startswith(prefix)}
         parts = [part for name in parameters for part in self._parts_of[name]]
-        return {part.name: self._part(parameters[part.of], part) for part in parts}
+        return {part.name: self._part(parameters[part.memory_name], part) for part in parts}
 
     def _part(self, value: Tensor, part: StoredPart) -> Tensor:
         count = torch.Size(part.shape).numel()
@@ -161,7 +161,9 @@ class DenseModel:
         Files may use published names, the model's own, or those without the prefix of the base model.
         """
         model_type: Any = self.stored_config.get("model_type")
-        tensors = {name: (part.of, part.start) for name, part in published_tensors(model_type, self._shapes).items()}
+        tensors = {
+            name: (part.memory_name, part.start) for name, part in published_tensors(model_type, self._shapes).items()
+        }
         tensors |= {name: (name, 0) for name in self._shapes}
         inner = f"{self.module.base_model_prefix}."
         tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}

@@ -49,14 +49,17 @@ class PrunedSource(Source):
         self.dtype = dtype
         self.unused = dense.unused
         self.branches = {}
+        # Weights have other names in memory than in the files.
         self.specs = dict(dense.specs)
         axes = {weight.name: weight.input_axis for weight in weights}
         self.prunable = {
-            part.name: SparseWeight(part.name, part.shape, axes[part.of])
+            part.name: SparseWeight(part.name, part.shape, axes[part.memory_name])
             for part in dense.parts.values()
-            if part.of in axes
+            if part.memory_name in axes
         }
-        self.fused_name = {part.name: part.of for part in dense.parts.values() if part.of != part.name}
+        self.fused_name = {
+            part.name: part.memory_name for part in dense.parts.values() if part.memory_name != part.name
+        }
         self.record = {"format": 1, "dtype": str(dtype).removeprefix("torch."), "pattern": str(pattern), **record}
 
     @override

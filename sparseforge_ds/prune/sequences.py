@@ -36,6 +36,7 @@ def read_sequences(
         seq_length = min(LENGTH, positions)
     if not 2 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    # Documents are tokenised until there are enough tokens.
     documents = texts_of(text)
     ids: list[int] = []
     while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):

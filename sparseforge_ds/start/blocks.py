@@ -133,6 +133,7 @@ def _captured(
     """
     calls: list[tuple[Tensor, dict[str, Any]]] = []
 
+    # Hidden states that go from block to block as they are stay the same object.
     def called(hidden: Tensor, arguments: dict[str, Any]) -> Any:
         if calls and hidden is not calls[0][0]:
             raise _AllCalledError

@@ -44,7 +44,7 @@ def branches_of(
     return source
 
 
-def test_block_sum_by_hand() -> None:
+def test_block_sum_has_ones_for_each_run() -> None:
     assert block_sum(6, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
     assert block_sum(5, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
 
@@ -74,7 +74,7 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str, lear
     assert (expected - without).abs().max() > 0.1
 
 
-def test_files(tmp_path: Path) -> None:
+def test_an_adapter_is_the_two_files_of_peft(tmp_path: Path) -> None:
     layers = CASES["llama"]
     zeros = {f"{n}.low_rank_b": torch.zeros(out, rank, dtype=torch.bfloat16) for n, (out, _, rank) in layers.items()}
     write_adapter(branches_of(zeros, layers, -1, torch.bfloat16), tmp_path)

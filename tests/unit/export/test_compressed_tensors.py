@@ -53,7 +53,9 @@ def quantized(folder: Path, format: str, violations: int = 0) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_survived(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_counts_groups_that_quantization_broke(
+    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = quantized(tmp_path / "good", format)
     assert main(["verify", str(good)]) == 0
     assert (
@@ -70,7 +72,7 @@ def test_what_survived(format: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [(row.name, row.violations) for row in check_folder(spoiled, NM(2, 4)).rows if row.violations] == [(DOWN, 3)]
 
 
-def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = quantized(tmp_path, "pack-quantized")
     config, tensors = (made / "config.json").read_text(), load_file(made / "model.safetensors")
     packed = DOWN + "_packed"
@@ -96,7 +98,7 @@ def test_what_was_pruned_and_not_quantized_needs_no_library(tmp_path: Path, monk
     assert report.ok and not report.quantized
 
 
-def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     config = json.loads((made / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}

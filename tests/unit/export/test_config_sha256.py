@@ -30,7 +30,7 @@ def test_a_config_of_another_model_is_refused(change: dict[str, object]) -> None
         check_config(Path("m"), {**CONFIG, **change}, expected)
 
 
-def test_it_survives_the_file() -> None:
+def test_the_hash_survives_the_file() -> None:
     assert config_sha256(json.loads(json.dumps(CONFIG))) == config_sha256(CONFIG)
 
 

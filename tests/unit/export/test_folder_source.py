@@ -34,7 +34,7 @@ def prune(folder: Path, names: list[str], axis: int = -1) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_packed24_of_a_folder_from_elsewhere(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_from_elsewhere_can_be_packed(tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_dense(tmp_path / "elsewhere", family, "bfloat16")
     names = [row.name for row in check_folder(tmp_path / "elsewhere", NM(2, 4)).rows]
     tensors = prune(tmp_path / "elsewhere", names, -2 if family == "gpt2" else -1)
@@ -84,7 +84,7 @@ def test_names_without_that_of_the_inner_model(tmp_path: Path, format: str) -> N
     assert main(["verify", str(tmp_path / "out")]) == 0
 
 
-def test_an_unknown_family(tmp_path: Path) -> None:
+def test_groups_of_an_unknown_family_run_along_the_last_axis(tmp_path: Path) -> None:
     """Groups run along the last axis, as nothing says otherwise."""
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "dtype": "float32"}')
     save_file({f"layers.{i}.w": torch.randn(16, 24) for i in range(2)}, tmp_path / "model.safetensors")
@@ -96,7 +96,7 @@ def test_an_unknown_family(tmp_path: Path) -> None:
     assert torch.equal(source.read("layers.0.w"), tensors["layers.0.w"])
 
 
-def test_dtype_of_one_that_has_two(tmp_path: Path) -> None:
+def test_a_folder_with_two_dtypes_keeps_both(tmp_path: Path) -> None:
     write_dense(tmp_path, "llama", "bfloat16")
     tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()

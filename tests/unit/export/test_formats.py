@@ -126,7 +126,7 @@ assert "sparseforge_ds" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_source_has_not_is_refused(tmp_path: Path) -> None:
+def test_a_format_that_a_source_has_not_is_refused(tmp_path: Path) -> None:
     sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     out = str(tmp_path / "out")
     with pytest.raises(ValueError, match="--format 'onnx': use one of hf, packed24"):
@@ -163,7 +163,7 @@ def test_out_is_whole_or_not_there(
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
-def test_a_skipped_proof_is_said(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_skipped_proof_is_reported(tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
     sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     out = tmp_path / "out"
     assert main(["export", str(sparse), str(out), "--format", format, "--skip_proof"]) == 0

@@ -31,7 +31,7 @@ def group(folder: Path, limit: object, used: int, stat: str, names: tuple[str, s
         ("", 9, 9, MACHINE),
     ],
 )
-def test_the_least_that_is_left(
+def test_the_tightest_limit_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, outer: object, inner: object, free: int
 ) -> None:
     memory = psutil.virtual_memory()

@@ -25,12 +25,12 @@ def test_density_counts_what_the_mask_lets_through() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), -0.1, 1.5, float("inf")])
-def test_values_that_are_no_mask(value: float) -> None:
+def test_values_outside_of_0_and_1_are_counted(value: float) -> None:
     report = mask_report("w", torch.tensor([[1.0, 0.0, value, 0.0]]), torch.ones(1, 4), NM(2, 4))
     assert report.strange == 1
 
 
-def test_the_whole_is_weighted_by_elements() -> None:
+def test_the_summary_is_weighted_by_elements() -> None:
     parts = [MaskReport("a", 30, 1.0, 0.0, 0.5, 1.0, 0), MaskReport("b", 10, 0.0, 1.0, 0.5, 0.0, 2)]
     assert summarize(parts) == MaskReport("all", 40, 0.75, 0.25, 0.5, 0.75, 2)
 
@@ -39,7 +39,7 @@ def test_the_whole_agrees_with_nothing_once_masks_are_frozen() -> None:
     assert summarize([MaskReport("a", 30, 1.0, 0.0, 0.5, None, 0)] * 2) == MaskReport("all", 60, 1.0, 0.0, 0.5, None, 0)
 
 
-def test_phases() -> None:
+def test_a_run_goes_through_four_phases() -> None:
     config = SparseForgeConfig.from_dict({"max_steps": 10, "method": {"hardening": [0.2, 0.5], "update_every": 1}})
     names = [phase(config, step, 10) for step in (0, 1, 2, 4, 5, 9, 10)]
     assert names == [
@@ -57,7 +57,7 @@ def test_a_fixed_mask_is_frozen_from_the_start() -> None:
     assert phase(SparseForgeConfig.from_dict({"method": "naive_retrain", "max_steps": 10}), 0, 10) == "frozen finetune"
 
 
-def test_folders_that_are_no_run(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for name in ("an export", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "an export" / "model.safetensors").write_bytes(b"")
@@ -70,20 +70,20 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
         inspect(tmp_path / "empty")
 
 
-def test_a_run_that_has_just_started(tmp_path: Path) -> None:
+def test_a_run_that_has_just_started_has_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": {}}')
     found = inspect(tmp_path)
     assert not found.ok and found.problems == [f"{tmp_path / 'checkpoints'}: no checkpoint yet"]
 
 
-def test_a_start_that_failed_before_training(tmp_path: Path) -> None:
+def test_a_start_that_failed_before_training_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / ".lock").write_text("process 7 on here\n")
     with pytest.raises(ValueError, match=r"a run began here and has no checkpoint yet; .* start it again"):
         inspect(tmp_path)
 
 
-def test_damaged_description(tmp_path: Path) -> None:
+def test_a_damaged_description_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": ')
     with pytest.raises(ValueError, match=r"sparseforge\.json: not a readable JSON"):
         inspect(tmp_path)

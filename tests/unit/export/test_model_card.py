@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
+def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: Path) -> None:
     wikitext = {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096, "limit": 5}
     perplexity = {
         "model": str(folder),
@@ -89,7 +89,7 @@ def test_a_card_says_what_is_known(folder: Path, tmp_path: Path) -> None:
         assert words in made.text, words
 
 
-def test_what_is_not_given_again_stays(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and licence went with the upload that came after them."""
 
     def said() -> tuple[str | None, list[tuple[str, float]]]:
@@ -225,7 +225,9 @@ def test_no_path_of_a_machine_is_published(name: str, published: str) -> None:
     assert published_name(name) == published
 
 
-def test_what_is_no_export_and_no_result(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_no_export_or_no_result_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other.json").write_text('{"steps": 3}')
     for arguments, said in (
         ([str(tmp_path)], "has no sparsity.json"),
@@ -322,7 +324,7 @@ def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monke
     assert listed == hashlib.sha256(files["adapter_config.json"]).hexdigest()
 
 
-def test_a_hub_that_refuses_or_is_not_there(
+def test_a_hub_that_refuses_or_does_not_answer_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hub_that_takes(refuses=True) as (address, files, _):

@@ -251,7 +251,9 @@ print(killed, begun)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_killed_at_any_moment(run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int) -> None:
+def test_a_killed_export_leaves_no_half_folder(
+    run: Path, unbroken: dict[str, bytes], tmp_path: Path, workers: int
+) -> None:
     """Whatever has the final name is whole, and the next one that writes it removes what a kill has left."""
     arguments = [str(run), str(tmp_path / "out"), str(workers)]
     done = subprocess.run([sys.executable, "-c", _KILLS, *arguments], capture_output=True, text=True, cwd=ROOT)

@@ -76,7 +76,7 @@ def test_a_run_and_its_export_give_the_same(run: Path, exported: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["run", "folder"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dtype(run: Path, exported: Path, kind: str, dtype: str) -> None:
+def test_a_source_has_the_chosen_dtype(run: Path, exported: Path, kind: str, dtype: str) -> None:
     wanted = getattr(torch, dtype)
     source = open_source(run if kind == "run" else exported, dtype=dtype)
     assert source.record["dtype"] == dtype and source.dtype == wanted
@@ -144,7 +144,7 @@ def test_changed_bytes_are_refused_when_they_are_read(folder: Path, name: str) -
         source.read(name)
 
 
-def test_folders_that_do_not_fit_together(folder: Path) -> None:
+def test_a_folder_that_does_not_fit_its_record_is_refused(folder: Path) -> None:
     sparsity = (folder / "sparsity.json").read_text()
     changes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "has no step; it was not written by consolidate": lambda c: c.pop("step"),
@@ -162,7 +162,7 @@ def test_folders_that_do_not_fit_together(folder: Path) -> None:
             open_source(folder)
 
 
-def test_runs_that_do_not_fit_together(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_its_state_is_refused(run: Path, tmp_path: Path) -> None:
     first = sorted((run / "checkpoints").glob("*/*model_states.pt"))[0]
     changes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "a sparseforge state with a damaged step: None": lambda c: c["sparseforge"].pop("step"),

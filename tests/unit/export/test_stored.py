@@ -74,7 +74,7 @@ def test_transformers_loads_it_and_it_is_the_dense_model(
     assert all(type(parameter) is nn.Parameter and parameter.requires_grad for parameter in model.parameters())
 
 
-def test_sizes(tmp_path: Path) -> None:
+def test_a_packed_bf16_weight_has_9_16_of_the_bytes(tmp_path: Path) -> None:
     sparse, packed = (TensorFolder(folder) for folder in pack(tmp_path, "llama", "bfloat16"))
     name = "model.layers.0.mlp.down_proj.weight"
     assert packed.specs[name].nbytes + packed.specs[name + POSITIONS].nbytes == 0.5625 * sparse.specs[name].nbytes
@@ -91,7 +91,7 @@ def test_a_dequantized_model_is_saved_as_an_ordinary_one(tmp_path: Path) -> None
     assert all(torch.equal(bits(first[name]), bits(again[name])) for name in first)
 
 
-def test_a_dtype_of_the_callers_choice(tmp_path: Path) -> None:
+def test_a_packed_folder_loads_in_the_callers_dtype(tmp_path: Path) -> None:
     sparse, packed = pack(tmp_path, "llama", "float32")
     expected = AutoModelForCausalLM.from_pretrained(sparse, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
@@ -143,7 +143,7 @@ def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[s
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama-odd", "float16"), ("gpt2", "bfloat16")])
-def test_read_without_a_model(tmp_path: Path, family: str, dtype: str) -> None:
+def test_packed_weights_are_read_without_a_model(tmp_path: Path, family: str, dtype: str) -> None:
     sparse, packed = pack(tmp_path, family, dtype)
     expected, stored = TensorFolder(sparse), stored_in(packed)
     assert stored.packed and stored.specs == expected.specs

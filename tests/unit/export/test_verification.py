@@ -79,7 +79,7 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any], keep_hashes: 
         path.write_text(json.dumps(sparsity))
 
 
-def test_a_good_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_folder_verifies(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--json", str(tmp_path / "report.json")]) == 0
     out = capsys.readouterr().out
     assert DOWN in out and "14 weights" in out and "0 violations" in out and out.endswith("OK\n")
@@ -100,7 +100,7 @@ def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.Capt
     assert main(["verify", str(folder), "--pattern", "2:5"]) == 2
 
 
-def test_one_violation_in_one_group(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_violation_in_one_group_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
         tensors[DOWN][3, 8:12] = 1.0
 
@@ -125,7 +125,7 @@ def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
     assert sorted(read) == sorted(load_file(folder / "model.safetensors"))
 
 
-def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_weight_count_as_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = check_folder(folder)
     monkeypatch.setattr(counting, "CHUNK", 100)
     assert whole.ok and check_folder(folder) == whole
@@ -134,7 +134,7 @@ def test_a_weight_in_several_pieces(folder: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("value", "field"), [(-0.0, "negative_zeros"), (float("nan"), "nonfinite"), (float("inf"), "nonfinite")]
 )
-def test_odd_values(folder: Path, value: float, field: str) -> None:
+def test_negative_zeros_and_non_finite_values_are_counted(folder: Path, value: float, field: str) -> None:
     def spoil(tensors: dict[str, Tensor]) -> None:
         tensors[DOWN][0, :4] = 0.0
         tensors[DOWN][0, 1] = value
@@ -146,14 +146,16 @@ def test_odd_values(folder: Path, value: float, field: str) -> None:
     assert main(["verify", str(folder)]) == 1
 
 
-def test_missing_and_changed_weights(folder: Path) -> None:
+def test_a_missing_weight_is_reported(folder: Path) -> None:
     edit(folder, lambda tensors: tensors.pop(DOWN))
     assert check_folder(folder).missing == [DOWN]
     assert main(["verify", str(folder)]) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool], ids=str)
-def test_a_weight_that_is_no_float(folder: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_weight_that_is_no_float_does_not_verify(
+    folder: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its zeros are in the pattern, and whatever loads it casts it in silence."""
     (folder / "sparsity.json").unlink()
     tensors = load_file(folder / "model.safetensors")
@@ -165,7 +167,7 @@ def test_a_weight_that_is_no_float(folder: Path, dtype: torch.dtype, capsys: pyt
         open_source(folder)
 
 
-def test_changed_bytes(folder: Path) -> None:
+def test_changed_bytes_are_reported(folder: Path) -> None:
     edit(folder, lambda tensors: tensors["model.norm.weight"].add_(1), keep_hashes=True)
     assert check_folder(folder).changed == ["model.norm.weight"]
     assert main(["verify", str(folder)]) == 1
@@ -203,7 +205,7 @@ def test_quantization_config_is_refused(folder: Path) -> None:
     assert "quantization_config" in check_folder(folder).notes[0]
 
 
-def test_unreadable_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_folders_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "none")]) == 2
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
@@ -230,7 +232,7 @@ def test_conv1d_groups_run_along_the_first_axis(tmp_path: Path) -> None:
     assert report.ok and len(report.rows) == 8
 
 
-def test_check_weight_by_hand() -> None:
+def test_counts_of_a_small_weight_are_right() -> None:
     weight = torch.tensor([[1.0, 0.0, 2.0, 3.0, -0.0, 0.0, 0.0, 1.0]])
     report = check_weight(weight, "w", NM(2, 4), -1)
     assert (report.groups, report.nonzeros, report.violations, report.negative_zeros) == (2, 4, 1, 1)
@@ -243,7 +245,7 @@ def test_check_weight_by_hand() -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from(["float32", "bfloat16", "float16"]))
 @settings(max_examples=60, deadline=None)
-def test_check_weight_against_loops(seed: int, dtype: str) -> None:
+def test_counts_agree_with_loops(seed: int, dtype: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (16 * int(n) for n in torch.randint(1, 4, (2,), generator=generator))
     values = torch.tensor([0.0, 0.0, -0.0, 1.0, -2.5, 6e-8, float("inf"), float("-inf"), float("nan")])

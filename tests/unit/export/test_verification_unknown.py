@@ -46,7 +46,7 @@ def test_the_pattern_that_was_put_in_is_found(
     assert not check(tmp_path, weight, torch.ones(32, 32, dtype=dtype), pattern=pattern).ok
 
 
-def test_one_group_at_the_very_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_violation_in_the_last_group_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counting, "CHUNK", 256)
     weight = pruned(torch.randn(64, 32), NM(2, 4), -1) + 0.0
     assert check(tmp_path, weight).ok and check(tmp_path, weight).pattern == "2:4"
@@ -55,7 +55,7 @@ def test_one_group_at_the_very_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not report.ok and report.violations == 1
 
 
-def test_shapes_that_no_pattern_fits(tmp_path: Path) -> None:
+def test_a_shape_that_no_pattern_fits_is_reported(tmp_path: Path) -> None:
     report = check(tmp_path, torch.zeros(7, 9))
     assert not report.ok and report.missing[0].startswith("layers.0.w (")
 
@@ -101,13 +101,13 @@ def test_one_dense_layer_is_enough_to_fail(tmp_path: Path) -> None:
     assert [row.name for row in report.rows if row.violations] == ["model.layers.1.mlp.up_proj.weight"]
 
 
-def test_unreadable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert main(["verify", str(tmp_path)]) == 2
     assert "has no config.json, so it is no model" in capsys.readouterr().err
 
 
-def test_weights_in_a_form_that_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickled_weights_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command that reads a folder says what it found, and what to do."""
     model = write_model(tmp_path / "model")
     (model / "model.safetensors").unlink()

@@ -38,7 +38,7 @@ def test_safetensors_reads_what_we_write(tmp_path: Path, limit: int, workers: in
     assert all(torch.equal(folder.read(name), value) for name, value in TENSORS.items())
 
 
-def test_a_tensor_that_nobody_made(tmp_path: Path) -> None:
+def test_a_tensor_that_nobody_made_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="half"):
         write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, [*SPECS.keys() - {"half"}])
 
@@ -76,12 +76,12 @@ def test_no_export_becomes_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("20KB", 20_000), ("17", 17), ("1 mb", 10**6)])
-def test_parse_size(text: str, size: int) -> None:
+def test_sizes_have_units_of_ten(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "5XB", "-1GB", "GB"])
-def test_parse_size_refuses(text: str) -> None:
+def test_a_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write a number of bytes"):
         parse_size(text)
 

@@ -103,7 +103,7 @@ def test_configs_are_found(tmp_path: Path) -> None:
         ({"intermediate_size": -64}, "no qwen2 model can be made .*negative dimension"),
     ],
 )
-def test_configs_of_wrong_values(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_config_with_a_wrong_value_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     content = {**tiny_models.BUILDERS["qwen2"]().config.to_dict(), **changes}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=message) as raised:
@@ -122,7 +122,9 @@ def test_configs_of_wrong_values(tmp_path: Path, changes: dict[str, Any], messag
         ("nobody/no-such-model", "check the name and the network"),
     ],
 )
-def test_configs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+def test_a_config_that_does_not_exist_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "odd.json").write_text('{"model_type": "no such thing"}')
     with pytest.raises(ValueError, match=message):

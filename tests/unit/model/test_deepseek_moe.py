@@ -276,7 +276,7 @@ def test_remote_code_is_not_run(tmp_path: Path) -> None:
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")) is DeepseekForCausalLM
 
 
-def test_the_published_sizes() -> None:
+def test_the_published_config_has_the_published_sizes() -> None:
     """16.4 B parameters in all, 2.8 B of them for a token (section 5.1.2 of the paper)."""
     config = DeepseekConfig(**{key: value for key, value in PUBLISHED.items() if key != "architectures"})
     with torch.device("meta"):
@@ -366,14 +366,14 @@ def test_a_cache_changes_nothing() -> None:
         ({"n_routed_experts": None, "num_experts_per_tok": None}, []),
     ],
 )
-def test_which_layers_are_mixtures(overrides: dict[str, Any], mixtures: list[int]) -> None:
+def test_the_config_chooses_the_layers_that_are_mixtures(overrides: dict[str, Any], mixtures: list[int]) -> None:
     model = _tiny(**overrides).train()
     assert [i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")] == mixtures
     output = model(**token_batch())
     assert (output.aux_loss is None) == (not mixtures)
 
 
-def test_without_shared_experts() -> None:
+def test_a_model_without_shared_experts_has_a_loss() -> None:
     model = _tiny(n_shared_experts=None)
     assert not any("shared" in name for name, _ in model.named_parameters())
     assert model(**token_batch()).loss.isfinite()
@@ -387,7 +387,7 @@ def test_without_shared_experts() -> None:
         ({"num_experts_per_tok": 5}, "num_experts_per_tok = 5 with n_routed_experts = 4: use an integer from 1 to 4"),
     ],
 )
-def test_a_config_that_cannot_be(overrides: dict[str, Any], message: str) -> None:
+def test_an_impossible_config_is_an_error(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _tiny(**overrides)
 

@@ -57,7 +57,9 @@ configs = st.builds(
 
 @settings(deadline=None)
 @given(configs, st.integers(1, 4), st.integers(2, 9), st.integers(2, 17), st.integers(0, 2**31))
-def test_it_is_the_textbook(config: DistillationConfig, B: int, S: int, V: int, seed: int) -> None:
+def test_loss_and_gradient_are_those_of_the_textbook(
+    config: DistillationConfig, B: int, S: int, V: int, seed: int
+) -> None:
     student, teacher, labels = _case(B, S, V, seed)
     found = distillation_loss(student, teacher, labels, config)
     expected = _textbook(student, teacher, labels, config)
@@ -66,7 +68,7 @@ def test_it_is_the_textbook(config: DistillationConfig, B: int, S: int, V: int, 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_the_gradient_by_finite_differences(temperature: float) -> None:
+def test_the_gradient_agrees_with_finite_differences(temperature: float) -> None:
     student, teacher, labels = _case()
     config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=temperature, chunk_tokens=3)
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, labels, config).total, student)
@@ -176,7 +178,7 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(which: str, value: float) -> None:
+def test_a_non_finite_logit_gives_a_non_finite_loss(which: str, value: float) -> None:
     student, teacher, labels = _case(ignored=0.0)
     with torch.no_grad():
         (student if which == "student" else teacher)[0, 0, 3] = value
@@ -186,7 +188,7 @@ def test_what_is_not_finite_shows(which: str, value: float) -> None:
     assert not gradient.isfinite().all()
 
 
-def test_what_is_ignored_has_no_influence() -> None:
+def test_an_ignored_label_has_no_influence() -> None:
     student, teacher, labels = _case(ignored=0.0)
     labels[0, 3] = -100
     clean = distillation_loss(student, teacher, labels, DistillationConfig())
@@ -248,7 +250,9 @@ def test_only_one_chunk_is_ever_in_fp32(temperature: float) -> None:
         ((2, 7, 11), (2, 6), "do not belong together"),
     ],
 )
-def test_shapes_that_do_not_belong_together(teacher: tuple[int, ...], labels: tuple[int, ...], message: str) -> None:
+def test_shapes_that_do_not_belong_together_are_an_error(
+    teacher: tuple[int, ...], labels: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         distillation_loss(torch.zeros(2, 7, 11), torch.zeros(teacher), torch.zeros(labels).long(), DistillationConfig())
 

@@ -157,7 +157,7 @@ def test_every_family_with_rows_is_measured_everywhere(importance: str) -> None:
             assert weights_to_prune(bare_model(model.config), block) == prunable_weights(model, block)
 
 
-def test_layers_that_share_a_weight() -> None:
+def test_a_weight_of_several_layers_is_refused() -> None:
     """The blocks of Zamba2 that have attention: a hook at one of them would not see the others' tokens."""
     twice = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
     config = AutoConfig.for_model("zamba2", **{**_SIZES, **UNKNOWN["zamba2"], **twice})
@@ -171,7 +171,7 @@ def test_layers_that_share_a_weight() -> None:
     assert len(weights_to_prune(bare_model(config), with_gradients)) > len(weights)
 
 
-def test_layers_that_are_called_twice() -> None:
+def test_layers_that_are_called_twice_are_refused_by_hutchinson() -> None:
     model = bare_model(BUILDERS["llama"]().config)
     model.model.layers[1] = model.model.layers[0]
     block = SparseForgeConfig(importance="hutchinson")

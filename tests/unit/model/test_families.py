@@ -329,7 +329,7 @@ def test_full_shapes_of_partitioned_parameters() -> None:
     assert coverage(model, expected) == counted
 
 
-def test_real_models(assets: Path) -> None:
+def test_all_linear_layers_of_real_models_are_prunable(assets: Path) -> None:
     for folder in sorted((assets / "models").iterdir()):
         model = AutoModelForCausalLM.from_pretrained(folder)
         weights = prunable_weights(model, SparseForgeConfig())
@@ -413,7 +413,7 @@ def test_include_and_exclude_are_set_algebra(include: list[str], exclude: list[s
         ({"pattern": "block64"}, r"cannot be block64:0.5: its matrix is 32 x 32.*\"exclude\": \[\"model.layers.0.self"),
     ],
 )
-def test_what_cannot_be_is_an_error(config: dict[str, Any], message: str) -> None:
+def test_globs_and_patterns_that_do_not_fit_are_errors(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prunable_weights(tiny_llama(), SparseForgeConfig(**config))
 

@@ -26,7 +26,7 @@ def _as_before() -> Iterator[None]:
     FAMILIES.update(kept)
 
 
-def test_like_another_family() -> None:
+def test_a_family_can_have_the_rows_of_another() -> None:
     model = AutoModelForCausalLM.from_config(SeedOssConfig(**_LLAMA_LIKE, head_dim=8))
     with pytest.raises(ValueError, match="no rows for 'seed_oss'"):
         prunable_weights(model, BLANK)
@@ -37,7 +37,7 @@ def test_like_another_family() -> None:
     assert coverage(model, found).of_linear == 100.0
 
 
-def test_the_rows_of_the_guide() -> None:
+def test_the_rows_of_the_guide_cover_their_model() -> None:
     model = AutoModelForCausalLM.from_config(MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=64))
     sf.register_family(
         "mpt",
@@ -48,7 +48,7 @@ def test_the_rows_of_the_guide() -> None:
     assert len(found) == 8 and coverage(model, found).of_linear == 100.0
 
 
-def test_experts_with_all_that_a_row_can_say() -> None:
+def test_registered_rows_of_experts_are_those_of_the_table() -> None:
     family, model = FAMILIES["gpt_oss"], BUILDERS["gpt_oss"]()
     expected = prunable_weights(model, BLANK)
     model.config.model_type = "new"
@@ -65,7 +65,7 @@ def test_experts_with_all_that_a_row_can_say() -> None:
         ({"model_type": "new", "dense": ["a.weight"]}, "'new' has nothing that is prunable; give rows, or like"),
     ],
 )
-def test_errors(arguments: dict[str, object], message: str) -> None:
+def test_a_family_without_rows_or_with_others_is_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         register_family(**arguments)  # type: ignore[arg-type]
     assert "new" not in FAMILIES

@@ -73,7 +73,7 @@ def test_every_family_has_the_loss_and_gradients_of_whole_logits(family: str, co
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_tied_heads_and_checkpointing(tied: bool, checkpointing: dict[str, bool] | None) -> None:
+def test_tied_heads_and_checkpointing_change_nothing(tied: bool, checkpointing: dict[str, bool] | None) -> None:
     student = tiny_qwen3(tie_word_embeddings=tied).double().train()
     if checkpointing is not None:
         checkpoint_activations(student, **checkpointing)
@@ -93,12 +93,12 @@ def test_without_a_teacher_with_a_bias_and_frozen(bias: bool) -> None:
     assert student.lm_head.weight.grad is None
 
 
-def test_a_teacher_of_another_width() -> None:
+def test_a_teacher_may_have_another_width() -> None:
     _agree(tiny_llama().double(), tiny_llama(seed=1, hidden_size=48, num_attention_heads=6).double(), SEVERAL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: torch.dtype) -> None:
+def test_sixteen_bits_agree_to_rounding(dtype: torch.dtype) -> None:
     student, teacher = tiny_llama().to(dtype), tiny_llama(seed=1).to(dtype)
     expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
     assert found.total.dtype == torch.float32
@@ -108,7 +108,7 @@ def test_sixteen_bits(dtype: torch.dtype) -> None:
         assert (found[name] - gradient).float().norm() < 4 * torch.finfo(dtype).eps * gradient.float().norm(), name
 
 
-def test_under_autocast() -> None:
+def test_autocast_agrees_to_rounding() -> None:
     student, teacher = tiny_llama(), tiny_llama(seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
@@ -196,14 +196,14 @@ def test_what_scales_or_caps_its_logits_is_said(family: str) -> None:
     assert model(input_ids=ids).logits.shape[-1] == VOCABULARY
 
 
-def test_what_is_no_linear_head_is_said() -> None:
+def test_a_model_without_a_linear_head_is_refused() -> None:
     model = tiny_llama()
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(NonlinearHeadError, match="are Sequential, no nn.Linear"):
         loss_in_head(model, _batch()[1], input_ids=_batch()[0])
 
 
-def test_what_does_not_belong_together() -> None:
+def test_vocabularies_and_labels_that_do_not_fit_are_errors() -> None:
     ids, labels = _batch()
     with pytest.raises(ValueError, match="the teacher's vocabulary has 80 entries and the student's 64"):
         loss_in_head(tiny_llama(), labels, SEVERAL, _target(tiny_llama(vocab_size=80), ids), input_ids=ids)
@@ -215,7 +215,7 @@ def test_what_does_not_belong_together() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(value: float) -> None:
+def test_a_non_finite_weight_gives_a_non_finite_loss(value: float) -> None:
     student = tiny_llama()
     with torch.no_grad():
         student.lm_head.weight[3, 3] = value

@@ -106,7 +106,7 @@ def test_it_is_the_textbook_for_every_family(family: str) -> None:
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("block", [1, 7, 1024])
-def test_layers_and_blocks(build: Any, every: int | None, block: int) -> None:
+def test_any_layers_and_blocks_give_the_textbook_distance(build: Any, every: int | None, block: int) -> None:
     student, teacher = build().eval(), build(seed=1).eval()
     distance = _textbook(student, teacher, every)
     found = _found(student, teacher, _config(every, chunk_tokens=block))
@@ -207,7 +207,7 @@ def test_a_copy_is_at_no_distance_and_has_no_gradient() -> None:
     assert all(gradient.abs().max() < 1e-25 for gradient in _gradients(student, losses.total).values())
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_states_and_layers_that_do_not_fit_are_refused() -> None:
     student, teacher, config = tiny_llama(), tiny_llama(seed=1).eval(), _config()
     ids, labels = _batch()
     target = _target(teacher, ids, config)
@@ -248,6 +248,6 @@ def test_two_shapes_of_model_are_refused(key: str, words: str) -> None:
         ({"every": 0}, "distillation.hidden.every = 0 is not valid: use null or an integer >= 1"),
     ],
 )
-def test_impossible_settings(block: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(block: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace(".", "\\.")):
         HiddenConfig(**block)

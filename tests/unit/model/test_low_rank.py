@@ -46,7 +46,7 @@ BRANCHED = [family for family in FAMILIES if family != "falcon"]
 
 
 @pytest.mark.parametrize("family", BRANCHED)
-def test_off_means_bit_identical(family: str) -> None:
+def test_a_disabled_branch_changes_no_bit(family: str) -> None:
     model = BUILDERS[family]()
     batch = token_batch()
     plain = copy.deepcopy(model)
@@ -129,7 +129,7 @@ def _layers(bias: bool = True, k: int = 3) -> list[Branch]:
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("k", [3, 5, 12, 16])
 @pytest.mark.parametrize("leading", [(5,), (2, 3), (0, 7)])
-def test_on_is_equation_13(which: int, k: int, leading: tuple[int, ...]) -> None:
+def test_an_enabled_branch_is_equation_13(which: int, k: int, leading: tuple[int, ...]) -> None:
     """Also where the last run of inputs is shorter than k."""
     layer = _layers(k=k)[which].double()
     with torch.no_grad():
@@ -149,14 +149,14 @@ def test_on_is_equation_13(which: int, k: int, leading: tuple[int, ...]) -> None
         torch.testing.assert_close(gradient, reference)
 
 
-def test_a_linear_layer_without_bias() -> None:
+def test_a_layer_without_bias_can_have_a_branch() -> None:
     layer = _layers(bias=False)[0]
     layer.enabled = True
     assert layer.bias is None
     assert layer(torch.ones(2, 12)).shape == (2, 6)
 
 
-def test_a_strided_input() -> None:
+def test_a_strided_input_gives_the_same() -> None:
     layer = _layers()[0]
     layer.enabled = True
     nn.init.normal_(layer.low_rank_b)
@@ -176,7 +176,7 @@ def test_block_sums_accumulate_in_fp32(dtype: torch.dtype) -> None:
     assert layer(x).item() == x.double().sum().to(dtype).item() != 1
 
 
-def test_under_autocast() -> None:
+def test_a_branch_computes_in_the_dtype_of_autocast() -> None:
     layer = _layers()[0]
     layer.enabled = True
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -271,7 +271,7 @@ def test_preparing_twice_is_an_error() -> None:
         prepare(model, CONFIG)
 
 
-def test_hooks_stay() -> None:
+def test_hooks_of_a_layer_stay() -> None:
     model = tiny_llama()
     seen = []
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda layer, *_: seen.append(layer))
@@ -315,7 +315,7 @@ def test_a_layer_of_another_class_keeps_its_forward() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_learned_projection(which: int) -> None:
+def test_a_learned_projection_is_lora(which: int) -> None:
     layer = [add_branch(nn.Linear(12, 6), 2, learned=True), add_branch(Conv1D(6, 12), 2, learned=True)][which]
     assert layer.low_rank_b.shape == (6, 2) and layer.low_rank_p is not None and layer.low_rank_p.shape == (2, 12)
     assert not layer.low_rank_b.any() and not layer.low_rank_p.any()

@@ -29,7 +29,7 @@ def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> 
     found = published_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
     assert found.keys() == saved.keys() and (found.keys() != state.keys()) == bool(FAMILIES[family].published)
     for name, piece in found.items():
-        value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
+        value = state[piece.memory_name].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, saved[name]), name
     assert published_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
         name: PublishedTensor(name, 0, tuple(value.shape)) for name, value in saved.items()
@@ -57,7 +57,7 @@ def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_pat
     source = ModelSource(BUILDERS[family](), dense, torch.float32)
     state = model.state_dict()
     for name, piece in published_tensors(family, {name: tuple(value.shape) for name, value in state.items()}).items():
-        value = state[piece.of].view(-1)[piece.start : piece.stop].view(piece.shape)
+        value = state[piece.memory_name].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, source.read(name)), name
     opened = open_source(sparse)
     assert (

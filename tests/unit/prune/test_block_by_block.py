@@ -34,7 +34,7 @@ def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> No
     assert divergence[1] < 0.75 * divergence[0]
 
 
-def test_tokens_become_steps() -> None:
+def test_tokens_are_divided_into_steps() -> None:
     def steps(sequences: int, length: int, hidden: int = 512, **start: int) -> tuple[int, int]:
         settings = StartConfig(**start)
         size, per_step = micro_batches(sequences, length, hidden, settings)

@@ -156,7 +156,7 @@ def test_parameters_are_rounded_to_what_is_stored() -> None:
     assert all(torch.equal(value, value.bfloat16().float()) for value in layers)
 
 
-def test_what_cannot_be_done_is_refused() -> None:
+def test_masks_that_a_model_cannot_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r'"sparsegpt".*experts.*use "annealed"'):
         _solve_all(tiny_mixture(OlmoeConfig), StartConfig(mask="sparsegpt"))
     with pytest.raises(ValueError, match="n:m"):

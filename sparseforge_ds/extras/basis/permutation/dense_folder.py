@@ -59,7 +59,7 @@ class DenseFolder:
 
         `shapes` are of the model in memory, whose names the globs mean.
         """
-        names = {name: part.of for name, part in published_tensors(self.model_type, shapes).items()}
+        names = {name: part.memory_name for name, part in published_tensors(self.model_type, shapes).items()}
         names |= {name.partition(".")[2]: of for name, of in names.items()}
         held = {name: of for name, of in names.items() if name in self.specs and name != of}
         return prunable_names(self.model_type, self.shapes, config, held)
