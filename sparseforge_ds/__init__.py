@@ -28,7 +28,7 @@ _WHERE = {
     "Row": "model.family_table",
     "SparseForge": "forge",
     "SparseForgeConfig": "config",
-    "Teacher": "train.teacher",
+    "Teacher": "model.teacher",
     "any_family": "model.any_family",
     "distillation_loss": "model.distill",
     "loss_in_head": "model.head",

@@ -1,4 +1,4 @@
-"""What a trainer must be given so that it can train a mask, and what it cannot be given beside one."""
+"""Settings of transformers' trainers: those that a mask needs, and those that cannot go with one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _ADAPTER = (
 )
 
 
-def refuse_arguments(given: dict[str, Any]) -> None:
-    """Stop before a trainer is made, which may load models and tokenise.
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Reject arguments before a trainer is made, which may load models and tokenise.
 
     Raises:
-        ValueError: what cannot be, and what to do instead.
+        ValueError: an adapter or an optimizer is among them.
     """
-    if given.get("peft_config") is not None:
+    if arguments.get("peft_config") is not None:
         raise ValueError(f"peft_config: {_ADAPTER}")
-    if (given.get("optimizers") or (None, None))[0] is not None:
+    if (arguments.get("optimizers") or (None, None))[0] is not None:
         raise ValueError(
             "optimizers: the weights under a mask need a param group of their own, and this one has groups already; "
             'choose it by "optimizer" in the DeepSpeed JSON, by args.optim, or by optimizer_cls_and_kwargs'
@@ -45,16 +45,18 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 
 
 def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) -> None:
-    """Stop after a trainer was made, and before it trains.
+    """Reject settings after a trainer was made, and before it trains.
 
     Args:
         trainer: a `transformers.Trainer`.
-        teacher: of the mixin; with one the loss is ours.
+        teacher: the teacher of the mixin; with one, the loss is the mixin's.
 
     Raises:
-        ValueError: what cannot be, and what to do instead.
+        ValueError: a setting cannot go with a mask, or with a teacher.
     """
-    args, model = trainer.args, trainer.model
+    # Settings that cannot go with a mask.
+    args = trainer.args
+    model = trainer.model
     if not trainer.is_deepspeed_enabled:
         raise ValueError(
             f"{type(trainer).__name__} trains on DeepSpeed, which is not set up: give deepspeed=JSON to the training "
@@ -79,83 +81,88 @@ def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) 
             f"sequences there, so that max_grad_norm = {args.max_grad_norm:g} would clip {parts} times as hard; use "
             "ZeRO-3, or max_grad_norm=0"
         )
+
+    # Settings that cannot go with a teacher, since they make another loss.
     if teacher is None:
         return
     if teacher is model:
         raise ValueError(
             "teacher is the model that is trained; give the dense model once more, as a folder, a hub id or a copy"
         )
-    own = {
+    losses = {
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),
         "use_liger_kernel": args.use_liger_kernel,
         f"loss_type {getattr(args, 'loss_type', None)!r}": getattr(args, "loss_type", None) not in (None, "nll"),
     }
-    if named := next((name for name, is_set in own.items() if is_set), None):
+    if other_loss := next((name for name, is_set in losses.items() if is_set), None):
         raise ValueError(
-            f"{named} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
+            f"{other_loss} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
         )
 
 
-def whole_checkpoint(given: str | Path | bool | None, output: str | Path) -> str | Path | bool | None:
-    """The checkpoint from which a trainer goes on, which it can load.
+def intact_checkpoint(resume: str | Path | bool | None, output: str | Path) -> str | Path | bool | None:
+    """Return the checkpoint from which a trainer goes on, which it can load.
 
     Args:
-        given: `resume_from_checkpoint`; True is the newest that is whole, as the last may be what a kill
-            left of a save.
-        output: its output folder.
+        resume: `resume_from_checkpoint`; True takes the newest intact one, as the last may be left from a killed save.
+        output: the trainer's output folder.
 
     Raises:
-        ValueError: there is no whole checkpoint.
+        ValueError: there is no intact checkpoint.
     """
-    if given is True and (last := get_last_checkpoint(str(output))) is not None:
+    # True: fall back on the newest one that is intact.
+    if resume is True and (last := get_last_checkpoint(str(output))) is not None:
         if is_complete_trainer_checkpoint(Path(last)):
             return last
         if (newest := newest_trainer_checkpoint(Path(output))) is None:
             raise ValueError(f"resume_from_checkpoint True: {last} is not whole, and no other one in {output} is")
         _LOG.warning("%s is not whole, as when a save was interrupted; training goes on from %s", last, newest)
         return str(newest)
-    if given is None or isinstance(given, bool) or is_complete_trainer_checkpoint(Path(given)):
-        return given
-    why = "is not whole, or no checkpoint of a Trainer" if Path(given).is_dir() else "no such folder"
-    newest = next(filter(None, map(newest_trainer_checkpoint, (Path(given), Path(given).parent, Path(output)))), None)
+    if resume is None or isinstance(resume, bool) or is_complete_trainer_checkpoint(Path(resume)):
+        return resume
+
+    # A path that cannot be loaded: name the newest intact checkpoint in it, beside it, or in the output folder.
+    why = "is not whole, or no checkpoint of a Trainer" if Path(resume).is_dir() else "no such folder"
+    folders = (Path(resume), Path(resume).parent, Path(output))
+    newest = next(filter(None, map(newest_trainer_checkpoint, folders)), None)
     cure = f"the newest that is whole is {newest}" if newest else f"there is none that is whole in {output} either"
-    raise ValueError(f"resume_from_checkpoint {given}: {why}; {cure}")
+    raise ValueError(f"resume_from_checkpoint {resume}: {why}; {cure}")
 
 
-def way_back(output: str | Path) -> str:
-    """Say what a diverged run of a trainer can go back to, by what its output folder holds."""
+def cure_of_divergence(output: str | Path) -> str:
+    """Return advice for a diverged run: the checkpoint in its output folder to go back to, or a new beginning."""
     newest = newest_trainer_checkpoint(Path(output))
-    where = "begin again" if newest is None else f"go back to {newest} by resume_from_checkpoint"
-    return f"{where}, with a lower learning rate"
+    restart = "begin again" if newest is None else f"go back to {newest} by resume_from_checkpoint"
+    return f"{restart}, with a lower learning rate"
 
 
 def scheduled_steps(checkpoint: str | Path | bool | None, steps: int) -> int:
-    """Return the steps of which a trainer's masks are scheduled in fractions.
+    """Return the number of steps that the schedules of a trainer's masks are made for.
 
     Args:
-        checkpoint: `whole_checkpoint`'s answer.
-        steps: the trainer's own number.
+        checkpoint: the result of `intact_checkpoint`.
+        steps: the trainer's own number of steps.
 
     Returns:
-        That of a saved run which `steps` makes longer once its masks are frozen, as its schedule is over; else `steps`.
+        The saved run's number if its masks are frozen and `steps` makes it longer; otherwise `steps`.
 
     Raises:
-        ValueError: the checkpoint is of no run of ours, or damaged.
+        ValueError: the checkpoint is damaged, or has no masks.
     """
     if checkpoint is None or isinstance(checkpoint, bool):
         return steps
     saved = RunState.parse(Checkpoint(checkpoint).client_state.get("sparseforge"), str(checkpoint))
-    before = saved.config.max_steps
-    return before if before < steps and saved.step >= saved.config.release_step else steps
+    is_frozen = saved.step >= saved.config.release_step
+    return min(saved.config.max_steps, steps) if is_frozen else steps
 
 
 def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
-    """Stop once the number of steps is known, and before the first.
+    """Reject a number of steps, once it is known and before the first one.
 
     Args:
         trainer: a `transformers.Trainer`.
-        config: with its `max_steps`.
+        config: the sparseforge block with the trainer's `max_steps`.
 
     Raises:
         ValueError: masks would never move, or not be frozen at the last step.
@@ -164,18 +171,19 @@ def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
     if trainer.args.fp16 and config.release_step >= config.max_steps:
         raise ValueError(
             f"fp16 with masks that are frozen at the last step, {config.release_step} of {config.max_steps}: the "
-            "trainer counts steps that fp16 skips, so that the run would end before it; use bf16, or a method that "
-            "freezes them earlier"
+            "trainer counts steps that fp16 skips, so that the run would end before the masks freeze; use bf16, or a "
+            "method that freezes them earlier"
         )
 
 
 def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: SparseForgeConfig) -> None:
-    """Whether the model can be compared with a teacher, of which no weight is loaded yet.
+    """Reject a teacher that cannot be compared with the model, before a weight of it is loaded.
 
     Raises:
-        ValueError: there is no such teacher, or it has another head, vocabulary or number of classes, or other states,
-            or in another order, where these are compared; or the model has a head that has no such teacher.
+        ValueError: there is no such teacher, or it has another head, vocabulary or number of classes. Where hidden
+            states are compared, also one with other states or another order of channels.
     """
+    # The heads must be of one kind.
     head = require_task_head(model, "teacher")
     if isinstance(teacher, PreTrainedModel) and (
         task_head(teacher) is not head or is_classification(teacher) != is_classification(model)
@@ -184,87 +192,105 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
             f"teacher is {type(teacher).__name__} and the model {type(model).__name__}: their logits are of different "
             "things; give a teacher with the same head"
         )
-    of_teacher = teacher.config if isinstance(teacher, PreTrainedModel) else load_config(teacher, f"teacher {teacher}")
-    check_same_vocabulary(*(each.get_text_config().vocab_size for each in (model.config, of_teacher)))
+
+    # Logits must be of the same tokens or classes.
+    if isinstance(teacher, PreTrainedModel):
+        teacher_config = teacher.config
+    else:
+        teacher_config = load_config(teacher, f"teacher {teacher}")
+    check_same_vocabulary(model.config.get_text_config().vocab_size, teacher_config.get_text_config().vocab_size)
     if head is not TaskHead.NEXT_TOKEN and config.distillation is not None and config.distillation.hidden is not None:
         raise ValueError(
             f"distillation.hidden with {type(model).__name__}: hidden states are compared in causal language models; "
             'set "hidden" to null'
         )
     if is_classification(model):
-        check_same_classes(model.config, of_teacher)
+        check_same_classes(model.config, teacher_config)
+
+    # Hidden states must have the same channels in the same order.
     if config.distillation is not None and config.distillation.hidden is not None:
-        check_same_states(model.config, of_teacher)
-        mine, other = (Path(each.name_or_path) for each in (model.config, of_teacher))
-        if basis_of(mine) != basis_of(other):
+        check_same_states(model.config, teacher_config)
+        model_folder = Path(model.config.name_or_path)
+        teacher_folder = Path(teacher_config.name_or_path)
+        if basis_of(model_folder) != basis_of(teacher_folder):
             raise ValueError(
-                f"teacher {other} has its channels in another order or basis than the model of {mine}, and "
-                'distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'
+                f"teacher {teacher_folder} has its channels in another order or basis than {model_folder}, the model, "
+                'and distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'
             )
 
 
-def share_sequences(teacher: Any, student: Any) -> None:
-    """Put a teacher into training mode, in which alone accelerate lets ranks share the sequences of a model.
+def let_ranks_share_sequences(teacher: Any, student: Any) -> None:
+    """Put a teacher into training mode, the only one in which accelerate lets ranks share the sequences of a model.
 
     Args:
         teacher: a causal language model.
-        student: another, whose attention accelerate has divided.
+        student: another one, whose attention accelerate has divided.
 
     Raises:
-        ValueError: it would be another model there, or its heads are not those that tokens are exchanged for.
+        ValueError: the teacher has dropout, or other heads than those that tokens are exchanged for.
     """
-    ours, theirs = (
+    student_heads, teacher_heads = (
         {name: getattr(model.config.get_text_config(), name, None) for name in _HEADS} for model in (student, teacher)
     )
-    if ours != theirs:
+    if student_heads != teacher_heads:
         raise ValueError(
-            f"parallelism_config.sp_size with a teacher of {theirs}, while the model has {ours}: DeepSpeed exchanges "
-            "tokens for heads of one kind; take a teacher with the same, leave one of the two out, or train by "
-            "`sparseforge train --sequence_parallel`"
+            f"parallelism_config.sp_size with a teacher of {teacher_heads}, while the model has {student_heads}: "
+            "DeepSpeed exchanges tokens for heads of one kind; take a teacher with the same, leave one of the two out, "
+            "or train by `sparseforge train --sequence_parallel`"
         )
-    said = teacher.config.get_text_config().to_dict().items()
-    if dropped := {name: value for name, value in said if "drop" in name and isinstance(value, float) and value > 0}:
+    # In training mode dropout would act.
+    settings = teacher.config.get_text_config().to_dict().items()
+    if dropout := {
+        name: value for name, value in settings if "drop" in name and isinstance(value, float) and value > 0
+    }:
         raise ValueError(
-            f"parallelism_config.sp_size with a teacher whose config.json has {dropped}: accelerate lets ranks share "
-            "sequences in training mode alone, where it would drop them; set them to 0.0"
+            f"parallelism_config.sp_size with a teacher whose config.json has {dropout}: accelerate lets ranks share "
+            "sequences in training mode alone, where the teacher would drop values; set them to 0.0"
         )
     teacher.train()
 
 
-def block_of(trainer: Any, given: SparseForgeConfig | dict[str, Any] | None, teacher: bool) -> SparseForgeConfig:
-    """The settings of a trainer's masks; the number of steps is not known yet.
+def resolve_block(
+    trainer: Any, user_block: SparseForgeConfig | dict[str, Any] | None, teacher: bool
+) -> SparseForgeConfig:
+    """Return the sparseforge block of a trainer; its number of steps is not known yet.
 
     Args:
         trainer: a `transformers.Trainer` with DeepSpeed.
-        given: by the user; None for the block of the DeepSpeed JSON.
-        teacher: whether there is one.
+        user_block: the block that the user gives; None takes that of the DeepSpeed JSON.
+        teacher: True if there is a teacher.
 
     Raises:
-        ValueError: there are none, they are wrong, or distillation and teacher do not go together.
+        ValueError: there is no block, it is wrong, or distillation and teacher do not go together.
     """
-    if not isinstance(given, SparseForgeConfig | dict | None):
-        raise ValueError(f"sparseforge = {given!r}: give the block itself, as a dict or a SparseForgeConfig")
-    block: Any = given
+    # Find the block.
+    if not isinstance(user_block, SparseForgeConfig | dict | None):
+        raise ValueError(f"sparseforge = {user_block!r}: give the block itself, as a dict or a SparseForgeConfig")
+    block: Any = user_block
     if block is None:
         block = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
         if not isinstance(block, dict):
             raise ValueError('the DeepSpeed JSON has no "sparseforge" block; add "sparseforge": {} for the defaults')
+
+    # Distillation needs a teacher. It is on by default, and without a teacher it is off.
     if isinstance(block, dict):
         if not teacher and block.get("distillation") is not None:
             raise ValueError(
                 "sparseforge.distillation is set, and there is no teacher: give teacher= to the trainer, or leave "
                 "distillation out"
             )
-        without = {} if teacher else {"distillation": None}
-        block = SparseForgeConfig.from_dict({**block, **without})
+        override = {} if teacher else {"distillation": None}
+        block = SparseForgeConfig.from_dict({**block, **override})
     if teacher and block.distillation is None:
         raise ValueError("sparseforge.distillation is null, and there is a teacher: leave one of the two out")
     if not teacher and block.distillation is not None:
         block = dataclasses.replace(block, distillation=None)
+
+    # Some settings belong to `sparseforge train`.
     if block.curvature.sequences is not None:
         raise ValueError(
-            f"sparseforge.curvature.sequences = {block.curvature.sequences}: under a trainer passes that measure the "
-            "curvature read the micro-batches of the step; leave it out"
+            f"sparseforge.curvature.sequences = {block.curvature.sequences}: under a trainer, the curvature is "
+            "measured on the micro-batches of the step; leave it out"
         )
     if block.low_rank is not None and trainer.args.push_to_hub:
         raise ValueError(f"push_to_hub with sparseforge.low_rank: {WITHOUT_BRANCHES}; leave push_to_hub out")

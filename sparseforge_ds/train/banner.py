@@ -1,4 +1,4 @@
-"""What a run is about to do, on one screen: model, coverage, schedule, batch and memory per rank."""
+"""The start banner of a run, on one screen: model, coverage, schedule, batch and memory per rank."""
 
 from __future__ import annotations
 
@@ -18,31 +18,37 @@ Row = tuple[str, str]
 
 
 def banner(spec: RunSpec, text: str) -> str:
-    """The start banner; `text` says what the run reads."""
-    rows = spec_rows(spec)
-    rows.insert(-1, ("text", text))
+    """Return the start banner; `text` describes the text that the run reads."""
+    *rows, output = spec_rows(spec)
+    rows.append(("text", text))
+    # Name the source of each line of files where there are several sources.
     sources = spec.text.sources
     if lines := [
         f"{source.name}: {line}" if len(sources) > 1 else line for source in sources for line in file_lines(source)
     ]:
-        rows.insert(-1, ("files", "\n".join(lines)))
+        rows.append(("files", "\n".join(lines)))
+    # Show the tokens around a document.
     front, behind = (
         spec.model.tokenizer.convert_ids_to_tokens(list(ids))
         for ids in frame_tokens(spec.model.tokenizer, spec.arguments.document_frame)
     )
     attention = ", attention inside each" if spec.arguments.document_attention else ""
-    rows.insert(-1, ("documents", f"each as {' '.join([*front, '...', *behind])}{attention}"))
-    return table(rows)
+    rows.append(("documents", f"each as {' '.join([*front, '...', *behind])}{attention}"))
+    return table([*rows, output])
 
 
 def spec_rows(spec: RunSpec) -> list[Row]:
-    """Names and contents of the lines of a banner that do not speak of text; the last is where the run writes."""
-    config, arguments, coverage = spec.config, spec.arguments, spec.coverage
-    steps, schedule = spec.steps, config.resolved_schedule
-    batch, rate, rank = spec.deepspeed, spec.learning_rate, config.low_rank
+    """Return names and contents of the banner's lines, except those about text; the last is the output folder."""
+    config = spec.config
+    arguments = spec.arguments
+    coverage = spec.coverage
+    schedule = config.resolved_schedule
+    batch = spec.deepspeed
+    rate = spec.learning_rate
     by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
     memory = memory_per_rank(spec)
     kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
+    # A row in a starred list is there only where the run has such a thing.
     return [
         ("model", f"{spec.model.name} ({spec.model.config.model_type}, {coverage.total:,} parameters)"),
         ("teacher", spec.teacher.name if spec.teacher else "none"),
@@ -57,10 +63,10 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ("mask", _mask_line(spec)),
         (
             "schedule",
-            ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(steps) if stop > start),
+            ", ".join(f"{name} {start}-{stop}" for name, start, stop in schedule.phases(spec.steps) if stop > start),
         ),
         *_longer_line(spec),
-        *([("low rank", _branch_line(rank))] if rank else []),
+        *([("low rank", _branch_line(config.low_rank))] if config.low_rank else []),
         (
             "rate",
             f"{rate.peak:g} after {round(rate.warmup * rate.max_steps)} warm-up steps, "
@@ -77,14 +83,15 @@ def spec_rows(spec: RunSpec) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Names in a column, contents beside it."""
+    """Lay out rows as text: names in a column, contents beside it."""
     lines = list(rows)
     width = max(len(name) for name, _ in lines)
-    below = "\n" + " " * (width + 4)
-    return "\n".join(f"  {name:<{width}}  {content}".replace("\n", below) for name, content in lines)
+    indent = "\n" + " " * (width + 4)
+    return "\n".join(f"  {name:<{width}}  {content}".replace("\n", indent) for name, content in lines)
 
 
 def _mask_line(spec: RunSpec) -> str:
+    """Describe the method, and the importance by which it chooses a mask."""
     config = spec.config
     method = config.method
     if (start := config.start) is not None:
@@ -104,12 +111,12 @@ def _mask_line(spec: RunSpec) -> str:
 
 
 def _longer_line(spec: RunSpec) -> list[Row]:
-    before = spec.config.max_steps
-    if spec.steps == before:
+    """Return a row for a run that is longer than its schedules."""
+    scheduled = spec.config.max_steps
+    if spec.steps == scheduled:
         return []
-    return [
-        ("longer", f"laid out over {before} steps; the finetune goes on to {spec.steps} at the rate of step {before}")
-    ]
+    line = f"laid out over {scheduled} steps; the finetune goes on to {spec.steps} at the rate of step {scheduled}"
+    return [("longer", line)]
 
 
 def _branch_line(branch: LowRankConfig) -> str:
@@ -119,15 +126,15 @@ def _branch_line(branch: LowRankConfig) -> str:
 
 
 def memory_per_rank(spec: RunSpec) -> dict[str, int]:
-    """Bytes that one rank holds from step to step, as the planner counts them: no activations and gathered weights.
+    """Return the bytes that one rank holds from step to step, by kind: no activations and gathered weights.
 
-    What an offload option moves to the host is counted all the same: it is the host's memory of that rank then.
+    Bytes that an offload option moves to the host count too: they are the rank's memory on the host then.
     """
     return lasting(spec.sizes, spec.memory_settings, spec.teacher_sizes)
 
 
 def readable_bytes(size: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Return a size for people: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.1f} {unit}"

@@ -1,9 +1,9 @@
 """Checkpoints of a run: DeepSpeed's own files, complete or absent.
 
 A checkpoint is written as `step_000400.tmp`. When every rank's files are there, they are forced to disk and read back,
-and `checkpoint.json` says what they are. Then the folder gets its final name, and from this moment on the checkpoint
-counts: a run goes on from the newest. Old checkpoints are removed when the loss of the next step is finite. So a kill
-at any moment leaves the newest complete checkpoint in place, and whatever has a final name is whole. Weights that are
+and `checkpoint.json` lists them. Then the folder gets its final name, and from this moment on the checkpoint counts: a
+run goes on from the newest. Old checkpoints are removed when the loss of the next step is finite. So a kill at any
+moment leaves the newest complete checkpoint in place, and every folder with a final name is complete. Weights that are
 infinite or NaN are not saved at all.
 """
 
@@ -31,13 +31,13 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that is done."""
+    """A finished save: its folder, size and duration."""
 
     path: Path
     bytes: int
     seconds: float
     seconds_checking: float
-    """Of these: forcing the files to disk and reading them back."""
+    """Part of `seconds` that was spent on forcing the files to disk and reading them back."""
 
 
 class Checkpoints:
@@ -47,7 +47,7 @@ class Checkpoints:
         folder: OUTPUT_DIR/checkpoints.
         ranks: the processes of the run.
         stage: the ZeRO stage of this start.
-        keep: newest checkpoints that stay; 0 keeps all.
+        keep: number of newest checkpoints that stay; 0 keeps all.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, stage: int, keep: int) -> None:
@@ -55,11 +55,11 @@ class Checkpoints:
         self.ranks = ranks
         self.stage = stage
         self.keep = keep
-        self._too_many: Mapping[int, float] | None = None
-        """Losses as of the newest save, until older checkpoints are removed."""
+        self._losses_to_tidy: Mapping[int, float] | None = None
+        """Losses as of the newest save, until older checkpoints have been removed; None after that."""
 
     def recover(self) -> None:
-        """Remove what a kill interrupted. Rank 0 only."""
+        """Remove unfinished folders that a kill has left. Rank 0 only."""
         for leftover in self.folder.glob("*.tmp"):
             _sweep(leftover)
 
@@ -69,10 +69,10 @@ class Checkpoints:
         """Save on all ranks.
 
         Args:
-            engine: DeepSpeed's.
+            engine: the DeepSpeed engine.
             step: optimizer steps so far.
-            client_state: what else belongs to them.
-            losses: of held-out text, by step: of the checkpoints that have one, the best stays too. None to keep the
+            client_state: further state that belongs to this step.
+            losses: losses on held-out text, by step; the checkpoint with the lowest one stays too. None to keep the
                 newest only.
 
         Raises:
@@ -80,11 +80,12 @@ class Checkpoints:
             OSError: DeepSpeed cannot write the files on this rank; the unfinished folder was removed.
             AgreedError: a file is not on disk as it was written, or cannot be published; the folder was removed.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         tag = _tag(step)
         temporary = self.folder / f"{tag}.tmp"
         generators = random_state()
         try:
+            # Have DeepSpeed write its files under a temporary name.
             try:
                 engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
             except DivergedError:  # found before anything is written
@@ -94,68 +95,72 @@ class Checkpoints:
             self.ranks.all_or_raise(
                 lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None)
             )
-            written = time.perf_counter()
-            found = self._check_written(temporary)
-            checking = time.perf_counter() - written
+            # Read every file back, and publish the folder with a list of them.
+            check_time = time.perf_counter()
+            written = self._check_written(temporary)
+            seconds_checking = time.perf_counter() - check_time
             manifest = Manifest(
                 folder=temporary,
                 step=step,
                 world_size=self.ranks.world_size,
                 stage=self.stage,
-                files={name: size for name, (size, _) in found.items()},
-                fingerprints={name: print for name, (_, print) in found.items()},
+                files={name: size for name, (size, _) in written.items()},
+                fingerprints={name: digest for name, (_, digest) in written.items()},
             )
             self.ranks.on_first(lambda: self._publish(tag, manifest))
         except (AgreedError, OSError) as error:
-            # After an error of DeepSpeed's the others wait inside it and end with this process: nothing can be agreed.
-            agreed = isinstance(error, AgreedError)
-            if self.ranks.first or not agreed:
+            # After an error inside DeepSpeed the other ranks wait there and end with this process: no agreement then.
+            is_agreed = isinstance(error, AgreedError)
+            if self.ranks.first or not is_agreed:
                 shutil.rmtree(temporary, ignore_errors=True)
             free = shutil.disk_usage(self.folder.parent).free / 2**30
-            raise (AgreedError if agreed else OSError)(
+            raise (AgreedError if is_agreed else OSError)(
                 f"checkpoint {self.folder / tag} cannot be written ({error}); {free:.1f} GiB are free there. The "
                 "unfinished folder was removed; make room and continue from the checkpoint before with --resume"
             ) from error
+        # Tell DeepSpeed's own tools the newest checkpoint, and everybody the best.
         self.ranks.on_first(lambda: self._announce(tag, losses))
-        self._too_many = losses or {}
+        self._losses_to_tidy = losses or {}
         size = sum(manifest.files.values())
-        return Saved(self.folder / tag, size, time.perf_counter() - began, checking)
+        return Saved(self.folder / tag, size, time.perf_counter() - start_time, seconds_checking)
 
     def remove_old(self) -> None:
-        """After a save: remove all but the newest `keep` whole checkpoints and the best. Collective.
+        """Remove all but the newest `keep` intact checkpoints and the best, once after each save. Collective.
 
-        To be called once the weights that were saved have shown a finite loss, or training is over: only then is the
-        newest checkpoint known to be as good as those that go.
+        Call it when the saved weights have shown a finite loss, or training is over: only then is the newest checkpoint
+        known to be as good as those that go.
         """
-        if self._too_many is not None:
-            losses, self._too_many = self._too_many, None
+        losses = self._losses_to_tidy
+        if losses is not None:
+            self._losses_to_tidy = None
             self.ranks.on_first(lambda: self._tidy(losses))
 
     def name_best(self, losses: Mapping[int, float] | None) -> Path | None:
-        """Make `best` name the checkpoint with the lowest of `losses`, see `save`. Rank 0 only.
+        """Write the name of the checkpoint with the lowest of `losses` into `best`, see `save`. Rank 0 only.
 
         Returns:
             That checkpoint; None where none has a loss.
         """
-        saved = [folder for folder in list_checkpoints(self.folder) if self._whole(folder)]
+        saved = [folder for folder in list_checkpoints(self.folder) if self._is_intact(folder)]
         scored = {folder: losses[step] for folder in saved if losses and (step := checkpoint_step(folder)) in losses}
         if not scored:
             return None
         best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
-        self._point("best", best.name)
+        self._write_name("best", best.name)
         return best
 
     def newest_before(self, step: int) -> tuple[Path | None, list[Path]]:
-        """Return the newest whole checkpoint of a step below this one, if any, and those that are newer than it."""
+        """Return the newest intact checkpoint of a step below this one, if any, and those that are newer than it."""
         saved = list_checkpoints(self.folder)
-        earlier = [folder for folder in reversed(saved) if checkpoint_step(folder) < step]
-        good = next((folder for folder in earlier if self._whole(folder)), None)
+        good = next(
+            (folder for folder in reversed(saved) if checkpoint_step(folder) < step and self._is_intact(folder)), None
+        )
         return good, [folder for folder in saved if good is None or checkpoint_step(folder) > checkpoint_step(good)]
 
     def newest(self) -> Manifest:
-        """The newest checkpoint, to go on from.
+        """Return the manifest of the newest checkpoint, to go on from. Does not communicate.
 
-        Does not communicate, and looks at names and sizes only; `check` reads.
+        It checks names and sizes of files only; `check` reads them.
 
         Raises:
             ValueError: there is none, or it is incomplete or foreign.
@@ -163,20 +168,22 @@ class Checkpoints:
         saved = list_checkpoints(self.folder)
         if not saved:
             raise ValueError(f"--resume: no checkpoint in {self.folder}; start the run without --resume")
-        with self._blaming(saved[-1]):
-            return self._manifest(saved[-1])
+        with self._naming_alternatives(saved[-1]):
+            return self._read_manifest(saved[-1])
 
     def check(self, manifest: Manifest) -> None:
-        """Read this rank's share of the files of a checkpoint; together the ranks read all. Does not communicate.
+        """Read this rank's share of a checkpoint's files; together the ranks read all. Does not communicate.
 
         Raises:
-            ValueError: a file is damaged, of another step, or holds what no checkpoint holds; nothing was executed.
+            ValueError: a file is damaged, of another step, or holds objects that no checkpoint has; nothing was
+                executed.
         """
-        with self._blaming(manifest.folder):
+        with self._naming_alternatives(manifest.folder):
             for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
                 manifest.check_file(name)
 
-    def _manifest(self, folder: Path) -> Manifest:
+    def _read_manifest(self, folder: Path) -> Manifest:
+        """Read the manifest of a folder; ValueError where it does not fit the folder's name or files."""
         manifest = Manifest.read(folder)
         if folder.name != _tag(manifest.step):
             raise ValueError(f"{folder} holds step {manifest.step}")
@@ -189,45 +196,48 @@ class Checkpoints:
         return manifest
 
     @contextlib.contextmanager
-    def _blaming(self, folder: Path) -> Iterator[None]:
+    def _naming_alternatives(self, folder: Path) -> Iterator[None]:
+        """On a ValueError about a checkpoint, append the other checkpoints that are intact to the message."""
         try:
             yield
         except ValueError as error:
-            others = [other.name for other in list_checkpoints(self.folder) if other != folder and self._whole(other)]
-            found = f"complete: {', '.join(others)}" if others else "no other one is complete"
-            raise ValueError(f"--resume: {error}. To go back, move {folder} elsewhere ({found})") from None
+            saved = list_checkpoints(self.folder)
+            intact = [other.name for other in saved if other != folder and self._is_intact(other)]
+            alternatives = f"complete: {', '.join(intact)}" if intact else "no other one is complete"
+            raise ValueError(f"--resume: {error}. To go back, move {folder} elsewhere ({alternatives})") from None
 
     def _check_written(self, temporary: Path) -> dict[str, tuple[int, str]]:
-        """Size and fingerprint of every file, each forced to disk and read back by one of the ranks."""
-        names = self.ranks.on_first(lambda: self._complete(temporary))
+        """Return size and fingerprint of every file by name; one rank each forces it to disk and reads it back."""
+        names = self.ranks.on_first(lambda: self._require_all_files(temporary))
 
         def check_share() -> dict[str, tuple[int, str]]:
-            found = {}
+            written = {}
             for name in names[self.ranks.rank :: self.ranks.world_size]:
                 path = temporary / name
                 sync(path)
                 check_pt_file(path)
-                found[name] = (path.stat().st_size, fingerprint(path))
-            return found
+                written[name] = (path.stat().st_size, fingerprint(path))
+            return written
 
         shares = self.ranks.gather(self.ranks.all_or_raise(check_share))
         return dict(sorted(item for share in shares for item in share.items()))
 
-    def _complete(self, temporary: Path) -> list[str]:
-        """Names of the files, the largest first; every rank must have its own among them."""
+    def _require_all_files(self, temporary: Path) -> list[str]:
+        """Return the names of the files, the largest first; ValueError where a rank's file is missing."""
         files = list_files(temporary)
         world_size = self.ranks.world_size
         names = {path.name: path.stat().st_size for path in temporary.iterdir()}
-        for kind, found, expected in (
+        for kind, count, expected in (
             ("model", len(files.model), world_size if self.stage == 3 else 1),
             ("optimizer", len(files.optimizer), world_size if self.stage else 0),
             ("random", sum(random_file(rank) in names for rank in range(world_size)), world_size),
         ):
-            if found != expected:
-                raise ValueError(f"{temporary.name} has {found} {kind} files of {expected}")
+            if count != expected:
+                raise ValueError(f"{temporary.name} has {count} {kind} files of {expected}")
         return _by_size(names)
 
     def _publish(self, tag: str, manifest: Manifest) -> None:
+        """Write the manifest, and give the folder its final name."""
         write_json(manifest.folder / MANIFEST, manifest.record())
         sync(manifest.folder)
         os.replace(manifest.folder, self.folder / tag)
@@ -235,32 +245,32 @@ class Checkpoints:
         sync(self.folder.parent)  # the first save has made the folder
 
     def _announce(self, tag: str, losses: Mapping[int, float] | None = None) -> None:
-        """Tell DeepSpeed's own tools the newest checkpoint, and everybody the best."""
-        self._point("latest", tag)
+        """Write the names of the newest checkpoint, which DeepSpeed's tools read, and of the best."""
+        self._write_name("latest", tag)
         self.name_best(losses)
 
     def _tidy(self, losses: Mapping[int, float] | None = None) -> None:
-        """Remove all but the newest `keep` whole checkpoints and the best."""
+        """Remove all but the newest `keep` intact checkpoints and the best."""
         best = self.name_best(losses)
         saved = list_checkpoints(self.folder)
-        kept = [folder for folder in saved if self._whole(folder)][-self.keep :] if self.keep else saved
+        kept = [folder for folder in saved if self._is_intact(folder)][-self.keep :] if self.keep else saved
         for folder in saved:
             if folder not in kept and folder != best:
                 self._remove(folder)
 
-    def _point(self, name: str, tag: str) -> None:
+    def _write_name(self, name: str, tag: str) -> None:
         with atomic_file(self.folder / name) as file:
             file.write(tag.encode())
 
-    def _whole(self, folder: Path) -> bool:
+    def _is_intact(self, folder: Path) -> bool:
         try:
-            self._manifest(folder)
+            self._read_manifest(folder)
         except ValueError:
             return False
         return True
 
     def _remove(self, folder: Path) -> None:
-        """Take the final name away first: what is half removed must not look like a checkpoint."""
+        """Remove a checkpoint. It loses its final name first, so that a half-removed one does not count."""
         grave = folder.with_name(f"{folder.name}.old.tmp")
         if grave.is_dir():
             shutil.rmtree(grave)
@@ -269,7 +279,7 @@ class Checkpoints:
 
 
 def _by_size(files: dict[str, int]) -> list[str]:
-    """The largest first, so that every n-th is a fair share."""
+    """Return the names of files, the largest first, so that every n-th name is a fair share."""
     return sorted(files, key=lambda name: (-files[name], name))
 
 
@@ -278,7 +288,10 @@ def _tag(step: int) -> str:
 
 
 def _sweep(leftover: Path) -> None:
-    """Remove what has no final name. Someone may still read a file of it on a network file system: next start again."""
+    """Remove an unfinished file or folder.
+
+    On a network file system somebody may still read a file in it; then the next start tries again.
+    """
     try:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     except OSError as error:

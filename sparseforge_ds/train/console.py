@@ -1,4 +1,4 @@
-"""What a run says: what the loggers of `sparseforge_ds` get, as plain lines above the progress bar."""
+"""Console output of a run: messages of the package's loggers, as plain lines above the progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparseforge_ds.train.launcher import rank_from_launcher
 
 
 def set_up_console() -> None:
-    """Let our loggers speak, on rank 0 from INFO on and on others from WARNING on, and quieten the others'."""
+    """Show messages of this package, on rank 0 from INFO on and on others from WARNING on; quieten other libraries."""
     logger = logging.getLogger("sparseforge_ds")
     logger.setLevel(logging.INFO)
     logger.handlers = [_Console()]
@@ -27,16 +27,16 @@ def set_up_console() -> None:
 
 
 class _Console(logging.Handler):
-    """Errors to stderr, the others to stdout; all at once."""
+    """Handler that writes errors to stderr and everything else to stdout, unbuffered."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        rank = rank_from_launcher()  # mpirun's ranks learn theirs when DeepSpeed starts
+        rank = rank_from_launcher()  # 0 under mpirun until DeepSpeed has started
         if rank and record.levelno < logging.WARNING:
             return
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {f'on rank {rank}: ' if rank else ''}{text}"
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        # Above a bar, if there is one; with its newline in one write, for the launcher and other ranks share the pipe.
+        # tqdm writes above its bar. The newline is part of the text: launcher and ranks share one pipe.
         tqdm.write(f"{text}\n", file=stream, end="")
         stream.flush()

@@ -1,4 +1,4 @@
-"""From the resolved settings to a DeepSpeed engine with a forge on it, a teacher and a stream of batches."""
+"""The objects of a run: a DeepSpeed engine with a forge on it, and its objective with a teacher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparseforge_ds.transformers_internals import checkpoint_activations
 
 @dataclass
 class TrainContext:
-    """What the loop works with."""
+    """Objects that the training loop works with."""
 
     spec: RunSpec
     ranks: Ranks
@@ -36,12 +36,13 @@ class TrainContext:
     device: torch.device
 
 
-def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
+def build_context(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     """Load the models and start DeepSpeed and the forge.
 
     Raises:
         ValueError: weights are missing, or the forge cannot work with this DeepSpeed configuration.
     """
+    # Load the student, partitioned where ZeRO-3 will train it.
     set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
     partition = spec.deepspeed if spec.stage == 3 else None
     attention = {"attn_implementation": spec.arguments.attn_implementation}
@@ -50,9 +51,14 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
         checkpoint_activations(model)
     model = sf.prepare(model, spec.config)
     model.train()
-    documents, parts = spec.arguments.document_attention, spec.sequence_parallel
-    sequence = SequenceParallel(parts, documents) if parts > 1 else None
-    _limit_attention(model, sequence, documents)
+
+    # Divide sequences over ranks, and keep documents apart, where the run asks for it.
+    documents = spec.arguments.document_attention
+    size = spec.sequence_parallel
+    sequence_parallel = SequenceParallel(size, documents) if size > 1 else None
+    _limit_attention(model, sequence_parallel, documents)
+
+    # Start the engine, with a forge on it.
     weight_decay = spec.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -62,16 +68,19 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if isinstance(scaler, DynamicLossScaler):
         scaler.raise_error_at_min_scale = False  # a bare Exception; the loop says what overflows and stops by itself
-    _check_attention_scope(model, f"--model {spec.model.name}", sequence, documents)
+    _check_attention_scope(model, f"--model {spec.model.name}", sequence_parallel, documents)
     forge = sf.SparseForge(engine, spec.config)
-    teacher, distillation = None, spec.config.distillation
+
+    # Load the teacher.
+    teacher = None
+    distillation = spec.config.distillation
     if spec.teacher is not None and distillation is not None:
         partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
         loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
-        _limit_attention(loaded, sequence, documents)
+        _limit_attention(loaded, sequence_parallel, documents)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
         if spec.teacher is not spec.model:
-            _check_attention_scope(loaded, f"--teacher {spec.teacher.name}", sequence, documents)
+            _check_attention_scope(loaded, f"--teacher {spec.teacher.name}", sequence_parallel, documents)
     return TrainContext(
         spec=spec,
         ranks=ranks,
@@ -83,19 +92,20 @@ def build(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:
     )
 
 
-def _limit_attention(model: PreTrainedModel, sequence: SequenceParallel | None, documents: bool) -> None:
+def _limit_attention(model: PreTrainedModel, sequence_parallel: SequenceParallel | None, documents: bool) -> None:
     """Let attention connect the tokens that the run lets see each other, and no others."""
-    if sequence is not None:
-        sequence.divide(model)
+    if sequence_parallel is not None:
+        sequence_parallel.divide(model)
     elif documents:
         separate_documents_in_flash(model)
 
 
 def _check_attention_scope(
-    model: PreTrainedModel, who: str, sequence: SequenceParallel | None, documents: bool
+    model: PreTrainedModel, who: str, sequence_parallel: SequenceParallel | None, documents: bool
 ) -> None:
-    """Try on a loaded model that attention connects those tokens only, see `_limit_attention`. Collective."""
-    if sequence is not None:
-        sequence.check_division(model, who)
+    """Try on a loaded model that attention connects those tokens only. Collective; raises AgreedError."""
+    if sequence_parallel is not None:
+        sequence_parallel.check_division(model, who)
     if documents:
-        check_documents_apart(model, who, *((sequence.rank, sequence.size) if sequence is not None else ()))
+        rank, size = (0, 1) if sequence_parallel is None else (sequence_parallel.rank, sequence_parallel.size)
+        check_documents_apart(model, who, rank, size)

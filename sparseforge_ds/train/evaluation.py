@@ -1,8 +1,8 @@
-"""Perplexity of the model that is being trained, on text that it is not trained on; training does not notice.
+"""Perplexity of the model in training, on text that it is not trained on; the training itself does not change.
 
-Passes hold a fixed number of windows, each pass is one rank's, and sums are added exactly: equal weights give the same
-number to the last bit on any ranks, micro-batch and ZeRO stage. Ranks that share sequences share a pass, each with its
-part of the windows; their number is the same to rounding.
+A pass holds a fixed number of windows and belongs to one rank, and sums are added exactly. So equal weights give the
+same perplexity to the last bit on any number of ranks, micro-batch and ZeRO stage. Ranks that share sequences share a
+pass, each with its part of the windows; then the perplexity is the same to rounding.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_held_out(spec: RunSpec, ranks: Ranks) -> HeldOut | None:
-    """The windows of `--eval_dataset`, tokenised on rank 0; None without it.
+    """Return the windows of `--eval_dataset`, tokenised on rank 0; None without it.
 
     Raises:
-        AgreedError: as `read_held_out`.
+        AgreedError: the text cannot be read, or does not suit the model.
     """
     source = spec.held_out
     if source is None:
@@ -40,46 +40,51 @@ def open_held_out(spec: RunSpec, ranks: Ranks) -> HeldOut | None:
 
 
 class Evaluation:
-    """When the model is scored, what came out so far, and which checkpoint is the best by it.
+    """Scores of the model on held-out text: when they are due, and their values so far.
 
     Args:
         context: the run.
-        held_out: what is scored; None scores nothing.
+        held_out: the text; None scores nothing.
     """
 
     def __init__(self, context: TrainContext, held_out: HeldOut | None) -> None:
         self.context = context
         self.held_out = held_out
         self.losses: dict[int, float] = {}
-        """Mean negative log-likelihood of a token in nats, by the optimizer step after which it was measured."""
+        """Mean negative log-likelihood of a token in nats, by optimizer step."""
 
     def due(self, step: int) -> bool:
-        """Whether the model is to be scored after `step` steps; a function of the step and of what was scored."""
+        """Return whether the model is to be scored after `step` steps, and has not been."""
         spec = self.context.spec
         arguments = spec.arguments
-        every = arguments.eval_every, arguments.save_every if arguments.keep_best else 0
-        wanted = step in (0, spec.steps) or any(steps and step % steps == 0 for steps in every)
+        intervals = arguments.eval_every, arguments.save_every if arguments.keep_best else 0
+        wanted = step in (0, spec.steps) or any(steps and step % steps == 0 for steps in intervals)
         return wanted and self.held_out is not None and step not in self.losses
 
-    def run(self, step: int) -> dict[str, float]:
-        """Score the model as it is, and remember it. Collective.
+    def score(self, step: int) -> dict[str, float]:
+        """Score the model as it is, and remember the loss. Collective.
 
         Returns:
-            What the log says of it, tagged.
+            Metrics for the log, by tag.
         """
         assert self.held_out is not None
-        engine, began = self.context.engine, time.perf_counter()
-        generators, training = random_state(), engine.module.training
+        engine = self.context.engine
+        start_time = time.perf_counter()
+        # Leave no trace: generators and the training mode are put back.
+        generators = random_state()
+        was_training = engine.module.training
         engine.eval()
         try:
             with torch.no_grad():
                 sums, tokens = self._sums()
         finally:
-            engine.train(training)
+            engine.train(was_training)
             set_random_state(generators)
-        # fsum rounds once, so that the order does not count.
-        self.losses[step] = loss = math.fsum(sums) / tokens
-        perplexity, seconds = _perplexity(loss), time.perf_counter() - began
+        # fsum rounds once, so that the order of the sums does not matter.
+        loss = math.fsum(sums) / tokens
+        self.losses[step] = loss
+        perplexity = _perplexity(loss)
+        seconds = time.perf_counter() - start_time
         _LOG.info(
             f"step {step}/{self.context.spec.steps}  perplexity {perplexity:.4f} on {self.held_out.name} "
             f"({loss:.5f} nats a token, {tokens:,} tokens, {seconds:.1f} s)"
@@ -87,9 +92,9 @@ class Evaluation:
         return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/seconds": seconds}
 
     def ranking(self) -> dict[int, float] | None:
-        """The losses that may make a checkpoint the best, by step; None without `--keep_best`.
+        """Return the losses that may make a checkpoint the best, by step; None without `--keep_best`.
 
-        A soft mask does not count: the less is pruned yet, the lower its loss.
+        Losses under a soft mask do not count: the less is pruned yet, the lower they are.
         """
         if not self.context.spec.arguments.keep_best:
             return None
@@ -101,7 +106,7 @@ class Evaluation:
         }
 
     def result(self) -> dict[str, Any]:
-        """The newest score, for `result.json`; empty without one."""
+        """Return the newest score, for `result.json`; empty without one."""
         if not self.losses or self.held_out is None:
             return {}
         step = max(self.losses)
@@ -109,15 +114,15 @@ class Evaluation:
         return {"evaluation": {"step": step, "loss": loss, "perplexity": _perplexity(loss), **self._text()}}
 
     def state_dict(self) -> dict[str, Any]:
-        """The scores, and of which text they are; plain JSON types."""
+        """Return the scores and the identity of their text; plain JSON types."""
         losses = {str(step): loss for step, loss in self.losses.items()}
         return {} if self.held_out is None else {"key": self.held_out.key, **self._text(), "losses": losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Scores of another text, which cannot be compared, are left behind.
+        """Restore the scores of `state`, unless they are of another text and cannot be compared.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the state is damaged.
         """
         if self.held_out is None or not state:
             return
@@ -130,29 +135,38 @@ class Evaluation:
             raise ValueError(f"--resume: its evaluations cannot be read ({error!r:.200}); use another one") from None
 
     def _text(self) -> dict[str, Any]:
+        """Return name and size of the held-out text."""
         assert self.held_out is not None
         windows, length = self.held_out.token_NS.shape
         return {"text": self.held_out.name, "sequences": windows, "seq_length": length}
 
     def _sums(self) -> tuple[list[float], int]:
-        """Summed losses of all passes, and how many tokens were scored; the same on every rank."""
+        """Return the summed losses of all passes, and the number of tokens scored; the same on every rank."""
         assert self.held_out is not None
-        objective, ranks = self.context.objective, self.context.ranks
+        objective = self.context.objective
+        ranks = self.context.ranks
+        layout = self.context.batches.layout
         token_NS = self.held_out.token_NS
-        # Whole logits are as large as a vocabulary for every token.
-        at_once = 1 if objective.whole else micro_batches_at_once(token_NS.shape[1])
+
+        # Cut the text into passes. Whole logits, as large as a vocabulary for every token, allow one window a pass.
+        windows = 1 if objective.whole else micro_batches_at_once(token_NS.shape[1])
         passes = [
-            make_micro_batch(token_NS[first : first + at_once], 1.0) for first in range(0, len(token_NS), at_once)
+            make_micro_batch(token_NS[first : first + windows], 1.0) for first in range(0, len(token_NS), windows)
         ]
-        layout, mine = self.context.batches.layout, []
-        parts, part = layout.sequence_parallel, layout.token_slice(token_NS.shape[1])
+
+        # Take turns. All ranks gather weights together, so a rank without a pass repeats the last one, and drops it.
+        parts = layout.sequence_parallel
+        part = layout.token_slice(token_NS.shape[1])
+        sums: list[float] = []
         for first in range(0, len(passes), ranks.world_size // parts):
             number = first + layout.group
-            whole = passes[min(number, len(passes) - 1)]  # weights are gathered by all ranks together
-            found = self._sum(whole if parts == 1 else whole.take_tokens(part, parts)) / parts
-            mine += [found] if number < len(passes) else []
-        scored = sum(int((each.label_BS[:, 1:] >= 0).sum()) for each in passes)
-        return [one for share in ranks.gather(mine) for one in share], max(1, scored)
+            batch = passes[min(number, len(passes) - 1)]
+            loss = self._sum(batch if parts == 1 else batch.take_tokens(part, parts)) / parts
+            if number < len(passes):
+                sums.append(loss)
+
+        tokens = sum(int((batch.label_BS[:, 1:] >= 0).sum()) for batch in passes)
+        return [loss for share in ranks.gather(sums) for loss in share], max(1, tokens)
 
     def _sum(self, batch: MicroBatch) -> float:
         return float(self.context.objective.cross_entropy(batch.to(self.context.device)))

@@ -1,4 +1,4 @@
-"""What masks did so far, as a picture: how many of their values lie where over time, and how many flipped."""
+"""A picture of all masks over time: the distribution of their values, and the share that flipped."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ if TYPE_CHECKING:
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def masks_over_time(values: Mapping[int, Sequence[float]], flips: Mapping[int, float]) -> np.ndarray:
-    """(H, W, 3) bytes.
+    """Draw mask values and flip rates over time.
 
     Args:
-        values: by step, counts of mask values in bins of equal width from 0 to 1.
-        flips: by step, the share of weights whose place in the target changed since the update before.
+        values: counts of mask values in bins of equal width from 0 to 1, by step.
+        flips: share of weights that entered or left the target mask since the update before, by step.
+
+    Returns:
+        (H, W, 3) bytes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # matplotlib's own state is left alone: a canvas draws without pyplot.
     figure = Figure(figsize=(9, 6), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True)
@@ -38,6 +42,7 @@ def masks_over_time(values: Mapping[int, Sequence[float]], flips: Mapping[int, f
 
 
 def _density(axes: Axes, values: Mapping[int, Sequence[float]]) -> Any:
+    """Draw the share of mask values in each bin (B), over the logged steps (T), on a logarithmic scale."""
     from matplotlib.colors import LogNorm
 
     steps = sorted(values)

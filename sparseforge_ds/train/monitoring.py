@@ -1,4 +1,4 @@
-"""What a run says of its steps: progress bar or log lines on rank 0, and its trackers."""
+"""Progress of a run on rank 0: a bar or log lines, and metrics for its trackers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Monitor:
     """Progress and metrics of rank 0; a silent object on every other rank.
 
     Args:
-        trackers: where metrics go, or None on ranks that say nothing; closed with this.
+        trackers: receivers of metrics, or None on silent ranks; closed with this object.
         start: steps already done.
         max_steps: steps of the whole run.
         tokens_per_step: tokens of a global batch.
         every: steps between log lines.
-        engine_monitor: DeepSpeed's own, which gets the metrics too where its JSON switches it on.
+        engine_monitor: DeepSpeed's own monitor, which gets the metrics too where its JSON switches it on.
     """
 
     def __init__(
@@ -55,21 +55,25 @@ class Monitor:
             self._bar = tqdm(total=max_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
         self._clock = time.perf_counter()
         self._clock_step = start
-        self._rate, self._left = 0.0, "?"
+        self._rate = 0.0
+        self._left = "?"
 
     def step(self, step: int, scalars: Mapping[str, float], phase: str, dials: Dials | None) -> None:
         """Show and log one finished optimizer step; `scalars` are already reduced over ranks and tagged."""
         if self._trackers is None:
             return
+        # At intervals, measure the speed since the last one, and log all metrics.
         due = step % self.every == 0 or step == self.max_steps
         if due:
             now = time.perf_counter()
             seconds = max(now - self._clock, 1e-9) / max(1, step - self._clock_step)
             self._rate = self.tokens_per_step / seconds
             self._left = tqdm.format_interval(seconds * (self.max_steps - step))
-            self._clock, self._clock_step = now, step
+            self._clock = now
+            self._clock_step = step
             more = {"train/tokens_per_second": self._rate, "train/memory_gib": memory_in_use() / 2**30}
             self.write(step, {**scalars, **more, **dial_scalars(dials)})
+        # Show the step: on a terminal in the bar, elsewhere as a line at the same intervals.
         loss = f"loss {scalars['loss/total']:.4f}"
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
@@ -84,7 +88,7 @@ class Monitor:
             _LOG.info(f"step {step}/{self.max_steps}  " + "  ".join(parts))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log scalars that belong to one step."""
+        """Log scalars of one step to all trackers."""
         if self._trackers is None:
             return
         self._trackers.log(step, scalars)
@@ -94,7 +98,7 @@ class Monitor:
             self._flips[step] = scalars["mask/flip_rate"]
 
     def histograms(self, step: int, histograms: Mapping[str, tuple[list[int], list[float]]]) -> None:
-        """Log counts between edges, and a picture of those of all masks so far."""
+        """Log histograms by tag, as (counts, edges), and a picture of all masks so far."""
         if self._trackers is None:
             return
         for tag, (counts, edges) in histograms.items():
@@ -106,10 +110,10 @@ class Monitor:
 
     @contextmanager
     def paused_clock(self) -> Iterator[None]:
-        """What is done inside is no part of the steps: it does not count for their speed."""
-        began = time.perf_counter()
+        """Leave the time of the block out of the speed of steps."""
+        start_time = time.perf_counter()
         yield
-        self._clock += time.perf_counter() - began
+        self._clock += time.perf_counter() - start_time
 
     def close(self) -> None:
         """Write everything out."""
@@ -120,7 +124,7 @@ class Monitor:
 
 
 def dial_scalars(dials: Dials | None) -> dict[str, float]:
-    """The annealed numbers, as they are logged; none of methods that anneal none."""
+    """Return the annealed numbers by tag; none for a method that anneals none."""
     if dials is None:
         return {}
     return {
@@ -132,7 +136,7 @@ def dial_scalars(dials: Dials | None) -> dict[str, float]:
 
 
 def memory_in_use() -> float:
-    """Peak bytes of this process: on the accelerator, or resident in main memory on a CPU."""
+    """Return the peak bytes of this process: on the accelerator, or resident in main memory on a CPU."""
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return float(accelerator.max_memory_allocated())

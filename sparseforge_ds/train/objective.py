@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: task, teacher and balance of experts, by blocks of logits where the models allow it."""
+"""Loss of a micro-batch: task, teacher and balance of experts, by blocks of logits where the models allow it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sparseforge_ds.model.registration import OWN_FAMILIES
 from sparseforge_ds.model.teacher import Teacher
 
 LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
-"""What the log says of a loss, as `loss/...`."""
+"""Names of the losses in the log, as `loss/...`."""
 
 
 def with_position_axis(logits: Tensor) -> Tensor:
-    """(B, S, V) as they are; (B, classes) of whole sequences -> (B, 1, classes)."""
+    """Return (B, S, V) logits unchanged, and (B, classes) of whole sequences as (B, 1, classes)."""
     return logits[:, None] if logits.dim() == 2 else logits
 
 
 class Objective:
-    """What an engine is trained on.
+    """Training objective of an engine.
 
     Args:
-        engine: the student's.
+        engine: the student's engine.
         teacher: None for the task loss alone.
-        config: its `distillation` and `importance` are used.
+        config: the sparseforge block, of which `distillation` and `importance` are used.
     """
 
     def __init__(self, engine: Any, teacher: Teacher | None, config: SparseForgeConfig) -> None:
@@ -41,24 +41,23 @@ class Objective:
         self.teacher = teacher if config.distillation is not None else None
         self.config = config.distillation
         self.whole: str | None = None
-        """Why logits are made whole; None where blocks of them do."""
+        """Reason why logits are made whole; None where they are made in blocks."""
         self.one_at_a_time = (
             self.teacher is not None and config.distillation is not None and bool(config.distillation.hidden)
         )
-        """Whether `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
+        """True if `targets` takes one micro-batch: hidden states of all would be as large as activations of all."""
 
     def why_whole_logits(self, token_BS: Tensor, **more: Tensor) -> str | None:
-        """Run both models over a few tokens, to see whether logits are made by their heads alone; collective.
+        """Run both models over a few tokens; return why their logits must be made whole, or None. Collective.
+
+        Blocks of logits need models whose heads alone make logits of hidden states. Later calls go by the answer.
 
         Args:
             token_BS: (B, S) ids.
             **more: other inputs of the forward pass.
-
-        Returns:
-            Why not, where they are not.
         """
         model = self.engine.module
-        training = model.training
+        was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
@@ -68,12 +67,12 @@ class Objective:
         except NonlinearHeadError as error:
             self.whole = str(error)
         finally:
-            model.train(training)
+            model.train(was_training)
         return self.whole
 
     @contextmanager
     def targets(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[Target | None]]:
-        """What the teacher says of the micro-batches of a step, while this is active, as `Teacher.targets`."""
+        """Hold the teacher's targets of a step's micro-batches, see `Teacher.targets`; None each without a teacher."""
         if self.teacher is None or self.whole:
             yield [None] * len(micro_batches)
         else:
@@ -81,58 +80,65 @@ class Objective:
                 yield targets
 
     def loss(self, batch: MicroBatch, target: Target | None, progress: float = 0.0) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch, and its `LOSSES` for the log; the mean over all ranks counts.
+        """Return the loss of a micro-batch, and its parts by `LOSSES`, (5,), for the log.
+
+        The engine trains on the mean over all ranks.
 
         Args:
             batch: the micro-batch.
-            target: its own, of `targets`.
-            progress: the fraction of the run's steps that are made.
+            target: its element of `targets`.
+            progress: fraction of the run's steps that are done.
         """
         config = None if self.config is None else self.config.at(progress)
         if self.whole:
-            losses, output = self._of_whole_logits(batch, config)
+            losses, output = self._by_whole_logits(batch, config)
         else:
-            losses, output = self._in_head(batch, config, target)
+            losses, output = self._by_blocks(batch, config, target)
         balance = self._balance_loss(output)
         total = losses.total if balance is None else losses.total + balance
-        uneven = torch.zeros_like(total) if balance is None else balance
-        parts = [total, losses.cross_entropy, losses.kl, losses.hidden, uneven]
+        logged_balance = torch.zeros_like(total) if balance is None else balance
+        parts = [total, losses.cross_entropy, losses.kl, losses.hidden, logged_balance]
         return total, torch.stack([part.detach().float() for part in parts])
 
     def cross_entropy(self, batch: MicroBatch) -> Tensor:
-        """The task loss alone, which probes of the curvature take."""
+        """Return the task loss alone, which probes of the curvature take."""
         if self.whole:
             logits_BSV = with_position_axis(self._run(batch).logits)
             return task_loss(logits_BSV, batch.label_BS, trained=batch.trained, shifted=batch.shifted)
-        return self._in_head(batch)[0].total
+        return self._by_blocks(batch)[0].total
 
-    def _in_head(
+    def _by_blocks(
         self, batch: MicroBatch, config: DistillationConfig | None = None, target: Target | None = None
     ) -> tuple[DistillationLoss, Any]:
+        """Return losses and the model's output; the head makes logits block by block, and none is kept."""
         inputs: dict[str, Any] = batch.inputs
         return loss_in_head(self.engine, batch.label_BS, config, target, batch.trained, batch.shifted, **inputs)
 
-    def _of_whole_logits(self, batch: MicroBatch, config: DistillationConfig | None) -> tuple[DistillationLoss, Any]:
-        label_BS, trained, shifted = batch.label_BS, batch.trained, batch.shifted
+    def _by_whole_logits(self, batch: MicroBatch, config: DistillationConfig | None) -> tuple[DistillationLoss, Any]:
+        """Return losses and the model's output, from (B, S, V) logits of both models."""
+        label_BS = batch.label_BS
         if self.teacher is None or config is None:
             output = self._run(batch)
-            total = task_loss(with_position_axis(output.logits), label_BS, trained=trained, shifted=shifted)
-            nothing = torch.zeros_like(total)
-            return DistillationLoss(total, total.detach(), nothing, nothing), output
+            student_BSV = with_position_axis(output.logits)
+            total = task_loss(student_BSV, label_BS, trained=batch.trained, shifted=batch.shifted)
+            zero = torch.zeros_like(total)
+            return DistillationLoss(total, total.detach(), zero, zero), output
+        # Run the teacher, and then the student beside the teacher's hidden states.
         with self.teacher.captured() as states:
-            teacher_BSV = self.teacher(**batch.inputs)
-        next_T, of_logits = next_labels(label_BS, shifted), replace(config, hidden=None)
-        with compare_hidden(self.engine.module, states, next_T, config, trained) as hidden_loss:
+            teacher_BSV = with_position_axis(self.teacher(**batch.inputs))
+        next_T = next_labels(label_BS, batch.shifted)
+        with compare_hidden(self.engine.module, states, next_T, config, batch.trained) as hidden_loss:
             output = self._run(batch)
-        logits = with_position_axis(output.logits), with_position_axis(teacher_BSV)
-        losses = distillation_loss(*logits, label_BS, of_logits, trained, shifted)
+        student_BSV = with_position_axis(output.logits)
+        logits_config = replace(config, hidden=None)
+        losses = distillation_loss(student_BSV, teacher_BSV, label_BS, logits_config, batch.trained, batch.shifted)
         return hidden_loss.add_to(losses), output
 
     def _run(self, batch: MicroBatch) -> Any:
         return self.engine(use_cache=False, **batch.inputs)
 
     def _balance_loss(self, output: Any) -> Tensor | None:
-        """What a mixture adds so that its experts are used evenly, where its config.json asks for that."""
+        """Return the loss of a mixture's uneven use of experts, where its config.json asks for it."""
         balance: Tensor | None = getattr(output, "aux_loss", None)
         if balance is None:
             return None
@@ -140,7 +146,7 @@ class Objective:
         model = self.engine.module
         if model.config.model_type in OWN_FAMILIES:
             return balance
-        of_text = model.config.get_text_config()
-        places = ((model, "router_aux_loss_coef"), (model, "aux_loss_coef"), (of_text, "router_aux_loss_coef"))
-        factor = next((getattr(holder, key) for holder, key in places if hasattr(holder, key)), None)
+        text_config = model.config.get_text_config()
+        attributes = ((model, "router_aux_loss_coef"), (model, "aux_loss_coef"), (text_config, "router_aux_loss_coef"))
+        factor = next((getattr(owner, key) for owner, key in attributes if hasattr(owner, key)), None)
         return None if factor is None else balance * factor

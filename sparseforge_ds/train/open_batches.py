@@ -1,4 +1,4 @@
-"""The text of a run as batches: each source tokenised before training starts, or as a stream while the run goes on."""
+"""Batches from the text of a run: each source is tokenised before training starts, or as a stream meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparseforge_ds.train.spec import RunSpec
 
 
 def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
-    """This rank's micro-batches, at the beginning of the text; tokenises on rank 0 what is no stream.
+    """Return this rank's micro-batches, at the beginning of the text; rank 0 tokenises what is no stream.
 
     Raises:
         AgreedError: the text cannot be read, does not suit the model or is too short, or the disk is full.
@@ -33,11 +33,24 @@ def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
 
 
 def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows:
-    arguments, folder = spec.arguments, spec.folder / "data"
-    vocabulary, seed = int(spec.model.config.get_text_config().vocab_size), arguments.seed
+    """Open one source; it must have `at_least` windows where it is no stream. Collective."""
+    arguments = spec.arguments
+    folder = spec.folder / "data"
+    vocabulary = int(spec.model.config.get_text_config().vocab_size)
+    # A stream is tokenised while the run goes on.
     if source.streamed:
-        sizes, frame = ChunkSizes(arguments.seq_length), arguments.document_frame
-        return open_stream(source, spec.model.tokenizer, folder, sizes, vocabulary, seed, ranks, frame)
+        sizes = ChunkSizes(arguments.seq_length)
+        return open_stream(
+            source,
+            spec.model.tokenizer,
+            folder,
+            sizes,
+            vocabulary,
+            arguments.seed,
+            ranks,
+            arguments.document_frame,
+        )
+    # Everything else is tokenised now, by rank 0, and mapped into memory by every rank.
     packed: TokenCache = ranks.on_first(
         lambda: ensure_token_cache(source, spec.model.tokenizer, folder, arguments.document_frame)
     )
@@ -49,7 +62,7 @@ def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows
             packed.open(),
             packed.key,
             arguments.seq_length,
-            seed,
+            arguments.seed,
             at_least,
             source.name,
             packed.facts,

@@ -1,13 +1,13 @@
-"""SIGTERM and Ctrl-C: the run is to end. What a process does then depends on where it is.
+"""SIGTERM and Ctrl-C: requests that end a run, at once before training and with a save during it.
 
-Before training there is nothing to save: it ends at once, and the next start removes what is half-written. In training
-the signal is only noted; the ranks agree on it at the end of an optimizer step, save, and end together (loop.py). More
-of the same signal change nothing, because launchers send it again to ranks that have had it: whoever cannot wait sends
-SIGKILL, which costs the steps since the newest checkpoint and nothing else. A second Ctrl-C, which a person presses,
-ends the process like that.
+Before training there is nothing to save: the process ends at once, and the next start removes half-written files. In
+training the process only notes the signal. At the end of an optimizer step the ranks agree on it, save, and end
+together (loop.py). The same signal again changes nothing, because launchers send it twice to some ranks. SIGKILL ends a
+run that cannot wait, and costs the steps since the newest checkpoint. A second Ctrl-C, which a person presses, does the
+same.
 
-The exit code is 143 or 130, as of a process that the signal ended, and not 0: `train && consolidate` must not take a
-half-trained model. `deepspeed` itself dies of both without telling its ranks; that they have lost it counts as SIGTERM.
+The exit code is 143 or 130, as that of a process which the signal ended, and not 0: `train && consolidate` must not
+take a half-trained model. `deepspeed` dies of both signals without telling its ranks, so losing it counts as SIGTERM.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from sparseforge_ds.started_by import GRANDPARENT, PARENT, Ancestor
 from sparseforge_ds.train.launcher import rank_from_launcher
 
 _ECHO = 2.0
-"""Seconds in which another SIGINT is the first one, passed on by a launcher."""
+"""Seconds in which another SIGINT counts as the first one, passed on by a launcher."""
 _LOOK = 1.0
-"""Seconds between looks whether the launcher lives."""
+"""Seconds between checks that the launcher lives."""
 _LAUNCH = "deepspeed.launcher.launch"
 _SHELL = 128
-"""The exit code of a process that a signal ended is this and the signal's number, as shells have it."""
+"""Number that shells add to a signal's number for the exit code of a process which the signal ended."""
 
 
-class Stopped(Exception):
-    """All ranks ended the training at a step because of a signal; what there is to save is saved.
+class PreemptedError(Exception):
+    """End of training on all ranks because of a signal; everything that there is to save is saved.
 
     Args:
         number: the signal.
-        where: the step.
+        step: words for the step, such as "at step 4".
     """
 
-    def __init__(self, number: int, where: str) -> None:
-        super().__init__(f"{signal.Signals(number).name} {where}")
+    def __init__(self, number: int, step: str) -> None:
+        super().__init__(f"{signal.Signals(number).name} {step}")
         self.exit_code = _SHELL + number
 
 
 class Preemption(AbstractContextManager["Preemption"]):
-    """Listens for SIGTERM and SIGINT in a `with` block of the main thread."""
+    """Listener for SIGTERM and SIGINT in a `with` block of the main thread."""
 
     def __init__(self) -> None:
         self._noted = 0
         self._training = False
         self._parents = _launchers()
-        self._orphan = _began_as_an_orphan()
-        self._before: dict[int, Any] = {}
+        self._is_orphan = _began_as_an_orphan()
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
         # The interpreter runs handlers between two bytecodes of the main thread, which may be waiting for another rank
@@ -68,63 +68,67 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._writer.setblocking(False)
         for number in (signal.SIGTERM, signal.SIGINT):
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # Ctrl-C is for others
-                self._before[number] = signal.signal(number, self._handle)
+                self._old_handlers[number] = signal.signal(number, self._handle)
         self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         if error is not None and not self._training:
-            # What went wrong may be that another rank has noticed the signal sooner and is gone.
+            # The error may come from another rank, which noticed the signal sooner and is gone.
             self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
             if self._noted:
                 self._end(self._noted)  # closing connections properly would wait for the other ranks
         signal.set_wakeup_fd(self._wakeup)
-        for number, handler in self._before.items():
-            # What a launcher sends again now must not change the exit code.
-            signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
+        for number, handler in self._old_handlers.items():
+            # A signal that a launcher sends again now must not change the exit code.
+            signal.signal(number, signal.SIG_IGN if isinstance(error, PreemptedError) else handler)
         self._writer.close()
 
     def begin_training(self) -> None:
-        """From now on the first signal is noted instead of obeyed."""
+        """Note the first signal from now on, instead of obeying it."""
         self._training = True
 
     @property
     def requested(self) -> int:
-        """The signal by which this process has been asked to stop, 0 if it has not been."""
+        """Return the signal that has asked this process to stop, or 0."""
         return self._noted
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self._noted = self._noted or number
 
     def _watch(self) -> None:
-        first, pressed = 0, 0.0
+        """Obey signals that cannot wait for the main thread, in a thread that lasts as long as the `with` block."""
+        first_signal = 0
+        press_time = 0.0
         # torchrun turns the second Ctrl-C into SIGTERM.
-        again = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
+        repeats = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
         while True:
             if select.select([self._reader], [], [], _LOOK)[0]:
                 received = self._reader.recv(1)
                 if not received:
                     break
                 number = received[0]
-                if number in self._before:
+                if number in self._old_handlers:
                     now = time.monotonic()
+                    # Before training the process ends at once. In training only a second Ctrl-C does that.
                     if not self._training:
                         self._end(number)
-                    if not first:
-                        first = number
+                    if not first_signal:
+                        first_signal = number
                         if number == signal.SIGINT:
                             _tell("SIGINT: the run saves at the end of this step; Ctrl-C again ends it without")
-                    elif pressed and now - pressed > _ECHO and number in again:
+                    elif press_time and now - press_time > _ECHO and number in repeats:
                         self._end(signal.SIGINT)
-                    if number == signal.SIGINT and not pressed:
-                        pressed = now
-            elif not first and self._has_lost_its_launcher():
-                os.kill(os.getpid(), signal.SIGTERM)  # which whoever is gone should have passed on
+                    if number == signal.SIGINT and not press_time:
+                        press_time = now
+            # A launcher that is gone cannot pass its signal on.
+            elif not first_signal and self._has_lost_its_launcher():
+                os.kill(os.getpid(), signal.SIGTERM)
         self._reader.close()
 
     def _has_lost_its_launcher(self) -> bool:
-        return self._orphan or any(_parent(child) != parent for child, parent in self._parents)
+        return self._is_orphan or any(_parent(child) != parent for child, parent in self._parents)
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -136,33 +140,33 @@ class Preemption(AbstractContextManager["Preemption"]):
 
 
 def _tell(line: str) -> None:
-    """Say it on rank 0, whatever the main thread may be doing with its buffers, and if anybody is left to listen."""
+    """Print a line on rank 0, past the buffers that the main thread may be using; a closed pipe is no error."""
     if rank_from_launcher() == 0:
         with contextlib.suppress(OSError):
             os.write(1, f"{line}\n".encode())
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """Return a process and its parent, for every two that stay together as long as the launcher of this rank lives.
+    """Return (process, parent) for every pair that stays together as long as the launcher of this rank lives.
 
-    That is this process and torchrun, or this process, launch.py and the `deepspeed` command that started it. They are
-    those that this process began with, however long its imports took.
+    Under torchrun that is this process and torchrun; under deepspeed also launch.py and the command that started it.
+    The parents are those of the start of this process, however long its imports took.
     """
-    me = (os.getpid(), PARENT.pid)
+    own_pair = (os.getpid(), PARENT.pid)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return [me]
+        return [own_pair]
     if _LAUNCH not in PARENT.command:
         return []
     # Over ssh the parent of launch.py is something else.
-    return [me, (PARENT.pid, GRANDPARENT.pid)] if _is_deepspeed(GRANDPARENT) else [me]
+    return [own_pair, (PARENT.pid, GRANDPARENT.pid)] if _is_deepspeed(GRANDPARENT) else [own_pair]
 
 
 def _began_as_an_orphan() -> bool:
-    """Return whether the launcher was gone before this process noted it, and process 1 has adopted its children."""
+    """Return whether the launcher was gone before this process noted it, so that process 1 has adopted its children."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun may be process 1 of a container; whatever it is called there, it is a Python program.
         return PARENT.pid == 1 and not any("python" in Path(word).name for word in PARENT.command[:1])
-    if "CROSS_RANK" not in os.environ:  # which launch.py sets
+    if "CROSS_RANK" not in os.environ:  # launch.py sets it
         return False
     if PARENT.pid == 1:
         return _LAUNCH not in PARENT.command
@@ -171,7 +175,10 @@ def _began_as_an_orphan() -> bool:
 
 
 def _parent(process: int) -> int | None:
-    """Asked anew each time: of a kept `psutil.Process`, psutil before 7 doubts who it is once the clock was set."""
+    """Return the parent of a process, or None if it is gone.
+
+    Every call makes a new `psutil.Process`: psutil before 7 mistakes an old one once the clock was set.
+    """
     try:
         return int(psutil.Process(process).ppid())
     except psutil.Error:

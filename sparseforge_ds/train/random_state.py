@@ -18,17 +18,17 @@ from transformers import set_seed
 
 
 def random_file(rank: int) -> str:
-    """Name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"random_{rank:05d}.json"
 
 
 def seed_anew(seed: int, step: int, rank: int) -> None:
-    """Seed every generator for a run that goes on at `step` on other ranks than before: nothing is drawn twice."""
+    """Seed every generator for a run that goes on at `step` on another number of ranks: no number is drawn twice."""
     set_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator of this process, as plain JSON types."""
+    """Return the state of every generator of this process, as plain JSON types."""
     accelerator = get_accelerator()
     kind = accelerator.device_name().split(":")[0]
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -41,7 +41,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Inverse of `random_state`; on another kind of accelerator its generator stays as it is.
+    """Restore a state of `random_state`; on another kind of accelerator its generator stays as it is.
 
     Raises:
         ValueError: the state was not made by `random_state`.
@@ -62,12 +62,12 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def fits_accelerator(state: dict[str, Any]) -> bool:
-    """Whether the state was taken on the kind of accelerator that this process has."""
+    """Return whether the state was taken on the kind of accelerator that this process has."""
     return bool(state["accelerator"][0] == get_accelerator().device_name().split(":")[0])
 
 
 def read_random_state(path: Path) -> dict[str, Any]:
-    """What `random_state` was when the file was written.
+    """Read a state of `random_state` from its file.
 
     Raises:
         ValueError: the file is missing or damaged.

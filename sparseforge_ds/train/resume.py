@@ -1,4 +1,4 @@
-"""Where a resumed run goes on: the checkpoint, checked whole before any model is built, and what it says of the run."""
+"""Resumption of a run: its checkpoint is checked completely before any model is built, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint that was found whole and of this run."""
+    """An intact checkpoint of this run."""
 
     manifest: Manifest
     checkpoint: Checkpoint
 
 
 def find_resumption(spec: RunSpec, ranks: Ranks, checkpoints: Checkpoints) -> Resumption:
-    """Find the checkpoint to go on from and read every byte of it, each rank its share. Collective; loads nothing.
+    """Find the checkpoint to go on from and read every byte of it, each rank a share. Collective; loads nothing.
 
     Raises:
-        AgreedError: there is none, a file is damaged, missing or foreign, or it belongs to another run.
+        AgreedError: there is no checkpoint, a file is damaged, missing or foreign, or it belongs to another run.
     """
     for line in ranks.on_first(lambda: changed_flags(spec)):
         _LOG.info(f"changed since the last start: {line}")
@@ -50,36 +50,46 @@ def find_resumption(spec: RunSpec, ranks: Ranks, checkpoints: Checkpoints) -> Re
     return ranks.all_or_raise(lambda: Resumption(manifest, _open(spec, manifest)))
 
 
-def load_position(found: Resumption, batches: Batches) -> None:
-    """Set the stream of batches to where the checkpoint was taken.
+def load_position(resumption: Resumption, batches: Batches) -> None:
+    """Set the stream of batches to the position of the checkpoint.
 
     Raises:
-        ValueError: it is of other data, or damaged.
+        ValueError: the position belongs to other data, or is damaged.
     """
     try:
-        batches.load_state_dict(found.checkpoint.client_state["train"]["data"])
+        batches.load_state_dict(resumption.checkpoint.client_state["train"]["data"])
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"--resume: {found.manifest.folder}: its data position cannot be read ({error!r:.200})"
+            f"--resume: {resumption.manifest.folder}: its data position cannot be read ({error!r:.200})"
         ) from None
 
 
-def continue_from(found: Resumption, context: TrainContext, evaluation: Evaluation) -> None:
-    """Make engine, forge, scores and generators what they were; the last thing before training goes on. Collective.
+def continue_from(resumption: Resumption, context: TrainContext, evaluation: Evaluation) -> None:
+    """Restore engine, forge, scores and generators; the last thing before training goes on. Collective.
 
     Raises:
         ValueError: the checkpoint does not fit the engine.
-        AgreedError: the file of a rank's generators, or what was scored, is damaged.
+        AgreedError: the file of a rank's generators, or the saved scores, are damaged.
     """
-    manifest, spec, ranks = found.manifest, context.spec, context.ranks
-    ranks.all_or_raise(lambda: evaluation.load_state_dict(found.checkpoint.client_state["train"].get("evaluations")))
-    context.forge.restore(found.checkpoint)
+    spec = context.spec
+    ranks = context.ranks
+    manifest = resumption.manifest
+    checkpoint = resumption.checkpoint
+
+    # Restore the scores, and then weights, optimizer and masks, whatever the ranks and the stage were.
+    ranks.all_or_raise(lambda: evaluation.load_state_dict(checkpoint.client_state["train"].get("evaluations")))
+    context.forge.restore(checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
-    before, now = (found.checkpoint.world_size, found.checkpoint.stage), (ranks.world_size, spec.stage)
-    if before != now:
-        line += f" (saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {now[0]} at stage {now[1]})"
+    same_ranks = checkpoint.world_size == ranks.world_size
+    if not same_ranks or checkpoint.stage != spec.stage:
+        line += (
+            f" (saved by {checkpoint.world_size} ranks at ZeRO stage {checkpoint.stage}, "
+            f"going on with {ranks.world_size} at stage {spec.stage})"
+        )
+
+    # Restore the generators where every rank has its own file for its kind of accelerator.
     path = manifest.folder / random_file(ranks.rank)
-    state = ranks.all_or_raise(lambda: read_random_state(path)) if before[0] == now[0] else None
+    state = ranks.all_or_raise(lambda: read_random_state(path)) if same_ranks else None
     if state is not None and all(ranks.gather(fits_accelerator(state))):
         ranks.all_or_raise(lambda: set_random_state(state))
     else:
@@ -89,17 +99,19 @@ def continue_from(found: Resumption, context: TrainContext, evaluation: Evaluati
 
 
 def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
+    """Open the checkpoint; ValueError where it contradicts its manifest, or is of another trainer or run."""
     folder = manifest.folder
     checkpoint = Checkpoint(folder)
     saved = RunState.parse(checkpoint.client_state.get("sparseforge"), f"--resume: {folder}")
-    for what, recorded, found in (
+    for name, recorded, actual in (
         ("ranks", manifest.world_size, checkpoint.world_size),
         ("ZeRO stage", manifest.stage, checkpoint.stage),
         ("step", manifest.step, saved.step),
     ):
-        if recorded != found:
+        if recorded != actual:
             raise ValueError(
-                f"--resume: {folder}: checkpoint.json says {what} {recorded}, the files {found}; use another checkpoint"
+                f"--resume: {folder}: checkpoint.json says {name} {recorded}, the files {actual}; "
+                "use another checkpoint"
             )
     if not isinstance(checkpoint.client_state.get("train", {}).get("data"), dict):
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
@@ -111,11 +123,14 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
 
 
 def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError for numbers of the optimizer that would be the checkpoint's whatever the JSON says; the learning
-    rate is set at every step."""
-    was, present = ((each.get("optimizer") or {}).get("params") or {} for each in (before, now))
-    for key in sorted((was.keys() | present.keys()) - {"lr"}):
-        old, new = was.get(key), present.get(key)
+    """Reject changed numbers of the optimizer, whose old values a checkpoint brings back whatever the JSON says.
+
+    The learning rate may change: it is set at every step.
+    """
+    old_params, new_params = ((config.get("optimizer") or {}).get("params") or {} for config in (before, now))
+    for key in sorted((old_params.keys() | new_params.keys()) - {"lr"}):
+        old = old_params.get(key)
+        new = new_params.get(key)
         if old != new and not isinstance(old, (bool, str)) and not isinstance(new, (bool, str)):
             raise ValueError(
                 f"--resume: optimizer.params.{key} was {json.dumps(old)}, is {json.dumps(new)}: a run that goes on "
@@ -124,9 +139,9 @@ def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def changed_flags(spec: RunSpec) -> list[str]:
-    """Run flags and DeepSpeed keys that a resumed run has otherwise than before, as lines for the log."""
+    """Return the run flags and DeepSpeed keys that have changed since the last start, as lines for the log."""
     run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
-    found = []
+    changes = []
     for name, before, after in (
         ("run", run.get("run", {}), flags(spec.arguments)),
         ("deepspeed", engine, spec.deepspeed),
@@ -138,8 +153,8 @@ def changed_flags(spec: RunSpec) -> list[str]:
         now = json.loads(json.dumps(after))
         if name == "deepspeed":
             _check_optimizer(before, now)
-        for either in (before, now):
-            either.pop("resume", None)
-            either.pop("sparseforge", None)  # no change, or the run would have been refused
-        found += differences(before, now, name)
-    return found
+        for settings in (before, now):
+            settings.pop("resume", None)
+            settings.pop("sparseforge", None)  # unchanged, or the run would have been refused
+        changes += differences(before, now, name)
+    return changes

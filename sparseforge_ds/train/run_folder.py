@@ -1,4 +1,4 @@
-"""A run's folder: what is written at its start, and whether a run may start or continue in it.
+"""A run's folder: its files at the start of a run, and checks that a run may start or continue in it.
 
     OUTPUT_DIR/
       sparseforge.json   the algorithm, the weights under a mask, the run flags, versions
@@ -8,9 +8,9 @@
       checkpoints/       DeepSpeed checkpoints (see checkpoints.py)
       tensorboard/       event files, where --report_to names it
       .lock              held by the process that works here
-      result.json        what the run came to, written at its end
+      result.json        steps, losses and scores, written at the run's end
 
-It must be visible to all machines of a run.
+All machines of a run must see it.
 """
 
 from __future__ import annotations
@@ -53,29 +53,30 @@ _LOG = logging.getLogger(__name__)
 
 
 def describe(spec: RunSpec) -> dict[str, Any]:
-    """The content of `sparseforge.json`: plain JSON types."""
+    """Return the content of `sparseforge.json`; plain JSON types."""
     run = RunState.from_weights(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
+    packages = (sparseforge_ds, torch, deepspeed, transformers)
     description = {
         **run,
         "coverage": asdict(spec.coverage),
         "model_type": spec.model.config.model_type,
         "run": flags(spec.arguments),
         "published": _published(spec.arguments),
-        "versions": {each.__name__: each.__version__ for each in (sparseforge_ds, torch, deepspeed, transformers)},
+        "versions": {package.__name__: package.__version__ for package in packages},
     }
     return dict(json.loads(json.dumps(description)))
 
 
 def _published(arguments: RunArguments) -> dict[str, Any]:
-    """Names of the models and texts for cards, told here, where paths lead somewhere, from hub ids."""
+    """Return the names of models and texts for cards. Paths exist here, so that they can be told from hub ids."""
     models = {"model": arguments.model, "teacher": arguments.teacher}
     names = {key: published_name(name) for key, name in models.items() if name is not None}
     return {**names, "dataset": [published_name(source_and_weight(value)[0]) for value in arguments.dataset]}
 
 
 def check_folder(spec: RunSpec) -> None:
-    """Refuse a folder that holds another run, or nothing to resume.
+    """Reject a folder that holds another run, or nothing to resume, or that cannot take the checkpoints.
 
     Raises:
         ValueError: a fresh run would overwrite checkpoints, the run to resume is not this one, the folder cannot be
@@ -89,18 +90,18 @@ def check_folder(spec: RunSpec) -> None:
         raise ValueError(
             f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
         ) from None
-    # A start sweeps up what an interrupted save left, before it writes anything.
-    swept = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
-    check_room(spec, shutil.disk_usage(spec.folder).free + swept)
+    # Files of an interrupted save count as free: a start removes them before it writes anything.
+    leftovers = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
+    check_room(spec, shutil.disk_usage(spec.folder).free + leftovers)
 
 
 def check_weights(spec: RunSpec) -> None:
-    """Refuse to resume a run whose model or teacher has other weights than before, under the same name or another.
+    """Reject a run to resume whose model or teacher has other weights than before, under the same name or another.
 
-    The teacher's folder may be another by `--teacher`, as the log then says. Reads samples of the weights: rank 0 only.
+    `--teacher` may name another folder, as the log then says. Reads samples of the weights: rank 0 only.
 
     Raises:
-        ValueError: they have changed, or cannot be read.
+        ValueError: the weights have changed, or cannot be read.
     """
     record = read_json(spec.folder / "sparseforge.json")
     before = record.get("weights_sha256")
@@ -123,7 +124,7 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 
 
 def check_room(spec: RunSpec, free: int) -> None:
-    """Raise a ValueError where the checkpoints of a run take more than the bytes that are free."""
+    """Raise ValueError where the checkpoints of a run take more than `free` bytes."""
     if (needed := room_for_checkpoints(spec)) > free:
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
@@ -132,7 +133,7 @@ def check_room(spec: RunSpec, free: int) -> None:
 
 
 def check_beginning(spec: RunSpec) -> None:
-    """Refuse a folder that holds another run, or nothing to resume; writes nothing.
+    """Reject a folder that holds another run, or nothing to resume; writes nothing.
 
     Raises:
         ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
@@ -147,9 +148,9 @@ def check_beginning(spec: RunSpec) -> None:
 
 
 def why_nothing_to_resume(spec: RunSpec) -> str | None:
-    """Whether a run that is to be resumed has nothing to resume yet, as a line that says so.
+    """Return the reason why `--resume` has nothing to resume yet, as a line for the log; None where it has.
 
-    That is a run which ended before its first checkpoint, and with `--resume auto` also a folder without any run.
+    The reason is a run that ended before its first checkpoint or, with `--resume auto`, a folder without any run.
 
     Raises:
         ValueError: the folder holds another run, or no run at all where one must be.
@@ -168,7 +169,7 @@ def why_nothing_to_resume(spec: RunSpec) -> str | None:
 
 
 def lock_folder(folder: Path) -> int:
-    """Keep other runs out of a run folder for as long as this process lives. Rank 0 only.
+    """Keep other runs out of a run folder while this process lives. Rank 0 only.
 
     Returns:
         The open file that holds the lock.
@@ -196,26 +197,24 @@ def lock_folder(folder: Path) -> int:
 
 
 def room_for_checkpoints(spec: RunSpec) -> int:
-    """Bytes of the checkpoints that this run will have on disk at once, the one being written included."""
+    """Return the bytes of the checkpoints that this run will add to the disk, the one being written included."""
     arguments = spec.arguments
-    written = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
-    at_once = (
-        min(written, arguments.keep_checkpoints + 1 + arguments.keep_best) if arguments.keep_checkpoints else written
-    )
-    if arguments.resume:
-        at_once = 1  # the others are there already
-    return at_once * checkpoint_bytes(spec.sizes, spec.memory_settings)
+    saves = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
+    limit = arguments.keep_checkpoints + 1 + arguments.keep_best if arguments.keep_checkpoints else saves
+    count = 1 if arguments.resume else min(saves, limit)  # a run that is resumed has the others on disk already
+    return count * checkpoint_bytes(spec.sizes, spec.memory_settings)
 
 
 def write_folder(spec: RunSpec) -> None:
-    """Write what describes the run.
+    """Write the files that describe the run.
 
     Raises:
         OSError: the disk is full.
     """
     write_json(spec.folder / "ds_config.json", spec.deepspeed)
+    # The model's folder of a resumed run has been compared already.
     final = spec.folder / "model"
-    if not spec.arguments.resume or not final.is_dir():  # that of a run that goes on has been compared
+    if not spec.arguments.resume or not final.is_dir():
         with atomic_folder(final, replace=True) as folder:
             _write_model(spec, folder)
     more = {
@@ -226,10 +225,10 @@ def write_folder(spec: RunSpec) -> None:
 
 
 def _write_model(spec: RunSpec, folder: Path) -> None:
-    """All of the model but its weights."""
+    """Write all files of the model but its weights."""
     spec.model.config.save_pretrained(folder)
     spec.model.tokenizer.save_pretrained(folder)
-    # What transformers does not save: other engines read the one, people the other.
+    # transformers saves neither the tokenizer.model that other engines read nor the legal files.
     for file in spec.model.folder.iterdir():
         if file.is_file() and (file.name == "tokenizer.model" or is_legal_file(file.name)):
             shutil.copyfile(file, folder / file.name)
@@ -239,8 +238,11 @@ def _write_model(spec: RunSpec, folder: Path) -> None:
 
 
 def _check_same_run(spec: RunSpec) -> None:
-    path, other = spec.folder / "sparseforge.json", spec.folder / "ds_config.json"
-    for file in (path, other):
+    """Reject a run to resume that is not the one in the folder: ValueError names the first difference."""
+    # Both records of the run must be there.
+    record_file = spec.folder / "sparseforge.json"
+    config_file = spec.folder / "ds_config.json"
+    for file in (record_file, config_file):
         if not file.exists() and list_checkpoints(spec.folder / "checkpoints"):
             raise ValueError(
                 f"--resume: {spec.folder} has checkpoints, but no {file.name}, so it cannot be told whether they are "
@@ -250,71 +252,80 @@ def _check_same_run(spec: RunSpec) -> None:
             raise ValueError(
                 f"--resume: no run in {spec.folder} (no {file.name}); start it without --resume, or with --resume auto"
             )
+    path = record_file
     try:
         record = read_json(path)
         saved = RunState.parse({"step": 0, "refreshes": 0, **record}, str(path))
-        path = other
+        path = config_file
         batch = read_json(path)["train_batch_size"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
             "start in a new --output_dir"
         ) from None
+
+    # Compare the length, the sparseforge block, and the weights under a mask.
     now = RunState.from_weights(spec.config, spec.weights)
     if saved.config.max_steps != spec.config.max_steps:
         raise ValueError(_other_length(spec, saved.config.max_steps))
-    if unlike := saved.changes(now):
+    if changes := saved.changes(now):
         if saved.weights != now.weights:
-            unlike = [*_other_name(record, spec), *unlike]
+            changes = [*_change_of_model(record, spec), *changes]
         raise ValueError(
-            f"--resume: the run in {spec.folder} was started with other settings: {shorten(unlike)}; "
+            f"--resume: the run in {spec.folder} was started with other settings: {shorten(changes)}; "
             "resume with the same JSON, --model and --max_steps, or start in a new --output_dir"
         )
-    before, own = read_json(spec.folder / "model" / "config.json"), json.loads(spec.model.config.to_json_string())
-    if unlike := differences(_architecture(before), _architecture(own), "config"):
+
+    # Compare the model: its architecture, and the order and basis of its channels.
+    saved_model = read_json(spec.folder / "model" / "config.json")
+    model = json.loads(spec.model.config.to_json_string())
+    if changes := differences(_architecture(saved_model), _architecture(model), "config"):
         raise ValueError(
             f"--resume: --model {spec.arguments.model} is not what the run in {spec.folder} was started with: "
-            f"{shorten(unlike)}; resume with the unchanged model"
+            f"{shorten(changes)}; resume with the unchanged model"
         )
-    known = spec.model.folder.is_dir()  # a dry run may know its config only
-    if known and basis_of(spec.folder / "model") != basis_of(spec.model.folder):
+    is_local = spec.model.folder.is_dir()  # a dry run may know its config only
+    if is_local and basis_of(spec.folder / "model") != basis_of(spec.model.folder):
         raise ValueError(
             f"--resume: --model {spec.arguments.model} has its channels in another order or basis than the model that "
             f"the run in {spec.folder} was started with; resume with the unchanged model, its {PERMUTATION} and "
             f"{ROTATION} included"
         )
+
+    # Compare the global batch.
     if batch != spec.deepspeed["train_batch_size"]:
         raise ValueError(
             f"--resume: the run in {spec.folder} has {batch} sequences a step, here there are "
-            f"{spec.deepspeed['train_batch_size']} ({batch_line(spec.deepspeed, spec.world_size)}); "
-            f"ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
+            f"{spec.deepspeed['train_batch_size']} ({batch_line(spec.deepspeed, spec.world_size)}). "
+            f"Ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
             'other two to "auto"'
         )
 
 
-def _other_name(record: dict[str, Any], spec: RunSpec) -> list[str]:
-    """That `--model` was another, as a line, where the record of the run says so."""
-    run, now = record.get("run"), spec.arguments.model
+def _change_of_model(record: dict[str, Any], spec: RunSpec) -> list[str]:
+    """Return a line for a `--model` that differs from the recorded one; none where it is the same."""
+    run = record.get("run")
+    now = spec.arguments.model
     before = run.get("model", now) if isinstance(run, dict) else now
     return [] if before == now else [f"--model was {before}, is {now}"]
 
 
 def _other_length(spec: RunSpec, steps: int) -> str:
-    """Why a run cannot become a longer one, and what can be done instead."""
+    """Return the message for a run whose length cannot change, and the ways that remain."""
     now = spec.config.max_steps
-    further = (
+    retrain = (
         f"; or train a finished run's mask further: sparseforge consolidate {shlex.quote(str(spec.folder))} OUT, and a "
         'run in a new --output_dir with --model OUT, --teacher the dense model and "method": "naive_retrain"'
     )
     return (
-        f"--resume: the run in {spec.folder} is laid out over {steps} steps, here {now}: the schedules of masks and "
-        f"learning rate are fractions of max_steps, and another number would be another run; only more steps behind a "
-        f"frozen mask would not. Resume with --max_steps {steps}; or start a run of {now} steps in a new --output_dir"
-        + (further if spec.config.low_rank is None else "")
+        f"--resume: the run in {spec.folder} is laid out over {steps} steps, here {now}. The schedules of masks and "
+        "learning rate are fractions of max_steps, so that another number makes another run, unless the mask is frozen "
+        f"and there are more steps. Resume with --max_steps {steps}; or start a run of {now} steps in a new "
+        "--output_dir" + (retrain if spec.config.low_rank is None else "")
     )
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what depends on who wrote it."""
-    odd = ("transformers_version", "transformers_weights", "dtype", "torch_dtype")
-    return {key: value for key, value in config.items() if key not in odd}
+    """Return a config.json without the keys that depend on the program that wrote it."""
+    writer_keys = ("transformers_version", "transformers_weights", "dtype", "torch_dtype")
+    return {key: value for key, value in config.items() if key not in writer_keys}

@@ -14,14 +14,16 @@ class LearningRate:
     """
 
     peak: float
+    """Highest rate, at the end of the warm-up."""
     warmup: float
     """Share of the run over which the rate rises."""
     floor: float
     """Share of the peak where the cosine ends."""
     max_steps: int
+    """Optimizer steps over which the rate falls to its floor; later steps stay there."""
 
     def __call__(self, step: int) -> float:
-        """The rate of the step that follows `step` applied ones; never 0 unless the floor is."""
+        """Return the rate of the step that follows `step` applied ones; never 0 unless the floor is."""
         warmup_steps = round(self.warmup * self.max_steps)
         if step < warmup_steps:
             return self.peak * (step + 1) / (warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""Everything that is known of a run, and everything that can be wrong with it, before a weight is loaded."""
+"""Settings of a run: resolved, and checked for every mistake that shows before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -50,17 +50,18 @@ from sparseforge_ds.train.tracking import check_trackers
 
 @dataclass(frozen=True)
 class Hardware:
-    """What the GPUs of a run can do."""
+    """Abilities of the GPUs of a run."""
 
     bf16: bool = True
-    """Whether they compute in bf16 faster than in fp32."""
+    """True if they compute in bf16 faster than in fp32."""
     fp16: bool = True
+    """True if they compute in fp16."""
     fused: bool = True
-    """Whether an optimizer's step is best one kernel."""
+    """True if an optimizer step is fastest as one kernel."""
 
     @classmethod
     def here(cls) -> Hardware:
-        """This machine's."""
+        """Return the abilities of this machine."""
         accelerator = get_accelerator()
         gpu = accelerator.device_name() != "cpu"
         return cls(gpu and accelerator.is_bf16_supported(), gpu and accelerator.is_fp16_supported(), gpu)
@@ -83,38 +84,39 @@ class RunSpec:
     unneeded: tuple[str, ...]
     """Globs of `allow_dense` that allow nothing, as lines for people."""
     sizes: Architecture
+    """Sizes of the model's parts, for plans of memory."""
     teacher_sizes: Architecture | None
-    """When the teacher is another model."""
+    """Sizes of a teacher that is another model; None otherwise."""
     text: Mixture
     held_out: Source | None
-    """Of `--eval_dataset`."""
+    """Text of `--eval_dataset`."""
     steps: int
-    """Of the whole run: `max_steps` of its config, or more where it was extended."""
+    """Optimizer steps of the whole run: `max_steps` of its config, or more where it was extended."""
     world_size: int
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Return the run folder."""
         return Path(self.arguments.output_dir)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the forward pass computes in."""
+        """Return the dtype that the forward pass computes in."""
         return training_dtype(self.deepspeed)
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage."""
         return zero_stage(self.deepspeed)
 
     @property
     def sequence_parallel(self) -> int:
-        """Ranks that share a sequence."""
+        """Return the number of ranks that share a sequence."""
         return int(self.deepspeed.get(SEQUENCE, 1))
 
     @property
     def memory_settings(self) -> Settings:
-        """How it is laid out over the ranks, for the planner."""
+        """Return the settings that decide the memory of a rank, for the planner."""
         return settings(
             self.deepspeed,
             self.config,
@@ -125,26 +127,33 @@ class RunSpec:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """Return the tokens of a global batch."""
         return int(self.deepspeed["train_batch_size"]) * self.arguments.seq_length
 
     @property
     def learning_rate(self) -> LearningRate:
-        """The rate as a function of the step."""
+        """Return the learning rate as a function of the step."""
         peak = float(self.deepspeed["optimizer"]["params"]["lr"])
         return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
 
 
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
-    """The DeepSpeed JSON and its sparseforge block: what can be checked in an instant.
+    """Read the DeepSpeed JSON and its sparseforge block, and check what needs no model.
 
     Raises:
         ValueError: a file, key, value or batch size is wrong.
     """
-    flags_of_batch = (arguments.global_batch, arguments.micro_batch, arguments.gradient_accumulation_steps)
-    content = with_batch(read_deepspeed_json(arguments.deepspeed), *flags_of_batch)
+    # Flags replace keys of the JSON.
+    content = with_batch(
+        read_deepspeed_json(arguments.deepspeed),
+        arguments.global_batch,
+        arguments.micro_batch,
+        arguments.gradient_accumulation_steps,
+    )
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
     config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
+
+    # Check the length of the run, the teacher, the batch, and this machine.
     if arguments.epochs is None:
         config.check_length()
     if config.max_steps < 1 and config.method.name != "oneshot":
@@ -181,40 +190,43 @@ def make_spec(
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
     content, config = read_config(arguments, world_size)
+    hardware = hardware or Hardware.here()
+    parts = sequence_ranks(content, arguments, world_size)
+
+    # Find the models.
     if find is None:
-        find, model = find_model, find_model(arguments.model, "--model")
+        find = find_model
+        model = find_model(arguments.model, "--model")
         frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
     else:
         model = find(arguments.model, "--model")
-    hardware, parts = hardware or Hardware.here(), sequence_ranks(content, arguments, world_size)
     teacher = None
     if config.distillation is not None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
-        check_teacher_vocabulary(model, teacher)
-        if config.distillation.hidden is not None:
-            check_same_states(model.config, teacher.config)
-            _check_order(model, teacher)
-    for each, flag in ((model, "--model"), (teacher, "--teacher")):
-        if each is not None:
-            if (attention := arguments.attn_implementation) is not None:
-                check_attention(each, attention, elsewhere=arguments.dry_run)
-            check_length(each, flag, arguments.seq_length, parts, attention)
+        _check_teacher(config, model, teacher)
+
+    # Build them without weights, and check everything that their configs and shapes tell.
+    _check_sequences(arguments, parts, model, teacher)
     empty = empty_model(model)
     check_shapes(model, "--model", empty)
-    other = None if teacher is None or teacher is model else empty_model(teacher)
-    if teacher is not None and other is not None:
-        check_shapes(teacher, "--teacher", other)
+    empty_teacher = None if teacher is None or teacher is model else empty_model(teacher)
+    if teacher is not None and empty_teacher is not None:
+        check_shapes(teacher, "--teacher", empty_teacher)
     if arguments.any_family:
         config = any_family(empty, config)
     weights_to_prune(empty, config)  # for its errors
     if arguments.document_attention:
-        for each, flag in ((model, "--model"), (teacher, "--teacher")):
-            if each is not None:
-                bare = empty if other is None or each is model else other
-                check_document_attention(bare, f"{flag} {each.name}", config)
+        check_document_attention(empty, f"--model {model.name}", config)
+        if teacher is not None:
+            bare = empty if empty_teacher is None else empty_teacher
+            check_document_attention(bare, f"--teacher {teacher.name}", config)
+
+    # Choose the weights to prune.
     weights = prunable_weights(prepare(empty, config), config)
     check_blocks(empty, weights, config)
     uncovered = uncovered_weights(empty, config)
+
+    # Fill in what the DeepSpeed JSON leaves "auto".
     filled = resolve(
         content,
         arguments,
@@ -228,6 +240,7 @@ def make_spec(
     check_probe_batch(filled, config.curvature.sequences, world_size // parts, parts)
     _keep_matching_leaves(filled, [name for name, _ in empty.named_modules()])
     leaves = leaf_suffixes(filled)
+
     text, held_out = find_texts(arguments, model)
     return RunSpec(
         arguments=arguments,
@@ -243,9 +256,18 @@ def make_spec(
         held_out=held_out,
         steps=config.max_steps,
         sizes=describe(empty, weights, leaves),
-        teacher_sizes=None if other is None else describe(other, (), leaves),
+        teacher_sizes=None if empty_teacher is None else describe(empty_teacher, (), leaves),
         world_size=world_size,
     )
+
+
+def _check_sequences(arguments: RunArguments, parts: int, model: Pretrained, teacher: Pretrained | None) -> None:
+    """Reject an attention or a sequence length that model or teacher cannot compute."""
+    for pretrained, flag in ((model, "--model"), (teacher, "--teacher")):
+        if pretrained is not None:
+            if arguments.attn_implementation is not None:
+                check_attention(pretrained, arguments.attn_implementation, elsewhere=arguments.dry_run)
+            check_length(pretrained, flag, arguments.seq_length, parts, arguments.attn_implementation)
 
 
 def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
@@ -253,13 +275,21 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
     zero = filled.get("zero_optimization", {})
     leaf = zero.get("leaf_module")
     if isinstance(leaf, dict) and "name_suffixes" in leaf:
-        leaf["name_suffixes"] = [s for s in leaf["name_suffixes"] if any(name.endswith(s) for name in modules)]
+        leaf["name_suffixes"] = [
+            suffix for suffix in leaf["name_suffixes"] if any(name.endswith(suffix) for name in modules)
+        ]
         if not any(leaf.values()):
             del zero["leaf_module"]
 
 
-def _check_order(model: Pretrained, teacher: Pretrained) -> None:
-    """Whether hidden states can be compared channel by channel."""
+def _check_teacher(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
+    """Reject a teacher whose tokens, or distilled hidden states, cannot be compared with the model's."""
+    check_teacher_vocabulary(model, teacher)
+    assert config.distillation is not None
+    if config.distillation.hidden is None:
+        return
+    # Hidden states are compared channel by channel.
+    check_same_states(model.config, teacher.config)
     if basis_of(model.folder) != basis_of(teacher.folder):
         raise ValueError(
             f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "

@@ -1,7 +1,7 @@
-"""Where metrics go beside the screen: the trackers of accelerate, among them TensorBoard, on rank 0.
+"""Receivers of metrics beside the screen: the trackers of accelerate, among them TensorBoard, on rank 0.
 
-What is said is the same for all. TensorBoard also gets histograms, and the settings as text; images go to those that
-take them.
+All get the same metrics. TensorBoard also gets histograms, and the settings as text. Images go to trackers that take
+them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sparseforge_ds.model.loading_error import reason
 
 NONE = "none"
 _PACKAGES = {"comet_ml": "comet-ml"}
-"""What to install for a tracker, where it is not its name."""
+"""Package of a tracker, where its name is another."""
 _ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
-"""Where a tracker's own errors derive from, where these are none of Python's."""
+"""Base class of a tracker's own errors, where these are none of Python's."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Whether there are such trackers, and they are installed.
+    """Reject names of trackers that do not exist or are not installed.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a name is unknown, its package is missing, or none stands beside others.
     """
     if NONE in names and len(set(names)) > 1:
         raise ValueError(f"--report_to {' '.join(names)}: none stands alone")
@@ -40,8 +40,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join([*sorted(LOGGER_TYPE_TO_CLASS), NONE])
             raise ValueError(f"--report_to {name}: no such tracker; use {known}")
-        theirs = LOGGER_TYPE_TO_CLASS[name].__module__ == GeneralTracker.__module__
-        if theirs and name not in map(str, get_available_trackers()):
+        # Others may have added trackers of their own to the table, of which accelerate knows no package.
+        is_of_accelerate = LOGGER_TYPE_TO_CLASS[name].__module__ == GeneralTracker.__module__
+        if is_of_accelerate and name not in map(str, get_available_trackers()):
             raise ValueError(
                 f"--report_to {name}: it is not installed; pip install {_PACKAGES.get(name, name)}, or leave it out"
             )
@@ -51,13 +52,13 @@ class Trackers:
     """The trackers of a run, started.
 
     Args:
-        names: of `--report_to`.
+        names: values of `--report_to`.
         folder: the run folder.
-        project: under which they file the run, where they have projects.
-        start: steps already done: TensorBoard hides what an earlier start logged of later ones.
+        project: name of the project that the run belongs to, for trackers that have projects.
+        start: steps already done; TensorBoard hides later steps that an earlier start has logged.
 
     Raises:
-        ValueError: one cannot be started, above all because nobody is logged in.
+        ValueError: a tracker cannot be started, above all because nobody is logged in.
     """
 
     def __init__(self, names: Sequence[str], folder: Path, project: str, start: int) -> None:
@@ -78,7 +79,7 @@ class Trackers:
             self._trackers.append(tracker)
 
     def settings(self, values: Mapping[str, Any], text: str, step: int) -> None:
-        """The settings of the run: by name for tables of runs, and as text for people."""
+        """Log the settings of the run: by name for tables of runs, and as text for people."""
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
         }
@@ -94,12 +95,12 @@ class Trackers:
                 tracker.tracker.file_writer.add_summary(summary)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Scalars that belong to one step."""
+        """Log scalars of one step."""
         for tracker in self._trackers:
             tracker.log(dict(scalars), step=step)
 
     def image(self, step: int, tag: str, image_HWC: np.ndarray) -> None:
-        """A picture, of bytes; trackers that take no images do without."""
+        """Log a picture, (H, W, 3) bytes, to the trackers that take images."""
         for tracker in self._trackers:
             if isinstance(tracker, TensorBoardTracker):
                 tracker.tracker.add_image(tag, image_HWC, step, dataformats="HWC")
@@ -107,7 +108,7 @@ class Trackers:
                 tracker.log_images({tag: [image_HWC]}, step=step)
 
     def histogram(self, step: int, tag: str, counts: Sequence[int], edges: Sequence[float]) -> None:
-        """Counts between edges."""
+        """Log a histogram, as counts between edges, to TensorBoard."""
         centre = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
         count = np.asarray(counts, dtype=np.float64)
         for tracker in self._trackers:
@@ -131,16 +132,18 @@ class Trackers:
 
 
 def _failures(name: str) -> tuple[type[Exception], ...]:
-    """What a tracker raises where it cannot be started: Python's own errors, or its package's."""
+    """Return the errors that a tracker raises where it cannot be started: Python's own, or its package's."""
     module, _, error = _ERRORS.get(name, "builtins:OSError").partition(":")
     return (OSError, ValueError, RuntimeError, getattr(importlib.import_module(module), error))
 
 
 def _make(name: str, folder: Path, project: str, start: int) -> Any:
-    kind, run = LOGGER_TYPE_TO_CLASS[name], folder.resolve().name
+    """Make a tracker, with the run's name and folder under the names that it has for them."""
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    run = folder.resolve().name
     if kind is TensorBoardTracker:
         return kind("tensorboard", folder, purge_step=start + 1)
-    named: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "wandb": {"name": run, "dir": str(folder)},
         "trackio": {"name": run},
         "mlflow": {"run_name": run},
@@ -148,14 +151,14 @@ def _make(name: str, folder: Path, project: str, start: int) -> Any:
         "clearml": {"task_name": run},
         "dvclive": {"dir": str(folder / "dvclive")},
     }
-    where = [folder] if kind.requires_logging_directory else []
-    return kind(project, *where, **named.get(name, {}))
+    directory = [folder] if kind.requires_logging_directory else []
+    return kind(project, *directory, **options.get(name, {}))
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by names with dots."""
-    found: dict[str, Any] = {}
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one table, with dots in the names."""
+    table: dict[str, Any] = {}
     for name, value in settings.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
+        is_nested = isinstance(value, Mapping) and value
+        table |= flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
+    return table

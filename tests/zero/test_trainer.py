@@ -27,7 +27,7 @@ from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.extras.basis.permutation.channels import dimensions
 from sparseforge_ds.extras.basis.permutation.record import Permutation
-from sparseforge_ds.integrations.trainer_settings import refuse_length, whole_checkpoint
+from sparseforge_ds.integrations.trainer_settings import intact_checkpoint, refuse_length
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
@@ -555,17 +555,17 @@ def test_a_checkpoint_to_resume_from_is_there_and_complete(tmp_path: Path) -> No
     for file in ("latest", "trainer_state.json"):
         (tmp_path / "checkpoint-3" / file).write_text("")
     for given in (None, False, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
-        assert whole_checkpoint(given, tmp_path) is given
-    assert whole_checkpoint(True, tmp_path) == str(tmp_path / "checkpoint-3"), "a kill in a save left the last one"
+        assert intact_checkpoint(given, tmp_path) is given
+    assert intact_checkpoint(True, tmp_path) == str(tmp_path / "checkpoint-3"), "a kill in a save left the last one"
     (tmp_path / "none").mkdir()
-    assert whole_checkpoint(True, tmp_path / "none") is True, "the trainer says so itself"
+    assert intact_checkpoint(True, tmp_path / "none") is True, "the trainer says so itself"
     (tmp_path / "none" / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="resume_from_checkpoint True: .*checkpoint-1 is not whole, and no other"):
-        whole_checkpoint(True, tmp_path / "none")
+        intact_checkpoint(True, tmp_path / "none")
     there = f"; the newest that is whole is {tmp_path / 'checkpoint-3'}$"
     for name, why in (("checkpoint-99", "no such folder"), ("checkpoint-6", "is not whole"), ("", "is not whole")):
         with pytest.raises(ValueError, match=f"^resume_from_checkpoint {tmp_path / name}: {why}.*{there}"):
-            whole_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
+            intact_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
 
 
 def examples(folder: str, commands: dict[str, list[str]]) -> dict[str, Any]:
@@ -618,7 +618,7 @@ def packed(folder: str) -> dict[str, Any]:
 
 def probed(trainer: Any) -> tuple[float, float, int]:
     """The losses that probes take of a packed row, those of its documents alone, and how many these are."""
-    from sparseforge_ds.integrations.step_text import StepText
+    from sparseforge_ds.integrations.trainer_batches import StepText
 
     inputs = next(iter(trainer.get_train_dataloader()))
     (begin,) = (inputs["position_ids"][0] == 0).nonzero(as_tuple=True)

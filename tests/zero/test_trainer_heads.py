@@ -26,7 +26,7 @@ from transformers import (
     default_data_collator,
 )
 
-from sparseforge_ds.integrations.step_text import micro_batch_of
+from sparseforge_ds.integrations.trainer_batches import trainer_micro_batch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from tests.distributed import run_distributed
@@ -197,6 +197,6 @@ def test_heads_train_by_the_loss_of_their_class() -> None:
     classifier = bert(BertForSequenceClassification, num_labels=CLASSES)
     ids = torch.zeros(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="labels are torch.float32, numbers and not classes"):
-        micro_batch_of({"input_ids": ids, "labels": torch.zeros(2, CLASSES)}, None, classifier)
-    batch = micro_batch_of({"input_ids": ids, "labels": torch.tensor([3, 4])}, None, classifier)
+        trainer_micro_batch({"input_ids": ids, "labels": torch.zeros(2, CLASSES)}, None, classifier)
+    batch = trainer_micro_batch({"input_ids": ids, "labels": torch.tensor([3, 4])}, None, classifier)
     assert next_labels(batch.label_BS, batch.shifted).tolist() == [3, 4]

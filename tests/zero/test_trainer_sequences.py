@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from sparseforge_ds.integrations.trainer_settings import share_sequences
+from sparseforge_ds.integrations.trainer_settings import let_ranks_share_sequences
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 from tests.tiny_models import tiny_llama
@@ -101,6 +101,6 @@ def test_a_trainer_whose_ranks_share_sequences_trains_alike(tmp_path: Path, case
 def test_a_teacher_that_cannot_share_sequences_is_refused() -> None:
     student, teacher = tiny_llama(), tiny_llama(num_key_value_heads=1)
     with pytest.raises(ValueError, match="with a teacher of .*'num_key_value_heads': 1.* exchanges tokens for heads"):
-        share_sequences(teacher, student)
+        let_ranks_share_sequences(teacher, student)
     with pytest.raises(ValueError, match=r"config.json has {'attention_dropout': 0.1}.*set them to 0.0"):
-        share_sequences(tiny_llama(attention_dropout=0.1), student)
+        let_ranks_share_sequences(tiny_llama(attention_dropout=0.1), student)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.integrations.step_text import task_batch_of, trained_tokens
+from sparseforge_ds.integrations.trainer_batches import task_micro_batch, trained_tokens
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_models import tiny_llama
@@ -129,7 +129,7 @@ def test_completions_are_the_labels_of_a_probe() -> None:
         "tool_mask": ids([1, 1, 1], [1, 0, 1]),
         "num_items_in_batch": torch.tensor(4),
     }
-    batch = task_batch_of(written, None, model)
+    batch = task_micro_batch(written, None, model)
     assert batch.token_BS.tolist() == [[0, 5, 8, 9, 0], [6, 7, 10, 11, 12]]
     assert batch.label_BS.tolist() == [[-100, -100, 8, 9, -100], [-100, -100, 10, -100, 12]]
     assert {key: value.tolist() for key, value in batch.more.items()} == {
@@ -138,8 +138,8 @@ def test_completions_are_the_labels_of_a_probe() -> None:
     trained = trained_tokens(written, model)
     assert trained is not None and int(trained) == 4
     pairs = {"input_ids": ids([3, 4, 5]), "completion_mask": ids([0, 1, 1]), "ref_chosen_logps": torch.zeros(1)}
-    batch = task_batch_of(pairs, None, model)
+    batch = task_micro_batch(pairs, None, model)
     assert batch.label_BS.tolist() == [[-100, 4, 5]] and not batch.more
     assert trained_tokens({"input_ids": ids([3])}, model) is None
     with pytest.raises(ValueError, match="have no labels.*but input_ids, rewards: the trainer has a loss of its own"):
-        task_batch_of({"input_ids": ids([3]), "rewards": ids([1])}, None, model)
+        task_micro_batch({"input_ids": ids([3]), "rewards": ids([1])}, None, model)

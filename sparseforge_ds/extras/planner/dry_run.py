@@ -1,7 +1,7 @@
 """`--dry_run`: a run from its flags to its last step, without weights, text, GPUs or the hub.
 
-The model is built at full size on the meta device. What would stop the real run is one ValueError; what cannot be known
-here is listed as not checked. Nothing is allocated or written, and no process talks to another.
+The model is built at full size on the meta device. A mistake that would stop the real run is one ValueError. Checks
+that are impossible here are listed as not checked. Nothing is allocated or written, and no process talks to another.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from sparseforge_ds.train.run_folder import check_beginning, check_room, room_fo
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
 _RESERVE = 4 * GIB
-"""Of a GPU, as `sparseforge plan` assumes by default."""
+"""Bytes of a GPU that a plan leaves free, as `sparseforge plan` does by default."""
 
 
 def dry_run(arguments: RunArguments) -> Iterator[str]:
     """Check a run and describe it, a section at a time.
 
     Args:
-        arguments: with `gpus` the run is that of other machines, whose disk is not this one's.
+        arguments: the run flags; with `gpus` the run is for other machines, whose disk is not this one's.
 
     Raises:
         ValueError: something would stop the run.
     """
+    # Resolve the settings; the checks that were impossible collect in a list.
     unchecked: list[str] = []
     elsewhere = arguments.gpus is not None
     spec = make_spec(
@@ -50,8 +51,10 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
         lambda name, flag: _find(name, flag, arguments.document_frame, unchecked),
         Hardware() if elsewhere else Hardware.here(),
     )
-    if (laid_out := scheduled_steps_of_saved_run(spec)) is not None:
-        spec = with_more_steps(spec, laid_out)
+    if (scheduled := scheduled_steps_of_saved_run(spec)) is not None:
+        spec = with_more_steps(spec, scheduled)
+
+    # Describe the run; each section may end it with an error.
     yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
     yield table(row for row in spec_rows(spec) if row[0] != "memory")
     yield "text\n" + table(_text(arguments, spec, unchecked))
@@ -63,26 +66,27 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
 
 
 def _find(name: str, flag: str, frame: DocumentFrame, unchecked: list[str]) -> Pretrained:
-    """A model whose weights need not be here: of one on the hub, only the config is read."""
+    """Find a model; if it is on the hub, read its config only."""
     if name == EMBEDDED_MODEL or Path(name).exists():
-        found = find_model(name, flag)
+        model = find_model(name, flag)
         if flag == "--model":
-            frame_tokens(found.tokenizer, frame)
-        return found
+            frame_tokens(model.tokenizer, frame)  # for its errors
+        return model
     unchecked.append(f"{flag} {name}: its weights and tokenizer are on the hub")
     return find_config_only(name, flag)
 
 
 def find_config_only(name: str, flag: str) -> Pretrained:
-    """A model of which only the config is read."""
+    """Return a model of which only the config is read, from a folder or the hub's cache."""
     return Pretrained(name, Path(name), read_model_config(name, flag))
 
 
 def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Iterator[Row]:
+    """Describe each source: its share of the run's tokens, and its files."""
     text = spec.text
-    read = spec.steps * spec.tokens_per_step
+    tokens = spec.steps * spec.tokens_per_step
     for source, share in zip(text.sources, text.shares, strict=True):
-        yield source.name, "\n".join([f"{share * read:,.0f} tokens, {share:.1%}", *file_lines(source)])
+        yield source.name, "\n".join([f"{share * tokens:,.0f} tokens, {share:.1%}", *file_lines(source)])
         if isinstance(source, HubText):
             unchecked.append(f"--dataset {source.name}: it is read from the hub, field {arguments.text_field!r}")
     if isinstance(spec.held_out, HubText):
@@ -91,16 +95,20 @@ def _text(arguments: RunArguments, spec: RunSpec, unchecked: list[str]) -> Itera
 
 
 def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Row]:
-    anew = why_nothing_to_resume(spec)
-    if anew is not None:
-        yield "resume", anew
+    """Check the run folder, and describe the room that checkpoints take."""
+    # A run that has nothing to resume is checked as a fresh one.
+    reason = why_nothing_to_resume(spec)
+    if reason is not None:
+        yield "resume", reason
         spec = replace(spec, arguments=replace(spec.arguments, resume=False))
     check_beginning(spec)
-    parent = next(p for p in (spec.folder.absolute(), *spec.folder.absolute().parents) if p.exists())
+    # Ask the nearest folder that exists whether it can be written, and how much is free.
+    parent = next(path for path in (spec.folder.absolute(), *spec.folder.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {spec.folder}: {parent} is no folder that can be written; give another one")
-    one, needed = checkpoint_bytes(spec.sizes, spec.memory_settings), room_for_checkpoints(spec)
-    yield "a checkpoint", f"{readable_bytes(one)}; at once on disk {readable_bytes(needed)}"
+    needed = room_for_checkpoints(spec)
+    size = readable_bytes(checkpoint_bytes(spec.sizes, spec.memory_settings))
+    yield "a checkpoint", f"{size}; at once on disk {readable_bytes(needed)}"
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")
         return
@@ -108,32 +116,34 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
 
 
 def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
-    """The memory of a GPU; and an error when it is too small."""
+    """Describe the memory of a GPU; ValueError where it is too small."""
     try:
-        found = plan_run(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
+        plan = plan_run(spec, Machine(int(spec.arguments.gpu_memory * GIB), reserve=_RESERVE))
     except ValueError as error:
         unchecked.append(f"memory: {error}")
         return
-    yield table(found.memory_lines())
-    unchecked.extend(_beside_a_fused_kernel(spec))
-    if not found.fits:
-        changes = [change for change, size in found.ladder]
-        enough = bool(found.ladder) and found.ladder[-1][1] <= found.machine.device
-        cure = f"it fits with {' and '.join(changes)}" if enough else "take more GPUs, or larger ones"
+    yield table(plan.memory_lines())
+    unchecked.extend(_memory_of_unfused_attention(spec))
+    # The ladder's last rung is the run with all changes that save memory.
+    if not plan.fits:
+        changes = [change for change, _ in plan.ladder]
+        is_enough = bool(plan.ladder) and plan.ladder[-1][1] <= plan.machine.device
+        cure = f"it fits with {' and '.join(changes)}" if is_enough else "take more GPUs, or larger ones"
         raise ValueError(
-            f"a GPU needs {found.memory.peak / GIB:.1f} GiB, in {found.memory.worst}, and has "
+            f"a GPU needs {plan.memory.peak / GIB:.1f} GiB, in {plan.memory.worst}, and has "
             f"{spec.arguments.gpu_memory:g} (--gpu_memory); {cure}"
         )
 
 
-def _beside_a_fused_kernel(spec: RunSpec) -> Iterator[str]:
-    """What attention holds that the plan does not know, as it knows fused attention in causal order alone."""
-    layout, config = spec.memory_settings, spec.model.config
+def _memory_of_unfused_attention(spec: RunSpec) -> Iterator[str]:
+    """Describe memory of attention that the plan leaves out: it assumes fused attention in causal order."""
+    settings = spec.memory_settings
+    config = spec.model.config
     attention = spec.arguments.attn_implementation or default_attention(config)
-    pairs = layout.micro_batch * layout.seq_length**2
+    pairs = settings.micro_batch * settings.seq_length**2
     heads = getattr(config.get_text_config(), "num_attention_heads", 0)
     if attention == "eager" and heads:
-        scores = readable_bytes(pairs * heads * layout.low)
+        scores = readable_bytes(pairs * heads * settings.low)
         yield f"memory: eager attention's scores of all pairs of tokens, {scores} a layer, several times"
     elif attention == "sdpa" and spec.arguments.document_attention:
         yield f"memory: the mask of --document_attention, {readable_bytes(pairs)} with sdpa; flash attention needs none"
@@ -157,7 +167,7 @@ def check_estimable(resolved: dict[str, Any]) -> None:
 
 
 def plan_run(spec: RunSpec, machine: Machine) -> Plan:
-    """What a run needs on a machine.
+    """Return the plan of a run on a machine.
 
     Raises:
         ValueError: there is no estimate for this layout, or this model.

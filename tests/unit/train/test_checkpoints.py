@@ -235,7 +235,7 @@ def test_a_save_without_the_file_of_a_rank_is_not_complete(checkpoints, missing)
         for kind in ("model", "optim"):
             (folder / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_bytes(b"x" * (rank + 1))
         (folder / random_file(rank)).write_text("{}")
-    assert len(checkpoints._complete(folder)) == 6
+    assert len(checkpoints._require_all_files(folder)) == 6
     (folder / missing).unlink()
     with pytest.raises(ValueError, match="has 1 (optimizer|random) files of 2"):
-        checkpoints._complete(folder)
+        checkpoints._require_all_files(folder)

@@ -1,11 +1,11 @@
-"""What the loop reads of the text beside the steps themselves."""
+"""Text that the loop reads beside the steps themselves."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from sparseforge_ds.train.loop import _look_closer
+from sparseforge_ds.train.loop import _log_masks
 
 
 def test_the_gap_is_measured_on_what_was_just_read() -> None:
@@ -18,12 +18,12 @@ def test_the_gap_is_measured_on_what_was_just_read() -> None:
 
     context: Any = SimpleNamespace(
         spec=SimpleNamespace(config=SimpleNamespace(monitor=SimpleNamespace(histograms_every=0, gap_every=2))),
-        batches=SimpleNamespace(layout=SimpleNamespace(at_once=4), position=24, micro_batches=micro_batches),
+        batches=SimpleNamespace(layout=SimpleNamespace(sequences_at_once=4), position=24, micro_batches=micro_batches),
         forge=SimpleNamespace(soft_to_hard_gap=lambda _: 0.5),
         device="cpu",
     )
     written: list[dict[str, float]] = []
     monitor: Any = SimpleNamespace(write=lambda _, scalars: written.append(scalars))
     for step in (1, 2):
-        _look_closer(context, monitor, step)
+        _log_masks(context, monitor, step)
     assert read == [range(20, 24)] and written == [{"mask/soft_to_hard_gap": 0.5}]

@@ -12,7 +12,7 @@ import pytest
 
 from sparseforge_ds.started_by import Ancestor
 from sparseforge_ds.train import preemption
-from sparseforge_ds.train.preemption import Preemption, Stopped
+from sparseforge_ds.train.preemption import PreemptedError, Preemption
 from tests.distributed import PATIENCE
 
 
@@ -43,8 +43,8 @@ def test_in_training_it_is_noted_however_often_a_launcher_sends_it(number, code)
 def test_once_stopped_the_signal_changes_nothing(number, code):
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with pytest.raises(Stopped, match="at step 3") as stopped, Preemption():
-            raise Stopped(number, "at step 3")
+        with pytest.raises(PreemptedError, match="at step 3") as stopped, Preemption():
+            raise PreemptedError(number, "at step 3")
         assert stopped.value.exit_code == code
         os.kill(os.getpid(), number)
     finally:

@@ -99,7 +99,7 @@ def test_a_folder_is_written_again_by_a_resumed_run(spec):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_steps": 100}, "is laid out over 8 steps, here 100: .* Resume with --max_steps 8.*naive_retrain"),
+        ({"max_steps": 100}, "is laid out over 8 steps, here 100. .* Resume with --max_steps 8.*naive_retrain"),
         ({"block": {"importance": "magnitude"}}, 'sparseforge.importance was "fisher", is "magnitude"'),
     ],
 )

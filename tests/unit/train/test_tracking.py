@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from sparseforge_ds.train.mask_picture import masks_over_time
 from sparseforge_ds.train.monitoring import Monitor
-from sparseforge_ds.train.tracking import Trackers, check_trackers, flat
+from sparseforge_ds.train.tracking import Trackers, check_trackers, flatten
 
 
 class Notebook(GeneralTracker):
@@ -129,4 +129,4 @@ def test_a_picture_shows_what_it_is_given():
 
 
 def test_nested_settings_by_their_path():
-    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}

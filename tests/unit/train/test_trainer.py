@@ -1,19 +1,19 @@
-"""What a run says at its end."""
+"""The last lines of a run."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
-from sparseforge_ds.train.trainer import _farewell
+from sparseforge_ds.train.trainer import _closing_lines
 
 
 def test_suggested_commands_can_be_pasted() -> None:
     folder = Path("my runs/it's the first")
-    said = _farewell(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, logged=True).splitlines()
-    assert [shlex.split(line) for line in said[1:]] == [
+    lines = _closing_lines(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, has_tensorboard=True).splitlines()
+    assert [shlex.split(line) for line in lines[1:]] == [
         ["tensorboard", "--logdir", str(folder / "tensorboard")],
         ["sparseforge", "consolidate", str(folder), str(folder / "export")],
     ]
-    without = _farewell(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, logged=False).splitlines()
-    assert without == [said[0], said[2]], "no log, no command to look at it"
+    without = _closing_lines(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, has_tensorboard=False).splitlines()
+    assert without == [lines[0], lines[2]], "no log, no command to look at it"

@@ -1,4 +1,4 @@
-"""Micro-batches that probes of the curvature read under a trainer: those of its step, every trained token alike."""
+"""Micro-batches of a trainer's step as probes of the curvature read them: all trained tokens weigh alike."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.zero.probe import Closure
 
 _NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
-"""Inputs that are not `MicroBatch.more`."""
+"""Inputs that have a field of their own in `MicroBatch`, or none; the rest is `MicroBatch.more`."""
 _WITH_COMPLETIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "pixel_values")
 """Inputs of the forward pass among those of TRL's trainers, which also hold rewards, log-probabilities and the like."""
 
 
-def micro_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
-    """Return a trainer's inputs as a micro-batch, whose labels stand where the model's own loss takes them to be.
+def trainer_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
+    """Return a trainer's inputs as a micro-batch, with labels at the positions that the model's own loss expects.
 
     Args:
-        inputs: with `shift_labels` where ranks share sequences.
+        inputs: inputs of the model; with `shift_labels` where ranks share sequences.
         trained: see `MicroBatch`.
-        model: with a head that `require_task_head` knows.
+        model: a model with a head that `require_task_head` knows.
 
     Raises:
-        ValueError: there are no labels, or no classes.
+        ValueError: there are no labels, or they are no classes.
     """
+    # The labels.
     shifted = "shift_labels" in inputs
     if not shifted and "labels" not in inputs:
         raise ValueError(
@@ -40,13 +41,16 @@ def micro_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) ->
             'teacher nor a probe of the curvature can form; leave teacher and "curvature": {"source": "probe"} out, or '
             "give labels, -100 where nothing is to be learned"
         )
-    more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
-    labels, head = inputs["shift_labels" if shifted else "labels"], task_head(model)
+    labels = inputs["shift_labels" if shifted else "labels"]
     if labels.is_floating_point():
         raise ValueError(
             f"the labels are {labels.dtype}, numbers and not classes: {type(model).__name__} has another loss than the "
             "cross-entropy that a teacher or a probe of the curvature takes; leave them out"
         )
+
+    # Other inputs, and the shape of labels, by the kind of head.
+    more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
+    head = task_head(model)
     if head is TaskHead.SEQUENCE:
         labels = labels.view(-1, 1)
     if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & more.keys():
@@ -54,28 +58,28 @@ def micro_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) ->
     return MicroBatch(inputs["input_ids"], labels, trained, more, shifted or head is not TaskHead.NEXT_TOKEN)
 
 
-def task_batch_of(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
-    """Return what the task loss of a probe reads: the labels, or the completions of a trainer of TRL.
+def task_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
+    """Return the micro-batch of a probe's task loss: with labels, or with the completions of a trainer of TRL.
 
     Raises:
-        ValueError: there are neither.
+        ValueError: the inputs have neither.
     """
-    return micro_batch_of(_with_labels(inputs), trained, model)
+    return trainer_micro_batch(_with_labels(inputs), trained, model)
 
 
 def trained_tokens(inputs: dict[str, Any], model: Any) -> Tensor | None:
-    """Return () how many labels a trainer's inputs train on; None where they do not say."""
+    """Return the number of labels that a trainer's inputs train on, (), or None where the inputs do not tell."""
     inputs = _with_labels(inputs)
     if not {"labels", "shift_labels"} & inputs.keys() or task_head(model) is None:
         return None
-    batch = micro_batch_of(inputs, None, model)
+    batch = trainer_micro_batch(inputs, None, model)
     return (next_labels(batch.label_BS, batch.shifted) != IGNORED).sum()
 
 
 def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Make the tokens that a `completion_mask` of TRL names the labels, where there are no others.
+    """Add labels to inputs that have none: the tokens under a `completion_mask` of TRL.
 
-    Completions that a model has written stand apart from their prompts, and `tool_mask` leaves out what tools wrote.
+    Completions that a model has written come apart from their prompts. `tool_mask` leaves out the tokens of tools.
     """
     if {"labels", "shift_labels"} & inputs.keys() or "completion_mask" not in inputs:
         return inputs
@@ -88,46 +92,48 @@ def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**labeled, "labels": labeled["input_ids"].masked_fill(trained == 0, IGNORED)}
 
 
-class StepText:
-    """The micro-batches of a step; the same for every batch of a probe, since a trainer has no others at hand.
+class StepBatches:
+    """Micro-batches of a step; the same for every batch of a probe, since a trainer has no others at hand.
 
     Args:
-        given: this rank's inputs, as its data loader gave them.
-        prepare: puts such inputs where the model is, or completes prompts; called for a probe alone.
-        objective: forms the task loss; None where nothing probes.
-        prepared: the inputs that the step was trained on, where it was made already.
+        loaded: this rank's inputs, as its data loader returned them.
+        prepare: function that moves such inputs to the model's device, or completes prompts; called for a probe alone.
+        objective: the task loss; None where nothing probes.
+        prepared: inputs that the step was trained on, if the step is done.
     """
 
     def __init__(
         self,
-        given: Sequence[dict[str, Any]],
+        loaded: Sequence[dict[str, Any]],
         prepare: Callable[[Any], dict[str, Any]],
         objective: Objective | None,
         prepared: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.given = given
+        self.loaded = loaded
         self.prepare = prepare
         self.objective = objective
         self.prepared = prepared
 
     @cached_property
     def inputs(self) -> Sequence[dict[str, Any]]:
-        """The prepared ones."""
-        return self.prepared or [self.prepare(each) for each in self.given]
+        """Return the prepared inputs of every micro-batch."""
+        return self.prepared or [self.prepare(batch_inputs) for batch_inputs in self.loaded]
 
     def passes(self, batch: int) -> list[Closure]:
-        """Each the sum over its tokens, divided by `divisor`."""
+        """Return closures that compute the loss of each micro-batch: the sum over its tokens, divided by `divisor`."""
         assert self.objective is not None
         return [partial(self.objective.cross_entropy, micro_batch) for micro_batch in self._batches(self._divisor)]
 
     def divisor(self, batch: int) -> float:
-        """Trained tokens of the step, over its micro-batches on all ranks: the mean of these counts every token alike.
-        Collective."""
+        """Return the trained tokens of the step per micro-batch, over all ranks. Collective.
+
+        With this divisor, the mean of the micro-batches' losses counts every token alike.
+        """
         return self._divisor
 
     def _batches(self, trained: float | None) -> list[MicroBatch]:
         assert self.objective is not None
-        return [task_batch_of(inputs, trained, self.objective.engine.module) for inputs in self.inputs]
+        return [task_micro_batch(inputs, trained, self.objective.engine.module) for inputs in self.inputs]
 
     @cached_property
     def _divisor(self) -> float:
@@ -137,14 +143,15 @@ class StepText:
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
 
 
-class StartText:
-    """Batches that a start reads under a trainer: the first examples of its train set, in the set's own order, and over
-    again where they are few. The trainer's own data loader is left alone.
+class StartBatches:
+    """Batches that a start reads under a trainer: the first examples of its train set, in the set's own order.
+
+    It begins again where the examples are few. The trainer's own data loader is left alone.
 
     Args:
-        trainer: whose set, collator and micro-batch it is.
+        trainer: the trainer, of which set, collator and micro-batch are used.
         per_batch: micro-batches of a batch.
-        objective: forms the task loss.
+        objective: the task loss.
     """
 
     def __init__(self, trainer: Any, per_batch: int, objective: Objective) -> None:
@@ -152,18 +159,20 @@ class StartText:
         self.objective = objective
         self._prepare = trainer._prepare_inputs
         self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
-        self._size, self._rank = trainer.args.per_device_train_batch_size, trainer.args.process_index
+        self._size = trainer.args.per_device_train_batch_size
+        self._rank = trainer.args.process_index
         self._examples = _endless(trainer.train_dataset)
         self._ranks = trainer.args.world_size
 
     def passes(self, batch: int) -> list[Closure]:
-        """The next micro-batches of this rank; batches are asked for one after the other."""
+        """Return the losses of this rank's next micro-batches; `batch` must count up by one."""
         return [partial(self.objective.cross_entropy, self._next()) for _ in range(self.per_batch)]
 
     def _next(self) -> MicroBatch:
-        of_all_ranks = list(islice(self._examples, self._size * self._ranks))
-        inputs = self._prepare(self._collate(of_all_ranks[self._rank * self._size :][: self._size]))
-        return task_batch_of(inputs, None, self.objective.engine.module)
+        examples = list(islice(self._examples, self._size * self._ranks))
+        own_examples = examples[self._rank * self._size :][: self._size]
+        inputs = self._prepare(self._collate(own_examples))
+        return task_micro_batch(inputs, None, self.objective.engine.module)
 
 
 def _endless(dataset: Any) -> Iterator[Any]:
