@@ -1,4 +1,4 @@
-"""Progress bars of a command, ours and those of libraries: all are tqdm's, which reads the environment."""
+"""Progress bars of a command and its libraries: all are tqdm's, which reads the environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 
 _SIZE = {"TQDM_NCOLS": 80, "TQDM_NROWS": 24}
-"""Size of a terminal that does not tell its own, as in containers without a window; tqdm would show nothing there."""
+"""Size for a terminal that does not tell its own, as in a container; tqdm would show nothing there."""
 
 
 def set_up_bars() -> None:

@@ -1,4 +1,4 @@
-"""`sparseforge bench`: what a packed 2:4 model gains on this machine."""
+"""`sparseforge bench`: speed and memory of a packed 2:4 model on this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
-Both models are loaded into this process and measured in turns, on the GPU where there is one. Leave the machine to it:
-what else runs makes the quartiles wide.
+Both models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else
+meanwhile: other work makes the quartiles wide.
 
 --engine eager: prefill reads a prompt of --prompt tokens; decode writes --generated tokens one after the other. On a
 GPU a small batch waits for the host then. --engine graph: a prompt is read and new tokens are written at every
@@ -33,9 +33,10 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge bench`."""
     parser = commands.add_parser(
         "bench",
-        help="speed and memory of a packed 2:4 model against the dense one, on this machine",
+        help="measure speed and memory of a packed 2:4 model and the dense one on this machine",
         description="Measure memory, and prefill and decode in tokens per second, of a packed24 model and a dense one.",
         epilog=_EPILOG,
     )
@@ -49,8 +50,8 @@ def register(commands: Any) -> None:
     add("--against", metavar="DENSE", help="the dense model: a folder or hub id (default: MODEL, unpacked)")
     add("--shapes", choices=_SHAPES, help="instead of MODEL: both models of these shapes, with random weights")
     add("--layers", type=int, metavar="N", help="with --shapes: layers of both models (default: all)")
-    add("--engine", choices=("graph", "eager"), help="default: graph on CUDA, eager elsewhere")
-    add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="sequences at once (default: 1 4)")
+    add("--engine", choices=("graph", "eager"), help="way of decoding (default: graph on CUDA, eager elsewhere)")
+    add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="batch sizes (default: 1 4)")
     add(
         "--workload",
         type=_length,
@@ -62,7 +63,7 @@ def register(commands: Any) -> None:
     add("--generated", type=int, metavar="N", help="eager: tokens that decode writes (default: 16)")
     add("--repeats", type=int, default=5, metavar="N", help="turns of each (default: 5)")
     add("--threads", type=int, metavar="N", help="threads on the CPU (default: torch's)")
-    add("--dtype", default="auto", choices=DTYPES, help="default: as stored; bfloat16 with --shapes")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of the models (default: as stored; --shapes: bfloat16)")
     add("--out", metavar="OUT", help="folder for bench.json and bench.png")
     parser.set_defaults(run=run)
 
@@ -81,7 +82,8 @@ def _length(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table, and write the files."""
+    """Measure both models, print a table, and write the files."""
+    # Check the flags.
     flags = {"--prompt": args.prompt, "--generated": args.generated, "--threads": args.threads, "--layers": args.layers}
     numbers = {flag: number for flag, number in flags.items() if number is not None}
     numbers |= {"--repeats": args.repeats, "--batches": min(args.batches)}
@@ -97,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
         raise ValueError(f"--out {args.out}: a file is there; give a folder")
 
+    # Load or make both models.
     for name in filter(None, (args.model, args.against)):
         require_model(name)
     with large_imports():
@@ -123,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         packed, dense = random_pair(args.shapes, args.layers, dtype)
         names = f"{args.shapes}, random, packed", f"{args.shapes}, random"
 
+    # Measure.
     workload: Any
     generations: list[Any] = []
     if engine == "eager":
@@ -132,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
         lengths = tuple(Length(*pair) for pair in args.workload or [(128, 128)])
         workload = Lengths(tuple(args.batches), lengths, args.repeats)
         speeds, generations = measure_graphs(packed, dense, workload)
+
+    # Print and write the report.
     measured = report(packed, dense, names, workload, speeds, engine)
     print(table(measured))
     if generations:
@@ -148,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_flags_of(engine: str, args: argparse.Namespace) -> None:
-    """Refuse what the engine would not read."""
-    other = {"graph": {"--prompt": args.prompt, "--generated": args.generated}, "eager": {"--workload": args.workload}}
-    if flag := next((flag for flag, value in other[engine].items() if value is not None), None):
+    """Reject flags that the engine does not read."""
+    unread = {"graph": {"--prompt": args.prompt, "--generated": args.generated}, "eager": {"--workload": args.workload}}
+    if flag := next((flag for flag, value in unread[engine].items() if value is not None), None):
         cure = "--workload PxN" if engine == "graph" else "--prompt and --generated"
         raise ValueError(f"{flag}: --engine {engine} does not read it; give {cure}, or the other --engine")

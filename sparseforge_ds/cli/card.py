@@ -1,4 +1,4 @@
-"""`sparseforge card`: a model card of an exported folder, and both on the hub."""
+"""`sparseforge card`: a model card for an exported folder, and an upload of both to the hub."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 _EPILOG = """\
-Every export has a card already. This writes it anew, with results of this model that were measured since; where none
-are given, with those that it has. It leaves a README.md alone that somebody else wrote or changed. Of paths on this
-machine a card says the last part only.
+Every export has a card already. This command writes it again, with newer results of the model; without --results it
+keeps those that it has. It leaves a README.md alone that somebody else wrote or changed. A card names only the last
+part of a path on this machine.
 
 examples:
   sparseforge card models/qwen3_14b_2to4 --results evaluation.json --license apache-2.0
@@ -18,11 +18,12 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge card`."""
     parser = commands.add_parser(
         "card",
-        help="the model card of an exported folder, with its scores; --push uploads both",
-        description="Write README.md of a folder that consolidate or export wrote: what sparsity.json says, the "
-        "settings of its run, and results of evaluations, as the hub reads them.",
+        help="write the model card of an exported folder, with its scores; --push uploads both",
+        description="Write README.md for a folder of consolidate or export: the facts of sparsity.json, the settings "
+        "of the run, and results of evaluations, in the format of the hub.",
         epilog=_EPILOG,
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder with sparsity.json")
@@ -31,7 +32,7 @@ def register(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="what `sparseforge evaluate` wrote of this model by --json",
+        help="results of this model, as `sparseforge evaluate --json` writes them",
     )
     parser.add_argument("--license", metavar="NAME", help="licence of the model, as the hub names it, like apache-2.0")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the hub, as this model")
@@ -40,7 +41,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the card, perhaps upload, and say what was done."""
+    """Write the card, upload the folder with --push, and print what was done."""
     from sparseforge_ds.export.model_card import NAME, push, read_results, write_card
 
     folder = Path(args.model)

@@ -8,11 +8,11 @@ from typing import Any
 
 _EPILOG = """\
 CONFIG names a model, a training, a validation and a test text, methods (keys of the `sparseforge` block), learning
-rates, seeds and budgets. Its paths are read from its own folder, unless they are absolute or begin with a $VARIABLE.
-Every method's learning rate is chosen on the validation text, at the smallest budget or with "choose_at_each_budget" at
-each; the test text decides nothing.
-What was interrupted goes on with the same command: a finished run is not made again, an unfinished one continues.
-Methods, seeds, budgets and learning rates may be added to a CONFIG later.
+rates, seeds and budgets. Its paths are relative to its own folder, unless they are absolute or begin with a $VARIABLE.
+The validation text chooses the learning rate of every method, at the smallest budget, or at each one with
+"choose_at_each_budget". The test text decides nothing.
+After an interruption, the same command goes on: finished runs are kept, an unfinished one continues. Methods, seeds,
+budgets and learning rates may be added to a CONFIG later.
 
 example:
   sparseforge compare studies/stories.json --out runs/stories   # its texts are in $SPARSEFORGE_ASSETS
@@ -20,27 +20,29 @@ example:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge compare`."""
     parser = commands.add_parser(
         "compare",
-        help="methods x seeds x budgets on one model and one text: table, figures, one page",
+        help="compare methods x seeds x budgets on one model and one text: table, figures, one page",
         description="Train every method of CONFIG with every seed and budget, on the same tokens in the same order, "
         "and write results.jsonl, table.md, figures and index.html. Needs the extra compare.",
         epilog=_EPILOG,
     )
     parser.add_argument("config", metavar="CONFIG", help="a JSON file, like studies/stories.json")
     parser.add_argument("--out", metavar="DIR", help="folder of the comparison (default: runs/NAME of CONFIG)")
-    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: what CONFIG says)")
-    parser.add_argument("--dry_run", action="store_true", help="check CONFIG and say what would be done")
+    parser.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: CONFIG's)")
+    parser.add_argument("--dry_run", action="store_true", help="check CONFIG and count the runs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, and print the table."""
+    """Compare methods, and print the table."""
     from dataclasses import replace
 
     from sparseforge_ds.extras.studies.runs import one_shot_runs, selection_runs
     from sparseforge_ds.extras.studies.settings import read_config
 
+    # Read the study, and count its runs.
     config = read_config(args.config)
     if args.workers is not None:
         if args.workers < 1:
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         return 0
+
+    # Run it.
     try:
         from sparseforge_ds.extras.studies.study import Study
     except ModuleNotFoundError as error:

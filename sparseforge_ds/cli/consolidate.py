@@ -1,4 +1,4 @@
-"""`sparseforge consolidate`: the shards of a run become a Hugging Face model."""
+"""`sparseforge consolidate`: a Hugging Face model from the shards of a run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge consolidate`."""
     parser = commands.add_parser(
         "consolidate",
-        help="the newest checkpoint of a run, whatever its ranks and ZeRO stage, as a Hugging Face folder",
+        help="write the newest checkpoint of a run, of any ranks and ZeRO stage, as a Hugging Face folder",
         description="Read the shards of a checkpoint, offline and one weight at a time, and write a Hugging Face "
         "folder that plain transformers loads. OUT appears only when it is complete and proved.",
         epilog=_EPILOG,

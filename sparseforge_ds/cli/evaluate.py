@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from sparseforge_ds.ranks import Ranks
 
 _EPILOG = """\
---text asks for perplexity, --tasks or --suite (extra zero_shot) for accuracy, and both may be asked for at once.
---dense adds what was lost: the KL divergence to the dense model on the same tokens, in nats a token, and the share of
-items that are answered as the dense model answers them. KL needs both models in memory.
-On several GPUs each has a whole copy of the model and scores its share of a text, which gives the same number:
+--text measures perplexity, --tasks or --suite (extra zero_shot) accuracy; one command can do both. --dense compares
+with the dense model: the KL divergence on the same tokens, in nats a token, and the share of items that both models
+answer the same. KL needs both models in memory.
+On several GPUs each has a whole copy of the model and scores its share of a text; the result is the same:
   torchrun --nproc_per_node 8 -m sparseforge_ds evaluate MODEL --text wikitext2
 
-protocols of perplexity, which give different numbers:
-  windows    the papers' on WikiText-2: documents are joined by two newlines and cut into windows of --seq_length, of
-             which all tokens but the first are scored. Default for .txt files, stdlib and wikitext2
+protocols of perplexity, which give different results:
+  windows    the papers' protocol on WikiText-2: documents are joined by two newlines and cut into windows of
+             --seq_length. All tokens of a window but the first are scored. Default for .txt files, stdlib and wikitext2
   documents  each document by itself behind a BOS (or EOS), cut where the model's positions end. Default for files of
              records
 
@@ -40,14 +40,16 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge evaluate`."""
     parser = commands.add_parser(
         "evaluate",
         help="perplexity on a text and zero-shot accuracy of a model",
-        usage="sparseforge evaluate MODEL [flags]",  # a flag of several values behind which MODEL stood would take it
+        usage="sparseforge evaluate MODEL [flags]",  # flags of several values before MODEL would take it for one more
         description="Measure a dense or sparse Hugging Face model: its perplexity on texts, its accuracy on the tasks "
         "of lm-evaluation-harness, and how close it is to the dense model.",
         epilog=_EPILOG,
     )
+    # Flags of both measurements.
     add = parser.add_argument
     add("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
     add("--one_shot", metavar="PATTERN", help="prune by magnitude in memory first, for example 2:4")
@@ -56,14 +58,15 @@ def register(commands: Any) -> None:
         "--adapter",
         metavar="FOLDER",
         help="PEFT adapter to put on the model (needs peft); default: the one beside the model's own weights, "
-        "like the low-rank branch that export writes; none: without",
+        "like the low-rank branch that export writes; none: no adapter",
     )
-    add("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
+    add("--dtype", default="auto", choices=DTYPES, help="dtype of the weights (default: as saved)")
     add("--batch_size", type=int, default=8, metavar="N", help="sequences of one forward (default: 8)")
-    add("--limit", type=int, metavar="N", help="at most this many documents of a text and items of a task, the first")
+    add("--limit", type=int, metavar="N", help="take the first N documents of a text and items of a task")
     add("--dense", metavar="MODEL", help="compare with the dense model, in the same dtype: KL on texts, same answers")
     add("--json", metavar="FILE", help="also write the result to a file")
-    add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it
+    add("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    # Flags of perplexity.
     add = parser.add_argument_group("perplexity").add_argument
     add(
         "--text",
@@ -75,72 +78,78 @@ def register(commands: Any) -> None:
     )
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
-    add("--max_tokens", type=int, metavar="N", help="scored tokens of each text at most, the first (default: all)")
-    add("--seq_length", type=int, metavar="N", help="tokens of a window or of a document at most")
+    add("--max_tokens", type=int, metavar="N", help="score the first N tokens of each text (default: all)")
+    add("--seq_length", type=int, metavar="N", help="tokens of a window, or limit of a document")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
+    # Flags of accuracy.
     group = parser.add_argument_group("zero-shot accuracy")
-    which, add = group.add_mutually_exclusive_group(), group.add_argument
-    which.add_argument("--tasks", metavar="NAMES", help="names of the harness, with commas between")
-    which.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
+    tasks = group.add_mutually_exclusive_group()
+    tasks.add_argument("--tasks", metavar="NAMES", help="tasks of the harness, separated by commas")
+    tasks.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
+    add = group.add_argument
     add(
         "--include_path",
         metavar="DIR",
-        help="folder of task files in the harness' format, or of the data of benchmarks, which win over its own",
+        help="folder of task files in the harness' format, or of benchmark data; they replace the harness' own",
     )
-    add("--paper", choices=list(PUBLISHED), help="put the paper's numbers of this model beside ours")
+    add("--paper", choices=list(PUBLISHED), help="show the paper's accuracies of this model beside the measured ones")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is asked for, print it, and write one JSON with `perplexity` and `zero_shot`."""
-    asked_tasks = args.tasks is not None or args.suite is not None
-    if args.text is None and not asked_tasks:
+    """Measure perplexity, accuracy or both, print them, and write one JSON with `perplexity` and `zero_shot`."""
+    # Check flags now, and not after hours of measuring.
+    has_tasks = args.tasks is not None or args.suite is not None
+    if args.text is None and not has_tasks:
         raise ValueError("nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both")
-    given = vars(args)
-    for flags, asked, of in (
+    values = vars(args)
+    for flags, is_measured, measurement in (
         (("protocol", "max_tokens", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
-        (("include_path", "paper"), asked_tasks, "accuracy; give --tasks or --suite"),
+        (("include_path", "paper"), has_tasks, "accuracy; give --tasks or --suite"),
     ):
-        if not asked and (odd := [flag for flag in flags if given[flag] is not None]):
-            raise ValueError(f"--{odd[0]} {given[odd[0]]}: it belongs to {of}, or leave it out")
+        if not is_measured and (unread := [flag for flag in flags if values[flag] is not None]):
+            raise ValueError(f"--{unread[0]} {values[unread[0]]}: it belongs to {measurement}, or leave it out")
     for flag, least in {"limit": 1, "batch_size": 1, "max_tokens": 1, "seq_length": 2, "stride": 1}.items():
-        if given[flag] is not None and given[flag] < least:
-            raise ValueError(f"--{flag} {given[flag]}: use an integer >= {least}")
-    if args.json is not None:  # not after hours
+        if values[flag] is not None and values[flag] < least:
+            raise ValueError(f"--{flag} {values[flag]}: use an integer >= {least}")
+    if args.json is not None:
         if not Path(args.json).absolute().parent.is_dir():
             raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
         if Path(args.json).is_dir():
             raise ValueError(f"--json {args.json}: is a folder; give a file")
+
+    # Measure on all ranks. The first one prints an error that all raise.
     from sparseforge_ds.ranks import launched_ranks
 
     try:
         with launched_ranks() as ranks:
-            if asked_tasks and ranks.world_size > 1:
+            if has_tasks and ranks.world_size > 1:
                 raise ValueError(f"--tasks and --suite run in one process, and there are {ranks.world_size}; use one")
-            found = _measure(args, ranks)
+            result = _measure(args, ranks)
     except ValueError:
         if os.environ.get("RANK", "0") == "0":
             raise
         return 2
     if ranks.first:
         if args.json is not None:
-            write_json(Path(args.json), found)
-        print(json.dumps(found))
+            write_json(Path(args.json), result)
+        print(json.dumps(result))
     return 0
 
 
 def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """What is asked for, of a model that is loaded once, printed for people on the first rank."""
+    """Load the model once, measure what the flags say, and print it for people on the first rank."""
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity, zero_shot
-        from sparseforge_ds.evaluate.finished_model import adapter_of, load_model, load_tokenizer, prune_by_magnitude
+        from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer, prune_by_magnitude
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
-        from sparseforge_ds.evaluate.scored_text import as_one, read_text
+        from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
         from sparseforge_ds.mask.pattern import parse_pattern
         from sparseforge_ds.model.any_family import any_family
 
+    # Load everything; errors are agreed among the ranks.
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
     if args.any_family and pattern is None:
         raise ValueError("--any_family: it says what --one_shot prunes; give that too, or leave it out")
@@ -150,8 +159,9 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         models = [name for name in (args.model, args.dense) if name is not None]
         for name in models:
             require_model(name)
+        for name in models:
             register_packed24(name)
-        adapter = adapter_of(args.model, args.adapter)
+        adapter = find_adapter(args.model, args.adapter)
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
@@ -167,43 +177,47 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         return texts, tokenizers, tasks, model, dense, adapter
 
     texts, tokenizers, tasks, model, dense, adapter = ranks.all_or_raise(load)
+
+    # Score the texts.
     dtype = str(model.dtype).removeprefix("torch.")
-    found: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
+    record: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
     scores = []
     for text, documents in texts.items():
-        protocol: perplexity.Protocol = args.protocol or ("windows" if as_one(text) else "documents")
-        options = (args.seq_length, args.stride, args.batch_size)
-        began = time.monotonic()
-        score = perplexity.measure(model, tokenizers[0], documents, protocol, *options, ranks, dense, args.max_tokens)
-        how = {"stride": args.stride, "limit": args.limit, "max_tokens": args.max_tokens, "ranks": ranks.world_size}
-        seconds = round(time.monotonic() - began, 2)
-        scores.append({"text": text, **asdict(score), **how, "seconds": seconds})
+        protocol: perplexity.Protocol = args.protocol or ("windows" if documents_belong_together(text) else "documents")
+        scoring = perplexity.Scoring(protocol, args.seq_length, args.stride, args.batch_size, args.max_tokens)
+        start_time = time.monotonic()
+        score = perplexity.measure(model, tokenizers[0], documents, scoring, ranks, dense)
+        seconds = round(time.monotonic() - start_time, 2)
+        flags = {"stride": args.stride, "limit": args.limit, "max_tokens": args.max_tokens, "ranks": ranks.world_size}
+        scores.append({"text": text, **asdict(score), **flags, "seconds": seconds})
         if ranks.first:
             print(f"{title} on {text}\n{score}, {seconds} s")
     if scores:
         # Tools that measure one text read `perplexity`.
-        found |= {"dense": args.dense, "perplexity": scores[0], "texts": scores}
+        record |= {"dense": args.dense, "perplexity": scores[0], "texts": scores}
         if ranks.first and (len(scores) > 1 or dense is not None):
             print(perplexity.table(scores))
+
+    # Measure accuracy, one model after the other.
     if tasks is not None:
-        limits = (args.limit, args.batch_size)
-        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, *limits)}
+        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, args.limit, args.batch_size)}
         if args.dense is not None:
             del model
             dense = dense or load_model(args.dense, dtype)
-            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, *limits)
+            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
             zero_shot.compare_answers(results["this"], results["dense"])
         metrics = {name: result.metrics for name, result in results.items()}
-        this, *other = ({"tasks": each, "means": means(each)} for each in metrics.values())
-        found["zero_shot"] = {**this, "limit": args.limit}
-        if other:
-            found["zero_shot"]["dense"] = {"model": args.dense, **other[0]}
+        entries = {name: {"tasks": tasks, "means": means(tasks)} for name, tasks in metrics.items()}
+        record["zero_shot"] = {**entries["this"], "limit": args.limit}
+        if "dense" in entries:
+            record["zero_shot"]["dense"] = {"model": args.dense, **entries["dense"]}
         print(accuracy_table(metrics, args.paper))
-    return found
+    return record
 
 
 def _tasks(args: argparse.Namespace) -> list[str] | None:
+    """Return the names of the tasks to measure, or None for none."""
     if args.tasks is None:
         return list(SUITES[args.suite]) if args.suite else None
     if not (tasks := list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))):

@@ -26,9 +26,10 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge export`."""
     parser = commands.add_parser(
         "export",
-        help="a run or an exported folder as hf or packed24, proved",
+        help="write a run or an exported folder as hf or packed24, proved",
         description="Write a model in one of two formats, offline, one weight at a time. OUT appears only when it is "
         "complete and proved.",
         epilog=_EPILOG,
@@ -44,18 +45,18 @@ def register(commands: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What `consolidate` has too."""
+    """Add the flags that `export` and `consolidate` share."""
     parser.add_argument("out", metavar="OUT", help="folder to write; must not exist or be empty")
     parser.add_argument("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.add_argument("--skip_proof", action="store_true", help="do not load the model that was written")
 
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: auto, what config.json says")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="dtype of the weights (default: config.json's)")
     parser.add_argument("--model", metavar="DIR", help="folder with config.json and tokenizer (default: the source's)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and say what was made and how it was proved."""
+    """Export a model, and print what was made and how it was proved."""
     with large_imports():
         from sparseforge_ds.export.formats import export
         from sparseforge_ds.export.open import open_source
@@ -91,7 +92,7 @@ def _what(format: str, record: dict[str, Any]) -> str:
 
 
 def _proof_line(proof: dict[str, Any] | None) -> str:
-    """How an export was proved, in words."""
+    """Return a line that tells how an export was proved."""
     if proof is None:
         return "not proved: --skip_proof"
     text = f"proved: loaded by {proof['loaded_by']}, logits {proof['logits']}"

@@ -1,4 +1,4 @@
-"""`sparseforge generate`: does a model still speak?"""
+"""`sparseforge generate`: the continuation of a prompt by any exported model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sparseforge_ds.cli.printing import printable
 
 _EPILOG = """\
 The text goes to stdout as it comes, everything else to stderr. Without --temperature the most likely token is taken
-each time, so that two exports of one model can be compared. Of the model's generation_config.json only the ids of its
-special tokens are used, such as those that end a text: no penalties, beams, or choice of the top_k or top_p.
+each time, so that two exports of one model can be compared. From generation_config.json come only the ids of special
+tokens, such as those that end a text: no penalties, beams, top_k or top_p.
 
-On CUDA the model keeps a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The
-first tokens wait for the compiler, up to a minute; --eager does without.
+On CUDA the model has a static cache and is compiled for it, with CUDA graphs, where transformers can do that. The
+first tokens wait for the compiler, up to a minute; --eager does without it.
 
-exit code: 0 done; 1 the model computes NaN; 2 an error, said in one line
+exit code: 0 done; 1 the model computes NaN; 2 an error, printed as one line
 
 examples:
   sparseforge generate models/qwen3_14b_packed24 "The capital of France is"
@@ -30,6 +30,7 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge generate`."""
     parser = commands.add_parser(
         "generate",
         help="continue a prompt with any exported model, on the screen",
@@ -40,25 +41,26 @@ def register(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a Hugging Face model")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument(
-        "--max_new_tokens", type=int, metavar="N", help="stop after N (default: 128, or what the model has room for)"
+        "--max_new_tokens", type=int, metavar="N", help="stop after N (default: 128, or the positions that are left)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="sample from all tokens at T; 0: the likeliest (default: 0)",
+        help="sample from all tokens at T; 0 takes the likeliest (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="put PROMPT into the model's chat template")
     parser.add_argument("--eager", action="store_true", help="on CUDA: start at once, and wait for the host each token")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: what the model was saved in")
-    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; default: the model's own; none: without")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="dtype of the weights (default: as saved)")
+    parser.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter (default: the model's own); none: no adapter")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, continue, and say how fast."""
+    """Load a model, continue the prompt, and print the speed."""
+    # Check the flags.
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens {args.max_new_tokens}: use 1 or more")
     if args.temperature and not 1e-3 <= args.temperature < math.inf:  # below, logits over it leave their dtype
@@ -70,25 +72,33 @@ def run(args: argparse.Namespace) -> int:
         import torch
         from transformers import GenerationConfig, TextStreamer
 
-        from sparseforge_ds.evaluate.finished_model import adapter_of, check_known, load_model, load_tokenizer
+        from sparseforge_ds.evaluate.finished_model import (
+            check_embeddings_for,
+            find_adapter,
+            load_model,
+            load_tokenizer,
+        )
         from sparseforge_ds.mask.packing import is_packed
         from sparseforge_ds.model.sound_weights import first_not_finite
 
+    # Load the model, and fit the new tokens into its positions.
     register_packed24(args.model)
-    adapter = adapter_of(args.model, args.adapter)
+    adapter = find_adapter(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)
     inputs = _tokens(args, tokenizer)
     model: Any = load_model(args.model, args.dtype, adapter)
     length = inputs["input_ids"].shape[1]
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    new = max(1, int(min(128, most - length))) if args.max_new_tokens is None else args.max_new_tokens
-    if length + new > most:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    new = max(1, int(min(128, positions - length))) if args.max_new_tokens is None else args.max_new_tokens
+    if length + new > positions:
         raise ValueError(
-            f"{args.model}: has {most} positions; the prompt takes {length}, --max_new_tokens {new}; shorten one"
+            f"{args.model}: has {positions} positions; the prompt takes {length}, --max_new_tokens {new}; shorten one"
         )
-    check_known(model, inputs["input_ids"].flatten().tolist())
-    own, end = model.generation_config, tokenizer.eos_token_id
-    # Put in the place of the model's own, which fills whatever another one leaves open.
+    check_embeddings_for(model, inputs["input_ids"].flatten().tolist())
+
+    # Replace the model's own settings, which would fill in whatever other settings leave open.
+    own = model.generation_config
+    end = tokenizer.eos_token_id
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id,
         eos_token_id=own.eos_token_id,
@@ -101,9 +111,11 @@ def run(args: argparse.Namespace) -> int:
     if model.device.type == "cpu" and any(map(is_packed, model.modules())):
         from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 
-        load_cpu_kernel()  # it may have to be compiled, which is no speed of the model
+        load_cpu_kernel()  # now, since compiling it is no part of the model's speed
+
+    # Continue the prompt.
     torch.manual_seed(args.seed)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         tokens = model.generate(
             **inputs.to(model.device),
@@ -112,25 +124,30 @@ def run(args: argparse.Namespace) -> int:
             streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
         )
     except _NoNumberError:
-        bad = first_not_finite(model)
+        weight = first_not_finite(model)
         overflow = f"all weights are finite, so sums overflow in {model.dtype}; try --dtype float32"
-        why = overflow if bad is None else f"{bad} is not finite; give a sound model"
+        cause = overflow if weight is None else f"{weight} is not finite; give a sound model"
         print()  # behind the prompt
         print(
-            f"error: {printable(args.model)}: its logits are NaN, so that no token is likelier: {why}", file=sys.stderr
+            f"error: {printable(args.model)}: its logits are NaN, so that no token is likelier: {cause}",
+            file=sys.stderr,
         )
         return 1
-    took, made = time.perf_counter() - began, tokens.shape[1] - length
-    print(f"{made} tokens in {took:.1f} s, {made / took:.1f} a second, on {model.device}", file=sys.stderr)
+    seconds = time.perf_counter() - start_time
+    count = tokens.shape[1] - length
+    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} a second, on {model.device}", file=sys.stderr)
     return 0
 
 
 class _NoNumberError(Exception):
-    """Logits that are NaN."""
+    """Logits of a model that are NaN."""
 
 
 def _refuse_nan(tokens: Any, scores: Any) -> Any:
-    """Pass the logits of one step on, as transformers asks of a processor; `generate` would take token 0 of NaN."""
+    """Return the logits of one step, as a logits processor must; raise where they are NaN.
+
+    transformers would take token 0 of NaN.
+    """
     if scores.isnan().any():
         raise _NoNumberError
     return scores
@@ -143,7 +160,7 @@ def cache_settings(model: Any) -> dict[str, Any]:
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
-    """The prompt as the model wants it, (1, tokens)."""
+    """Return the prompt as inputs of the model, (1, tokens)."""
     from sparseforge_ds.model.chat_template import render_chat
     from sparseforge_ds.model.tokenizer import run_tokenizer
 
@@ -152,8 +169,8 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
     turns = [{"role": "user", "content": args.prompt}]
     try:
         text = render_chat(tokenizer, turns, add_generation_prompt=True) if args.chat else args.prompt
-        how = {"return_tensors": "pt", "return_token_type_ids": False}
-        inputs = run_tokenizer(tokenizer, text, add_special_tokens=not args.chat, **how)
+        options = {"return_tensors": "pt", "return_token_type_ids": False}
+        inputs = run_tokenizer(tokenizer, text, add_special_tokens=not args.chat, **options)
     except ValueError as error:
         raise ValueError(f"{args.model}: {error}") from None
     if inputs["input_ids"].numel() == 0:

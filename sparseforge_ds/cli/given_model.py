@@ -1,4 +1,4 @@
-"""What a user gives as MODEL: whether it is there and is one, said before anything of it is read."""
+"""Checks of MODEL on a command line: it must exist and be a model, before its weights are read."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from sparseforge_ds.checkpoint.model_files import check_model_folder
 
 
 def require_model(name: str, hub: bool = True) -> None:
-    """Raise ValueError for a run, or nothing at all; `hub` says that it may be the id of a model there."""
-    folder, quoted = Path(name), shlex.quote(name)
+    """Reject a name that is no model: a run, a file, or nothing at all.
+
+    Args:
+        name: the value of MODEL.
+        hub: True if it may be a hub id.
+    """
+    folder = Path(name)
+    quoted = shlex.quote(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
@@ -38,6 +44,7 @@ def register_packed24(name: str) -> None:
 
 
 def _require_on_hub(name: str) -> None:
+    """Reject a name that is neither in the cache of the hub nor on it."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def large_imports() -> Iterator[None]:
-    """No garbage collection walks what is imported in this block, neither meanwhile nor later.
+    """Keep the objects that are imported in this block out of garbage collection, now and later.
 
-    It takes a third of the CPU time off a short run, or an export of a small model.
+    It saves a third of the CPU time of a short run, or of an export of a small model.
     """
     known = len(sys.modules)
     gc.disable()
@@ -22,5 +22,5 @@ def large_imports() -> Iterator[None]:
     finally:
         if len(sys.modules) > known:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # extensions count what is not freed at the end, and complain of it
+            atexit.register(gc.unfreeze)  # extensions complain at the end of objects that are not freed
         gc.enable()

@@ -1,4 +1,4 @@
-"""`sparseforge inspect`: where a run stands, and whether what is on disk can be relied on."""
+"""`sparseforge inspect`: the state of a run, and of its checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ example:
   sparseforge inspect runs/qwen3_14b
 """
 _WORST = 5
-"""Weights whose masks are shown one by one."""
+"""Number of weights whose masks are shown one by one."""
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge inspect`."""
     parser = commands.add_parser(
         "inspect",
-        help="step, phase, layout, coverage and masks of a run, and whether its newest checkpoint is complete",
-        description="Say where a run stands. Files are read without executing anything in them, masks one at a time.",
+        help="show step, phase, layout, coverage and masks of a run, and if its newest checkpoint is complete",
+        description="Show the state of a run. Files are read without executing anything in them, masks one at a time.",
         epilog=_EPILOG,
     )
     parser.add_argument("run_folder", metavar="RUN", help="a run folder, its checkpoints, or one checkpoint")
@@ -39,52 +40,57 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, print, and say it in the exit code."""
+    """Inspect a run, print the result, and return 1 where the newest checkpoint is not intact."""
     with large_imports():
         from sparseforge_ds.export.inspection import inspect
 
-    found = inspect(args.run_folder, args.quick, args.check)
+    inspection = inspect(args.run_folder, args.quick, args.check)
     if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(inspection.to_dict(), indent=2))
     else:
-        for label, text in _lines(found, args.check):
+        for label, text in _lines(inspection, args.check):
             print(f"{label:<12}{printable(text)}")
-    return 0 if found.ok else 1
+    return 0 if inspection.ok else 1
 
 
-def _lines(found: Inspection, checked: bool) -> list[tuple[str, str]]:
-    lines = [("path", str(found.path))]
-    if found.status is not None:
-        lines += _status(found.status, found.run or {})
-    if found.result is not None:
-        shown = {key: found.result.get(key) for key in ("steps", "tokens", "seconds", "diverged")}
-        lines.append(("result", ", ".join(f"{key} {value}" for key, value in shown.items() if value is not None)))
-    versions = (found.run or {}).get("versions")
+def _lines(inspection: Inspection, checked: bool) -> list[tuple[str, str]]:
+    """Return (label, text) for every line of the report."""
+    lines = [("path", str(inspection.path))]
+    if inspection.status is not None:
+        lines += _status(inspection.status, inspection.run or {})
+    if inspection.result is not None:
+        result = {key: inspection.result.get(key) for key in ("steps", "tokens", "seconds", "diverged")}
+        lines.append(("result", ", ".join(f"{key} {value}" for key, value in result.items() if value is not None)))
+    versions = (inspection.run or {}).get("versions")
     if isinstance(versions, dict):
         lines.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    lines += [("checkpoint", _entry(entry)) for entry in found.checkpoints]
-    lines += [("leftover", f"{name}, of an interrupted save") for name in found.leftovers]
-    lines += [("problem", problem) for problem in found.problems]
-    lines.append(("complete", ("yes, all checksums agree" if checked else "yes") if found.ok else "NO"))
+    lines += [("checkpoint", _entry(entry)) for entry in inspection.checkpoints]
+    lines += [("leftover", f"{name}, of an interrupted save") for name in inspection.leftovers]
+    lines += [("problem", problem) for problem in inspection.problems]
+    lines.append(("complete", ("yes, all checksums agree" if checked else "yes") if inspection.ok else "NO"))
     return lines
 
 
 def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
-    of = f" of {status.max_steps}" if status.max_steps is not None else ""
+    """Return lines for step, layout, coverage and masks of the newest checkpoint."""
+    # Step and layout.
+    max_steps = f" of {status.max_steps}" if status.max_steps is not None else ""
     phase = f", {status.phase}" if status.phase else ""
     window = "" if status.hardening is None else " (hardening {}-{})".format(*status.hardening)
-    seen = f", {status.tokens:,} tokens" if status.tokens is not None else ""
+    tokens = f", {status.tokens:,} tokens" if status.tokens is not None else ""
     ranks = f"{status.world_size} rank{'s' if status.world_size != 1 else ''}"
     lines = [
-        ("step", f"{status.step}{of}{phase}{window}{seen}"),
+        ("step", f"{status.step}{max_steps}{phase}{window}{tokens}"),
         ("layout", f"{ranks}, ZeRO-{status.zero_stage}, {status.precision}"),
     ]
     if status.pattern is None:
         lines.append(("weights", f"{status.parameters:,} parameters; not saved by SparseForge, so without masks"))
         return lines
+    # Coverage, of linear weights where the run has recorded them.
     coverage = run.get("coverage")
     linear = coverage.get("linear") if isinstance(coverage, dict) else None
-    masked, total = status.masked_parameters, max(1, status.parameters)
+    masked = status.masked_parameters
+    total = max(1, status.parameters)
     if type(linear) is int and linear >= masked and linear > 0:
         share = describe_share(masked, linear, total)
     else:
@@ -98,6 +104,7 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _masks(status: RunStatus) -> list[tuple[str, str]]:
+    """Return lines for all masks together, and for those that are the least decided."""
     from sparseforge_ds.export.inspection import UNDECIDED, summarize
 
     total = summarize(status.masks)
@@ -119,10 +126,12 @@ def _masks(status: RunStatus) -> list[tuple[str, str]]:
 
 
 def _agreement(mask: MaskReport) -> str:
+    """Return words for the share of a mask that keeps the largest weights; empty where it is not known."""
     return "" if (share := mask.magnitude_agreement) is None else f", agrees with the largest |W| in {share:.2%}"
 
 
 def _entry(entry: SavedCheckpoint) -> str:
+    """Return a line for one saved checkpoint."""
     step = "?" if entry.step is None else str(entry.step)
     state = "complete" if entry.complete else "DAMAGED" if entry.damaged else "INCOMPLETE"
     return f"{entry.name}  step {step}  {entry.bytes / 1e6:,.1f} MB  {state}"

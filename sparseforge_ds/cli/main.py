@@ -1,8 +1,8 @@
-"""The parser of all subcommands, and what an error looks like: one line on stderr and exit code 2.
+"""The parser of all subcommands; an error becomes one line on stderr and exit code 2.
 
 A subcommand is a module with `register`, which adds its parser (whose epilog is printed as it is) and sets `run` to a
-function of the parsed arguments that returns the exit code. What it does is imported when it runs, so that help is
-there at once.
+function that takes the parsed arguments and returns the exit code. A subcommand imports its work when it runs, so that
+help appears at once.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ INTERRUPTED = 130
 TERMINATED = 143
 """Exit code after SIGTERM."""
 NOT_READ = 141
-"""Exit code when whoever read our output, `head` for one, has seen enough; also as shells have it."""
-_EXIT_CODES = "exit code: 0 done; 2 an error, said in one line\n\n"
+"""Exit code after the reader of our output, such as `head`, has closed the pipe; also as shells have it."""
+_EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of `sparseforge`."""
+    """Return the parser of `sparseforge`."""
     top = argparse.ArgumentParser(
         prog="sparseforge",
         description="Train 2:4 sparse language models, turn checkpoints into them, and look into both.",
@@ -84,17 +84,22 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit code, or 2 after an error."""
+    """Run a subcommand and return its exit code, or 2 after an error."""
+    # Read the command line; common names of other tools' flags mean ours.
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     flags = _flags_of(top, words)
     args, unknown = top.parse_known_args(with_our_names(words, flags))
     if unknown:
         return _fail(unknown_word(unknown[0], flags))
-    if threading.current_thread() is threading.main_thread():  # so that what is half-written is removed
+
+    # SIGTERM must remove half-written files, and names in a file may hold characters that a terminal cannot show.
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names in a file may be any text
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+    # Run.
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -104,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush complains
         return NOT_READ
     except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        return _fail(f"{where}{error.strerror or error}")
+        file = f"{error.filename}: " if error.filename is not None else ""
+        return _fail(f"{file}{error.strerror or error}")
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -121,8 +126,10 @@ def _flags_of(top: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
-    """`main` as all that a process does. At its end it calls the exit handlers that were registered meanwhile, and is
-    gone: to take apart what torch, transformers and DeepSpeed have made, object by object, takes a second or two."""
+    """Run `main` as the whole process, and end it after the exit handlers.
+
+    Python would take a second or two to destroy the objects of torch, transformers and DeepSpeed one by one.
+    """
     code: int | None = None
 
     @atexit.register  # the first, and so the last that is called
@@ -138,6 +145,7 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str) -> int:
+    """Print an error as one line; return its exit code."""
     print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return 2
 

@@ -22,11 +22,12 @@ dimensions:
   mlp+heads  also the values of every key-value head, and the latents of latent attention
   all        also the residual stream, in one order for all layers
 
-OUT is an ordinary model of its family, which computes what MODEL computes, within rounding. Train it as --model; the
-teacher may be either. OUT/permutation.json says how the order was found, and runs and exports of OUT carry it along.
+OUT is an ordinary model of its family and computes the same function as MODEL, within rounding. Train it as --model;
+the teacher may be either. OUT/permutation.json records the search for the order, and runs and exports of OUT carry it
+along.
 
 By magnitude, weights are read one at a time. With --text the whole model is loaded, on the GPU where there is one, and
-weights count by Wanda's score, |W| times the norm of the input.
+the score is Wanda's, |W| times the norm of the input.
 
 examples:
   sparseforge permute models/Qwen3-14B models/Qwen3-14B-permuted
@@ -35,9 +36,10 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge permute`."""
     parser = commands.add_parser(
         "permute",
-        help="a dense model with its channels in the order in which a pattern keeps the most; it computes what it did",
+        help="reorder the channels of a dense model so that a pattern keeps more of it; its function stays the same",
         description="Reorder the channels of a dense model, so that large weights share fewer groups of the pattern. "
         "OUT appears only when it is complete.",
         epilog=_EPILOG,
@@ -49,9 +51,9 @@ def register(commands: Any) -> None:
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--text", help="calibration text, as for `sparseforge evaluate`: score by activations")
-    add("--sequences", type=int, metavar="N", help="most sequences of --text that are read (default: 32)")
+    add("--sequences", type=int, metavar="N", help="sequences of --text to read, at most (default: 32)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
-    add("--rows", type=int, default=2048, metavar="N", help="most outputs scored a dimension (default: 2048)")
+    add("--rows", type=int, default=2048, metavar="N", help="outputs to score a dimension, at most (default: 2048)")
     add("--seed", type=int, default=0, help="seed of the sample and of the search (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     add("--workers", type=int, help="threads that write (default: one per processor, at most 8)")
@@ -59,7 +61,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Permute, and say what was gained."""
+    """Permute a model, and print what the pattern keeps before and after."""
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.export.unused import describe_unused
@@ -82,14 +84,20 @@ def run(args: argparse.Namespace) -> int:
     dense.require_channels()
     if dense.unused:
         print(describe_unused(args.model, dense.unused))
+
+    # Search for the order, and write the model.
     with unfinished_folder(args.out) as folder:
-        found = _find(args, config, settings, dense)
-        dense.write(found, folder, args.max_shard_size, args.workers)
-    for part, kept in found.facts["kept"].items():
-        before, after = kept["before"], kept["after"]
+        permutation = _find(args, config, settings, dense)
+        dense.write(permutation, folder, args.max_shard_size, args.workers)
+
+    # Print the gain.
+    for part, kept in permutation.facts["kept"].items():
+        before = kept["before"]
+        after = kept["after"]
         lost = 1 - (1 - after) / (1 - before) if before < 1 else 0.0
         print(f"{part}: {config.pattern} keeps {after:.2%} of the score, {before:.2%} before: {lost:.1%} less is lost")
-    print(f"{args.out}: {len(found.index_BC)} dimensions in a new order, found in {found.facts['seconds']:.0f} s")
+    seconds = permutation.facts["seconds"]
+    print(f"{args.out}: {len(permutation.index_BC)} dimensions in a new order, found in {seconds:.0f} s")
     return 0
 
 
@@ -108,11 +116,11 @@ def _find(
         return dense.find(config, settings, shapes, "cuda" if torch.cuda.is_available() else "cpu")
 
     with large_imports():
-        from sparseforge_ds.evaluate.calibration import calibration
+        from sparseforge_ds.evaluate.calibration import calibration_windows
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.extras.basis.permutation.activations import find_by_activations
 
     sequences = 32 if args.sequences is None else args.sequences
-    batches = calibration(args.model, dense.config, args.text, sequences, args.seq_length)
+    batches = calibration_windows(args.model, dense.config, args.text, sequences, args.seq_length)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     return find_by_activations(load_model(str(Path(args.model))), batches, config, settings)

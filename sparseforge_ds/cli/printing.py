@@ -1,8 +1,8 @@
-"""How text from files that are not trusted gets on a terminal."""
+"""Printing of text from untrusted files on a terminal."""
 
 from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text without line breaks and without anything that a terminal would obey."""
+    """Return a text with escapes for line breaks and for all characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)

@@ -12,18 +12,18 @@ MASKS = ("sparsegpt", "annealed", "wanda", "magnitude")
 TOKENS = 131072
 
 _EPILOG = """\
-Each decoder block gets its mask, and then its kept weights and norms are trained to give what the dense block gives.
---epochs 0 leaves the first mask alone: SparseGPT, Wanda or magnitude as published.
+Each decoder block gets its mask. Then its kept weights and norms are trained to reproduce the outputs of the dense
+block. --epochs 0 does without that training: SparseGPT, Wanda or magnitude as published.
 
 masks:
-  sparsegpt  SparseGPT on the inputs of the model as it is pruned so far; default, but for mixtures with fused experts
-  annealed   soft masks, annealed by the error of the block; their default
+  sparsegpt  SparseGPT on the inputs that the pruned model makes; default, except for mixtures with fused experts
+  annealed   soft masks, annealed by the error of the block; default for mixtures with fused experts
   wanda      |W| times the norm of the input
   magnitude  |W|
 
-Weights are read from MODEL block by block. In memory are one block in fp32 with Adam's moments, and the hidden states
-of all tokens, which go to the disk where they do not fit. OUT.part keeps the blocks that are done: the same command
-goes on from there after it was stopped.
+Weights are read from MODEL block by block. Memory holds one block in fp32 with Adam's moments, and the hidden states of
+all tokens, which go to the disk where they do not fit. OUT.part keeps finished blocks: after a stop, the same command
+goes on from there.
 
 examples:
   sparseforge prune models/Qwen3-14B models/qwen3_14b_2to4 --text c4.jsonl --tokens 524288 --seq_length 2048
@@ -32,11 +32,12 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge prune`."""
     parser = commands.add_parser(
         "prune",
-        help="a 2:4 model in minutes: masks, and kept weights trained block by block, without a training run",
-        description="Prune a dense model block by block, and train each block to give what it gave. OUT appears only "
-        "when it is complete and verified.",
+        help="make a 2:4 model in minutes: masks, and kept weights trained block by block, without a training run",
+        description="Prune a dense model block by block, and train each block to reproduce its dense outputs. OUT "
+        "appears only when it is complete and verified.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
@@ -44,14 +45,14 @@ def register(commands: Any) -> None:
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
     add("--text", required=True, help="text to prune on, as for `sparseforge evaluate`")
     add("--pattern", default="2:4", help="the pattern that every pruned weight gets (default: 2:4)")
-    add("--mask", choices=MASKS, help="where the masks come from, see below")
+    add("--mask", choices=MASKS, help="source of the masks, see below")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
-    add("--epochs", type=int, default=4, metavar="N", help="times that a block is trained on them (default: 4)")
+    add("--epochs", type=int, default=4, metavar="N", help="passes of a block's training over them (default: 4)")
     add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of a block's weights (default: 0.02)")
     add("--batch", type=int, metavar="N", help="sequences of an Adam step (default: 1/128 of all, 1K to 16K tokens)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
-    add("--any_family", action="store_true", help="prune a family without rows by what its layers say of themselves")
+    add("--any_family", action="store_true", help="prune a family without rows, by the attributes of its layers")
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     add("--seed", type=int, default=0, help="seed of the order of sequences (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
@@ -59,7 +60,8 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prune, and say what came of it."""
+    """Prune a model, and print the number of its groups."""
+    # Settle the settings, and check everything that needs no weights.
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: use an integer >= 1")
     with large_imports():
@@ -80,11 +82,15 @@ def run(args: argparse.Namespace) -> int:
     require_model(args.model, hub=False)
     require_free(args.out)
     device = _device(args.device, torch)
+
+    # Read the text.
     text = read_sequences(
         load_tokenizer(args.model), load_config(args.model, args.model), args.text, args.tokens, args.seq_length
     )
     if args.tokens - text.numel() >= text.shape[1]:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
+
+    # Prune.
     settings = PruneSettings(config, start, args.any_family)
     result = prune(args.model, args.out, text, settings, device, shard_bytes)
     weights = result.record["weights"].values()
@@ -96,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device(name: str | None, torch: Any) -> Any:
+    """Return the device to prune on; ValueError where it cannot be used."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -9,11 +9,11 @@ from typing import Any
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
-OUT is an ordinary model of its family, which computes what MODEL computes, within rounding: its residual stream and the
-values of its heads are rotated, and its weights have absorbed the rotations and the gains of the norms. A head that was
-tied to the embedding has a weight of its own. Train it as --model, without --teacher; it may be permuted too.
+OUT is an ordinary model of its family and computes the same function as MODEL, within rounding. Its residual stream and
+the values of its heads are rotated, and its weights have absorbed the rotations and the gains of the norms. A head that
+was tied to the embedding has a weight of its own. Train it as --model, without --teacher; it may be permuted too.
 
-The whole model is loaded, on the GPU where there is one, and four matrices of moments a layer, each as wide as the
+Memory, on the GPU where there is one, holds the whole model and four matrices of moments a layer, each as wide as the
 model.
 
 examples:
@@ -23,11 +23,12 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge rotate`."""
     parser = commands.add_parser(
         "rotate",
-        help="a dense model with its hidden vectors rotated so that a pattern costs least; it computes what it did",
-        description="Rotate the hidden vectors of a dense model, so that what the pattern removes is worth least. OUT "
-        "appears only when it is complete and computes what MODEL does.",
+        help="rotate the hidden vectors of a dense model so that a pattern costs less; its function stays the same",
+        description="Rotate the hidden vectors of a dense model, so that the pattern removes the least of its score. "
+        "OUT appears only when it is complete and computes the same function as MODEL.",
         epilog=_EPILOG,
     )
     add = parser.add_argument
@@ -36,7 +37,7 @@ def register(commands: Any) -> None:
     add("--text", required=True, help="calibration text, as for `sparseforge evaluate`")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
-    add("--sequences", type=int, default=64, metavar="N", help="most sequences of --text that are read (default: 64)")
+    add("--sequences", type=int, default=64, metavar="N", help="sequences of --text to read, at most (default: 64)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--steps", type=int, default=600, metavar="N", help="steps of the search (default: 600)")
     add("--seed", type=int, default=0, help="seed of the labels and of the search (default: 0)")
@@ -45,14 +46,14 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rotate, and say what was gained."""
+    """Rotate a model, and print how much less the pattern removes."""
     for name in ("sequences", "steps"):
         if (value := getattr(args, name)) < 1:
             raise ValueError(f"--{name} {value}: use an integer >= 1")
     with large_imports():
         from sparseforge_ds.checkpoint.disk import write_json
         from sparseforge_ds.config import SparseForgeConfig
-        from sparseforge_ds.evaluate.calibration import calibration
+        from sparseforge_ds.evaluate.calibration import calibration_windows
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
@@ -63,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
-    batches = calibration(args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length)
+    batches = calibration_windows(
+        args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length
+    )
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
+
+    # Rotate in memory, and save like any model.
     with unfinished_folder(args.out) as folder:
         model = load_model(str(Path(args.model)))
         facts = rotate(model, batches, config, args.steps)

@@ -1,4 +1,4 @@
-"""`sparseforge train`: the trainer as one process. Its flags are its own (config/arguments.py)."""
+"""`sparseforge train`: a run in this process. Its flags stand in config/arguments.py."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ if TYPE_CHECKING:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge train`."""
     parser = commands.add_parser(
         "train",
         help="train a dense model into a sparse one in this process; deepspeed and torchrun start more",
         add_help=False,  # the trainer has its own
-        prefix_chars="\0",  # whatever follows, flags too, is for the trainer
+        prefix_chars="\0",  # so that all flags are left to the trainer
     )
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; the exit code is the trainer's."""
+    """Train, and return the trainer's exit code."""
     with large_imports():
         from sparseforge_ds.config.command_line import argument_parser
 
-    if {"-h", "--help"} & set(args.flags):  # without waiting for DeepSpeed to be imported
+    # Help needs no import of DeepSpeed.
+    if {"-h", "--help"} & set(args.flags):
         argument_parser().print_help()
         raise SystemExit(0)
+    # During the import of DeepSpeed both signals end the process without a traceback.
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)  # while that is imported, both end us without a traceback
+            signal.signal(number, signal.SIG_DFL)
     with large_imports():
         from sparseforge_ds.train.trainer import main
 

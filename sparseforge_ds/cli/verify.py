@@ -1,4 +1,4 @@
-"""`sparseforge verify`: is every group of every prunable weight in its pattern?"""
+"""`sparseforge verify`: a check that every group of every prunable weight is in its pattern."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
 
 _EPILOG = """\
-A folder that consolidate or export wrote says in its sparsity.json what it must be. In any other one every prunable
-weight (of an unknown family: every matrix of a numbered layer, along its last axis) must be in --pattern, by default
-2:4. Weights that llm-compressor quantized (compressed-tensors) are checked as their kernels see them: whether a
-quantization kept the zeros.
+A folder of consolidate or export has a sparsity.json with the pattern of each weight. In any other folder every
+prunable weight must be in --pattern, by default 2:4; of an unknown family these are all matrices of numbered layers,
+along their last axis. Weights that llm-compressor quantized (compressed-tensors) are checked as their kernels see them,
+so that the check shows if the quantization kept the zeros.
 
 exit code: 0 all in order; 1 a violation; 2 the folder cannot be read
 
@@ -29,6 +29,7 @@ examples:
 
 
 def register(commands: Any) -> None:
+    """Add the parser of `sparseforge verify`."""
     parser = commands.add_parser(
         "verify",
         help="check every group of every prunable weight of a model folder",
@@ -44,7 +45,7 @@ def register(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, print the table, and say it in the exit code."""
+    """Check a folder, print a table, and return 1 for a violation."""
     require_model(args.model, hub=False)
     with large_imports():
         from sparseforge_ds.export.unused import describe_unused
@@ -66,13 +67,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_table(report: FolderReport) -> None:
+    """Print a row for every weight, totals, and everything odd about the folder."""
+    # A row for every weight.
     width = max((len(row.name) for row in report.rows), default=6)
     print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")
     for row in report.rows:
         shape = " x ".join(map(str, row.shape))
-        odd = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
-        odd += f"  {row.nonfinite} not finite" if row.nonfinite else ""
-        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{odd}")
+        notes = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
+        notes += f"  {row.nonfinite} not finite" if row.nonfinite else ""
+        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{notes}")
+    # Totals.
     total = report.to_dict()
     share = 100 * total["nonzeros"] / max(1, total["elements"])
     print(
@@ -81,8 +85,9 @@ def _print_table(report: FolderReport) -> None:
     )
     print(f"size: {report.size}")
     if report.quantized:
-        kept = "kept every group" if not report.violations else "did not keep the pattern"
-        print(f"{report.quantized} of the folder's weights are quantized: the quantization {kept}")
+        verdict = "kept every group" if not report.violations else "did not keep the pattern"
+        print(f"{report.quantized} of the folder's weights are quantized: the quantization {verdict}")
+    # Tensors that are missing or changed, and notes.
     for kind, entries in (
         ("missing", report.missing),
         ("not the exported bytes", report.changed),

@@ -22,7 +22,7 @@ _FOLDERS = {
 }
 """Folder of a task's data below that of all benchmarks."""
 _TESTED = ("arc_challenge", "arc_easy", "openbookqa")
-"""Tasks that the harness scores on the test split; where only a validation split is there, that is taken."""
+"""Tasks that the harness scores on the test split, or on a validation split where there is no other."""
 _BUILDERS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json"}
 _SPLIT = r"(?<![a-z]){}(?![a-z])"
 """Name of a split in a path, as a word."""
@@ -34,13 +34,16 @@ def has_data(folder: Path, task: str) -> bool:
 
 
 def write_task_file(folder: Path, task: str, harness_file: Path, into: Path) -> None:
-    """Write a task file that reads a benchmark's rows below `folder`, and all else from the harness' own file.
+    """Write a task file that reads a benchmark's rows below `folder`, and the rest from the harness' own file.
 
-    Raises ValueError where there are no rows of a split that the task is scored on.
+    Raises:
+        ValueError: there are no rows of a split that the task is scored on.
     """
+    # Find the rows.
     splits = ("test", "validation|val") if task in _TESTED else ("validation|val",)
     files = _files_of_split(folder / _FOLDERS[task], splits)
-    builder, paths = _BUILDERS[files[0].suffix], [str(file.resolve()) for file in files]
+    builder = _BUILDERS[files[0].suffix]
+    paths = [str(file.resolve()) for file in files]
     content: dict[str, Any] = {
         "include": str(harness_file),
         "task": task,
@@ -62,7 +65,9 @@ def _files_of_split(folder: Path, splits: Sequence[str]) -> list[Path]:
     rows = sorted(file for file in folder.rglob("*") if file.suffix in _BUILDERS and not file.name.startswith("cache-"))
     for split in splits:
         for suffix in _BUILDERS:
-            if files := [file for file in rows if file.suffix == suffix and _is_of(file.relative_to(folder), split)]:
+            if files := [
+                file for file in rows if file.suffix == suffix and _belongs_to(file.relative_to(folder), split)
+            ]:
                 return files
     raise ValueError(
         f"--include_path: no {' or '.join(_BUILDERS)} file below {folder} that is, or is in a folder, named "
@@ -70,5 +75,5 @@ def _files_of_split(folder: Path, splits: Sequence[str]) -> list[Path]:
     )
 
 
-def _is_of(path: Path, split: str) -> bool:
+def _belongs_to(path: Path, split: str) -> bool:
     return re.search(_SPLIT.format(f"({split})"), str(path).lower()) is not None

@@ -1,4 +1,4 @@
-"""Text that scores of weights are taken on, as tokens."""
+"""Calibration text as tokens: the first windows of a text, on which scores of weights are measured."""
 
 from __future__ import annotations
 
@@ -10,45 +10,53 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.finished_model import load_tokenizer
-from sparseforge_ds.evaluate.perplexity import cut, positions_of, tokenize
-from sparseforge_ds.evaluate.scored_text import texts_of
+from sparseforge_ds.evaluate.perplexity import cut_windows, max_positions, tokenize
+from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.model.tokenizer import check_tokens
 
 _LENGTH = 512
 _MARGIN = 64
-"""Tokens behind the last one that is used: where a text is cut, the tokens just before may be others."""
+"""Tokens that are read and dropped at the end: a cut text may end in other tokens than the whole one."""
 _CHARACTERS = 8
-"""Of a token, to begin with."""
+"""Characters of a token, as a first guess."""
 
 
-def calibration(folder: str, config: Any, text: str, sequences: int, seq_length: int | None) -> list[Tensor]:
-    """(1, seq_length) tokens each: the first windows of a text, at most `sequences`, tokenised for the model in a
-    folder, and at most 512 tokens long where no length is given. No more of the text is read than that takes.
+def calibration_windows(folder: str, config: Any, text: str, sequences: int, seq_length: int | None) -> list[Tensor]:
+    """Return the first windows of a text, each (1, seq_length), tokenised for a model. The rest is not read.
+
+    Args:
+        folder: the model's folder.
+        config: the model's config.
+        text: a value of `--text`.
+        sequences: number of windows; a short text has fewer.
+        seq_length: tokens of a window; None takes the model's positions, at most 512.
 
     Raises:
         ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
             that the model does not know.
     """
-    positions = positions_of(config)
+    positions = max_positions(config)
     if seq_length is None:
         seq_length = min(_LENGTH, positions)
     if not 1 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 1 to {positions}")
-    ids = _beginning(load_tokenizer(folder), texts_of(text), sequences * seq_length)
+    ids = _beginning(load_tokenizer(folder), iter_texts(text), sequences * seq_length)
     check_tokens(ids, int(config.get_text_config().vocab_size), folder)
-    return [torch.tensor([window]) for window in cut(ids, seq_length, seq_length)]
+    return [torch.tensor([window]) for window in cut_windows(ids, seq_length, seq_length)]
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tokens: int) -> list[int]:
-    """The first tokens of the joined documents."""
+    """Return the first tokens of the joined documents; read twice as many characters until they are enough."""
     parts: list[str] = []
-    characters, had = _CHARACTERS * tokens, 0
+    characters = _CHARACTERS * tokens
+    characters_read = 0
     while True:
-        while had < characters and (document := next(documents, None)) is not None:
+        while characters_read < characters and (document := next(documents, None)) is not None:
             parts.append(document)
-            had += len(document) + 2
+            characters_read += len(document) + 2
+        is_all = characters_read < characters
         joined = "\n\n".join(parts)[:characters]
         ids = tokenize(tokenizer, joined, special=True)
-        if len(ids) >= tokens + _MARGIN or had < characters:  # the latter where there are no more
+        if len(ids) >= tokens + _MARGIN or is_all:
             return ids[:tokens]
         characters *= 2

@@ -31,24 +31,28 @@ from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
 
 NO_ADAPTER = "none"
-"""In place of an adapter's folder: without any."""
+"""Value of `--adapter` for no adapter."""
 _CONFIG = "adapter_config.json"
 _UNUSABLE = (
     *(OSError, ValueError, UnpicklingError, SafetensorError),  # files
     *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, StrictDataclassError),  # a config's values
     ImportError,  # the library of a quantized format is missing
 )
-"""What `from_pretrained` raises for a model that is wrong."""
+"""Errors that `from_pretrained` raises for a damaged model."""
 
 
-def adapter_of(name: str, given: str | None) -> str | None:
-    """The adapter to measure a model with: what was given, else the one beside the model's own weights, in its folder
-    or its repository on the hub, as export writes it.
+def find_adapter(name: str, flag_value: str | None) -> str | None:
+    """Return the adapter to measure a model with: the flag's, or the one that export wrote beside the weights.
 
-    Raises ValueError where the flag is missing, and the model was exported with an adapter that is not there.
+    Args:
+        name: the model's folder or hub id.
+        flag_value: value of `--adapter`, if it was given.
+
+    Raises:
+        ValueError: the flag is missing, and the model was exported with an adapter that is not there.
     """
-    if given is not None:
-        return None if given == NO_ADAPTER else given
+    if flag_value is not None:
+        return None if flag_value == NO_ADAPTER else flag_value
     if _beside(name, _CONFIG) is not None:
         return name
     record = _beside(name, "sparsity.json")
@@ -61,23 +65,26 @@ def adapter_of(name: str, given: str | None) -> str | None:
 
 
 def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> PreTrainedModel:
-    """Load a causal language model for inference, on the GPU where there is one, with no adapter but the given one.
+    """Load a causal language model for inference, on the GPU where there is one, with no adapter but `adapter`.
 
-    Raises ValueError where there is no such model, its files cannot be read or do not fit together, or peft is missing.
+    Raises:
+        ValueError: there is no such model, its files cannot be read or do not fit together, or peft is missing.
     """
+    # Check what can be checked without loading; an offline machine looks into the hub's cache.
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype)
     unreachable = None if Path(name).exists() else why_unreachable()
     if unreachable is None:
         _require_known_format(name, load_config(name, name))
     _require_floats(name)
+
+    # Load the weights.
     try:
         if unreachable is not None:
             _require_known_format(name, load_config(name, name, cached=True))
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=wanted,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
             trust_remote_code=False,
             local_files_only=unreachable is not None,
@@ -89,6 +96,8 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
+
+    # Put the adapter on it.
     if adapter is not None:
         try:
             cached = not Path(adapter).exists() and why_unreachable() is not None
@@ -106,7 +115,7 @@ def _require_known_format(name: str, config: Any) -> None:
 
 
 def _require_floats(name: str) -> None:
-    """Reject a folder of a dense model with a weight that is no float, which would be cast in silence."""
+    """Reject a folder of a dense model that stores a weight as no float; it would be cast in silence."""
     folder = Path(name)
     stored = any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json"))
     if stored and "quantization_config" not in read_json(folder / "config.json"):
@@ -115,35 +124,39 @@ def _require_floats(name: str) -> None:
 
 
 def _without_adapter(name: str) -> dict[str, Any]:
-    """What makes `from_pretrained` leave an adapter beside the model's weights alone: it is to look for one elsewhere.
-    Otherwise its report would be of the adapter, and say nothing of weights that are missing; and of a model on the hub
-    it would load the weights that the adapter's config names."""
-    whole = all(_beside(name, file) is not None for file in (_CONFIG, "config.json"))
-    return {"adapter_kwargs": {"subfolder": "no adapter"}} if whole else {}
+    """Return arguments by which `from_pretrained` ignores an adapter beside the model's weights.
+
+    It looks for one elsewhere then. Otherwise its report would list the adapter's missing weights, and not the model's.
+    Of a model on the hub it would even load the weights that the adapter's config names.
+    """
+    has_model_and_adapter = all(_beside(name, file) is not None for file in (_CONFIG, "config.json"))
+    return {"adapter_kwargs": {"subfolder": "no adapter"}} if has_model_and_adapter else {}
 
 
 def _beside(name: str, file: str) -> Path | None:
-    """A file in a model's folder, or in its repository on the hub, if it is there; from the cache where the hub cannot
-    be asked."""
+    """Return a file in a model's folder, or in its repository on the hub, if it is there.
+
+    Where the hub cannot be reached, its cache answers.
+    """
     if Path(name).exists():
         path = Path(name) / file
         return path if path.is_file() else None
-    asked = why_unreachable() is None
+    is_reachable = why_unreachable() is None
     try:
-        found = cached_file(
+        path_in_cache = cached_file(
             name,
             file,
-            local_files_only=not asked,
+            local_files_only=not is_reachable,
             _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=asked,
+            _raise_exceptions_for_connection_errors=is_reachable,
         )
     except OSError as error:
         raise ValueError(f"{name}: whether it has a {file} cannot be found out ({reason(error)})") from None
-    return None if found is None else Path(found)
+    return None if path_in_cache is None else Path(path_in_cache)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model."""
+    """Load the tokenizer beside a model."""
     register_model_classes()
     try:
         return tokenizer_of(name)
@@ -151,15 +164,19 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"{name}: has no tokenizer that can be read ({reason(error)})") from None
 
 
-def check_known(model: PreTrainedModel, ids: Iterable[int]) -> None:
-    """Raise ValueError where a model has no embedding for a token of a text."""
+def check_embeddings_for(model: PreTrainedModel, ids: Iterable[int]) -> None:
+    """Reject tokens that a model has no embedding for."""
     weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an adapter's layer too
     check_tokens(ids, weight.shape[0], model.name_or_path)
 
 
 @torch.no_grad()
 def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseForgeConfig | None = None) -> int:
-    """One-shot pruning in memory: every prunable weight keeps the largest members of each group. Returns how many."""
+    """Prune a model in memory: every prunable weight keeps the largest members of each group.
+
+    Returns:
+        The number of weights.
+    """
     weights = prunable_weights(model, config or SparseForgeConfig(pattern=str(pattern)))
     parameters = dict(model.named_parameters())
     for weight in weights:

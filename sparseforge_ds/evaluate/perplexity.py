@@ -1,6 +1,6 @@
 """Perplexity of a Hugging Face model on a text: exp(sum of the negative log-likelihoods / number of scored tokens).
 
-Softmax in fp32, one number over the whole text (not a mean of perplexities), by one of two protocols:
+Softmax is in fp32, and one perplexity counts the whole text (it is no mean of perplexities). There are two protocols:
 
 `windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
 the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
@@ -26,19 +26,19 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
-from sparseforge_ds.evaluate.finished_model import check_known
+from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.token_scores import score_tokens
 from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks
 
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
-"""Window of models whose positions reach further, unless --seq_length says otherwise."""
+"""Longest default window, for models with more positions."""
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The result of one evaluation."""
+    """Result of one evaluation."""
 
     perplexity: float
     nll: float
@@ -55,10 +55,10 @@ class Perplexity:
     """Perplexity of the dense model on the same tokens."""
 
     def __str__(self) -> str:
-        beside = "" if self.kl is None else f"  KL to dense {self.kl:.5f} nats a token"
-        beside += "" if self.dense_perplexity is None else f", whose perplexity is {self.dense_perplexity:.4f}\n"
+        dense = "" if self.kl is None else f"  KL to dense {self.kl:.5f} nats a token"
+        dense += "" if self.dense_perplexity is None else f", whose perplexity is {self.dense_perplexity:.4f}\n"
         return (
-            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n{beside}"
+            f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n{dense}"
             f"  {self.tokens} tokens of {self.documents} documents scored, {self.unscored} not\n"
             f"  protocol {self.protocol}, seq_length {self.seq_length}"
         )
@@ -73,75 +73,87 @@ class Passage:
     """Tokens at the beginning that are context only (at least the first)."""
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Settings of an evaluation."""
+
+    protocol: Protocol
+    seq_length: int | None = None
+    """Tokens of a window, or limit of a document; None for the model's positions, at most 4096 for windows."""
+    stride: int | None = None
+    """Tokens between the beginnings of two windows; None for `seq_length`."""
+    batch_size: int = 8
+    """Windows or documents that go through the model together."""
+    max_tokens: int | None = None
+    """Limit of scored tokens; the first windows or documents of the text are taken, at least one."""
+
+
 class NotFiniteError(ValueError):
-    """A model computes no finite loss on a text."""
+    """A loss of a model on a text that is infinite or NaN."""
 
 
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
-    protocol: Protocol,
-    seq_length: int | None = None,
-    stride: int | None = None,
-    batch_size: int = 8,
+    scoring: Scoring,
     ranks: Ranks | None = None,
     dense: PreTrainedModel | None = None,
-    max_tokens: int | None = None,
 ) -> Perplexity:
-    """Perplexity of `model` on `documents` by one of the protocols above.
-
-    Raises ValueError for a length that a model or the text does not allow, tokens that a model does not know, two
-    vocabularies of different sizes, and NotFiniteError.
+    """Measure the perplexity of a model on documents by one of the protocols above.
 
     Args:
-        seq_length: window, or cut of a document, in tokens; by default what the model's positions allow, at most 4096
-            for windows.
-        ranks: those that work on this together; collective then, and every rank gets the whole result.
-        dense: the model to compare with on the same tokens, which must mean the same to it.
-        max_tokens: scored tokens at most, the first windows or documents of the text; one of these at least.
+        model: the model.
+        tokenizer: its tokenizer.
+        documents: the text.
+        scoring: protocol and lengths.
+        ranks: ranks that share the work; collective then, and every rank gets the whole result.
+        dense: a model to compare with on the same tokens, which must mean the same to it.
+
+    Raises:
+        ValueError: a length does not fit a model or the text, a model does not know a token, or the vocabularies
+            differ in size.
+        NotFiniteError: the loss is infinite or NaN.
     """
+    # Settle the length, and cut the text.
     models = [model] if dense is None else [model, dense]
-    positions = min(positions_of(one.config) for one in models)
+    positions = min(max_positions(candidate.config) for candidate in models)
+    seq_length = scoring.seq_length
     if seq_length is None:
-        seq_length = min(positions, LONGEST_DEFAULT) if protocol == "windows" else positions
+        seq_length = min(positions, LONGEST_DEFAULT) if scoring.protocol == "windows" else positions
     if not 2 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
-    if batch_size < 1:
-        raise ValueError(f"--batch_size {batch_size}: use an integer >= 1")
-    if protocol == "windows":
-        passages, total = windows(tokenizer, documents, seq_length, seq_length if stride is None else stride)
-    elif stride is not None:
-        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
-    else:
-        passages, total = whole_documents(tokenizer, documents, seq_length)
-    if max_tokens is not None:
-        scored = itertools.accumulate(len(passage.tokens) - passage.skip for passage in passages)
-        passages = passages[: max(1, sum(count <= max_tokens for count in scored))]
-    # Of all passages, so that every rank finds the same.
-    for one in models:
-        check_known(one, itertools.chain.from_iterable(passage.tokens for passage in passages))
+    if scoring.batch_size < 1:
+        raise ValueError(f"--batch_size {scoring.batch_size}: use an integer >= 1")
+    passages, total = _passages(tokenizer, documents, scoring, seq_length)
+    # Check the tokens of all passages, so that every rank finds the same error.
+    for candidate in models:
+        check_embeddings_for(candidate, itertools.chain.from_iterable(passage.tokens for passage in passages))
+
+    # Score batches of passages of similar length, every rank its share. Batches do not depend on the number of ranks,
+    # and fsum rounds once: the result is the same to the last bit.
     ranks = ranks or Ranks()
     passages = sorted(passages, key=lambda passage: -len(passage.tokens))
-    batches = [passages[start : start + batch_size] for start in range(0, len(passages), batch_size)]
-    mine = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
-    # Batches do not depend on the number of ranks, and fsum rounds once: the number is the same to the last bit.
-    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch, dense) for batch in mine])))
+    batches = [passages[start : start + scoring.batch_size] for start in range(0, len(passages), scoring.batch_size)]
+    own_batches = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
+    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch, dense) for batch in own_batches])))
+
+    # Average over tokens: the negative log-likelihood and, with a dense model, KL and the dense model's.
     tokens = sum(count for count, _ in scores)
-    nll, *beside = (math.fsum(column) / tokens for column in zip(*(sums for _, sums in scores), strict=True))
-    for mean in (nll, *beside):
+    nll, *dense_means = (math.fsum(column) / tokens for column in zip(*(sums for _, sums in scores), strict=True))
+    for mean in (nll, *dense_means):
         if not math.isfinite(mean):
-            whose = "dense model's" if math.isfinite(nll) else "model's"
+            owner = "dense model's" if math.isfinite(nll) else "model's"
             raise NotFiniteError(
-                f"the loss is {mean}: the {whose} weights or activations are not finite; try --dtype float32"
+                f"the loss is {mean}: the {owner} weights or activations are not finite; try --dtype float32"
             )
-    kl, dense_nll = beside or (None, None)
+    kl, dense_nll = dense_means or (None, None)
     return Perplexity(
         perplexity=_exp(nll),
         nll=nll,
         tokens=tokens,
         unscored=total - tokens,
-        protocol=protocol,
+        protocol=scoring.protocol,
         seq_length=seq_length,
         documents=len(documents),
         kl=kl,
@@ -162,7 +174,7 @@ def table(scores: Sequence[Mapping[str, Any]]) -> str:
 def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase, dense: PreTrainedTokenizerBase, documents: Iterable[str]
 ) -> None:
-    """Raise ValueError where two tokenizers make different tokens of a text: KL would have no meaning there."""
+    """Reject two tokenizers that make different tokens of a text: KL would have no meaning there."""
     for document in documents:
         if tokenize(tokenizer, document, special=True) != tokenize(dense, document, special=True):
             raise ValueError(
@@ -175,21 +187,41 @@ def _exp(nll: float) -> float:
     return math.exp(nll) if nll < 700 else math.inf
 
 
+def _passages(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], scoring: Scoring, seq_length: int
+) -> tuple[list[Passage], int]:
+    """Return the passages to score, and the number of tokens of the whole text."""
+    if scoring.protocol == "windows":
+        stride = seq_length if scoring.stride is None else scoring.stride
+        passages, total = windows(tokenizer, documents, seq_length, stride)
+    elif scoring.stride is not None:
+        raise ValueError("--stride belongs to --protocol windows; documents are scored whole")
+    else:
+        passages, total = whole_documents(tokenizer, documents, seq_length)
+    if scoring.max_tokens is not None:
+        scored = itertools.accumulate(len(passage.tokens) - passage.skip for passage in passages)
+        passages = passages[: max(1, sum(count <= scoring.max_tokens for count in scored))]
+    return passages, total
+
+
 def windows(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int, stride: int
 ) -> tuple[list[Passage], int]:
-    """The windows of the joined documents, and the tokens that these have. Raises ValueError where the text is shorter
-    than a window, or the stride is longer."""
+    """Return the windows of the joined documents, and the number of tokens of the documents.
+
+    Raises:
+        ValueError: the text is shorter than a window, or the stride is longer.
+    """
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
     ids = tokenize(tokenizer, "\n\n".join(documents), special=True)
     overlap = max(1, seq_length - stride)
-    whole = cut(ids, seq_length, stride)
-    return [Passage(tokens, overlap if number else 1) for number, tokens in enumerate(whole)], len(ids)
+    token_windows = cut_windows(ids, seq_length, stride)
+    return [Passage(tokens, overlap if number else 1) for number, tokens in enumerate(token_windows)], len(ids)
 
 
-def cut(ids: list[int], seq_length: int, stride: int) -> list[list[int]]:
-    """Whole windows, without the tail. Raises ValueError where there is none."""
+def cut_windows(ids: list[int], seq_length: int, stride: int) -> list[list[int]]:
+    """Cut tokens into windows, without the tail; ValueError where there is no window."""
     if len(ids) < seq_length:
         raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
     return [ids[start : start + seq_length] for start in range(0, len(ids) - seq_length + 1, stride)]
@@ -198,8 +230,11 @@ def cut(ids: list[int], seq_length: int, stride: int) -> list[list[int]]:
 def whole_documents(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seq_length: int
 ) -> tuple[list[Passage], int]:
-    """Every document by itself, and the tokens of all. Raises ValueError where there is no token to begin a document
-    with, or none in any document."""
+    """Return every document as a passage, and the number of tokens of all documents.
+
+    Raises:
+        ValueError: the tokenizer has no token to begin a document with, or no document has a token.
+    """
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
@@ -211,14 +246,14 @@ def whole_documents(
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
-    """The ids of a text, with the special tokens that the tokenizer puts around it or without."""
+    """Return the ids of a text, with or without the special tokens that the tokenizer puts around it."""
     ids: list[int] = run_tokenizer(tokenizer, tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
     return ids
 
 
 @torch.no_grad()
 def _score(model: PreTrainedModel, batch: list[Passage], dense: PreTrainedModel | None) -> tuple[int, list[float]]:
-    """Return how many tokens of a batch are scored, and the sums of `score_tokens` over them."""
+    """Return the number of scored tokens of a batch, and the sums of `score_tokens` over them."""
     # Pad on the right.
     length = max(len(passage.tokens) for passage in batch)
     input_BS = torch.zeros(len(batch), length, dtype=torch.long)
@@ -227,6 +262,7 @@ def _score(model: PreTrainedModel, batch: list[Passage], dense: PreTrainedModel 
         end = len(passage.tokens)
         input_BS[row, :end] = torch.tensor(passage.tokens)
         mask_BS[row, :end] = 1
+    # Run the models.
     inputs = {"input_ids": input_BS, "attention_mask": mask_BS}
     logits_BSV = _logits(model, inputs)
     dense_BSV = None if dense is None else _logits(dense, inputs)
@@ -235,9 +271,9 @@ def _score(model: PreTrainedModel, batch: list[Passage], dense: PreTrainedModel 
             f"the dense model's head has {dense_BSV.shape[-1]} entries and the model's {logits_BSV.shape[-1]}; KL "
             "compares them entry by entry, so give the dense model that this one was made of, or leave --dense out"
         )
+    # Score every token but the context. Logits at a position predict the token after it.
     scores = []
     for row, passage in enumerate(batch):
-        # Logits at a position predict the token after it.
         before = slice(passage.skip - 1, len(passage.tokens) - 1)
         target_T = input_BS[row, passage.skip : len(passage.tokens)].to(logits_BSV.device)
         dense_TV = None if dense_BSV is None else dense_BSV[row, before]
@@ -247,11 +283,11 @@ def _score(model: PreTrainedModel, batch: list[Passage], dense: PreTrainedModel 
 
 
 def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    there = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    logits_BSV: Tensor = model(**there, use_cache=False).logits
+    device_inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    logits_BSV: Tensor = model(**device_inputs, use_cache=False).logits
     return logits_BSV
 
 
-def positions_of(config: Any) -> int:
-    """Tokens that a model can read at once, by its config."""
+def max_positions(config: Any) -> int:
+    """Return the number of tokens that a model can read at once, by its config."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST_DEFAULT)

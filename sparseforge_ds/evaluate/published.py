@@ -1,7 +1,7 @@
-"""The zero-shot suites of the paper, and those of its numbers that are known, beside ours in a Markdown table.
+"""The paper's zero-shot suites and published accuracies, beside measured ones in a Markdown table.
 
-Accuracies in percent, plain `acc`, zero-shot, of arXiv 2605.06402 (dense model and its 2:4 result). What is not known
-is absent: cells stay empty.
+Published accuracies are plain `acc` in percent, zero-shot, of arXiv 2605.06402 (dense model and its 2:4 result).
+Unknown ones are absent: their cells stay empty.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ SUITES = {
     "with_race": ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "winogrande", "race", "piqa"),
     "with_rte": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande"),
 }
-"""Tasks of a suite. `commonsense` is the seven of most papers on pruning (LLM-Pruner, arXiv 2305.11627). The others are
-means of seven in the paper: `with_race` stands in its LLaMA-2 table (and in CAST,
-arXiv 2509.25996), `with_rte` is the list of its published evaluation code (and of AST, arXiv 2407.20584)."""
+"""Tasks of each suite.
+
+`commonsense` has the seven tasks of most papers on pruning (LLM-Pruner, arXiv 2305.11627). The paper takes means over
+two other sevens: `with_race` stands in its LLaMA-2 table (and in CAST, arXiv 2509.25996), and `with_rte` is the list of
+its published evaluation code (and of AST, arXiv 2407.20584).
+"""
 
 MEANS = ("commonsense", "with_race", "with_rte")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the paper says of a model, by task, and by suite for means over it: a key of `MEANS`, or `seven` where it is
-    not known which suite of seven it was."""
+    """The paper's accuracies of a model, by task, and by suite for means.
+
+    A suite is a key of `MEANS`, or `seven` where the paper does not tell the seven tasks.
+    """
 
     dense: Mapping[str, float]
+    """Accuracies of the dense model."""
     sparse: Mapping[str, float]
+    """Accuracies of the 2:4 model."""
     tokens: str = ""
     """Training tokens of the 2:4 model, where they are known."""
 
@@ -51,18 +58,17 @@ PUBLISHED = {
     "qwen3-14b": Published({"seven": 68.36}, {"seven": 65.44}),
     "deepseek-moe-16b": Published({"seven": 59.54}, {"seven": 58.57}),
 }
-"""By the name that `--paper` takes."""
+"""The paper's accuracies by the name that `--paper` takes."""
 
 SAME = "same_as_dense"
-"""Metric: the share of items that are answered as the dense model answers them."""
+"""Name of a metric: the share of items that the model answers as the dense model does."""
 
 Results = Mapping[str, Mapping[str, float]]
 """Metrics by task, as shares: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr`, `items`, `same_as_dense`."""
 
 
 def mean_accuracy(results: Results, suite: str) -> float | None:
-    """Mean of plain `acc` over the seven tasks of a suite, each with the same weight, as a share; None without one of
-    them."""
+    """Return the plain mean of `acc` over the tasks of a suite, as a share; None where a task is missing."""
     tasks = SUITES[suite]
     if any("acc" not in results.get(task, {}) for task in tasks):
         return None
@@ -70,14 +76,20 @@ def mean_accuracy(results: Results, suite: str) -> float | None:
 
 
 def means(results: Results) -> dict[str, float]:
-    """`mean_accuracy` over each suite of the paper's tables of which all tasks are there."""
-    found = {suite: mean_accuracy(results, suite) for suite in MEANS}
-    return {suite: mean for suite, mean in found.items() if mean is not None}
+    """Return `mean_accuracy` for each of `MEANS` whose tasks are all there."""
+    by_suite = {suite: mean_accuracy(results, suite) for suite in MEANS}
+    return {suite: mean for suite, mean in by_suite.items() if mean is not None}
 
 
 def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
-    """The table, in percent, with columns for every named model, for answers that are the dense model's where these
-    were compared, and for the paper's model of this name in `PUBLISHED`."""
+    """Lay out results as a Markdown table, in percent.
+
+    Args:
+        models: results by the name of a model, in the order of their columns. A model whose answers were compared with
+            the dense model's has a column for that too.
+        paper: key of `PUBLISHED`, for columns of the paper's accuracies; None for none.
+    """
+    # Head.
     published = [] if paper is None else [PUBLISHED[paper].dense, PUBLISHED[paper].sparse]
     columns = [(name, metric) for name in models for metric in ("acc", "acc_norm")]
     columns += [(name, SAME) for name in models if any(SAME in metrics for metrics in models[name].values())]
@@ -85,27 +97,31 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
     if paper is not None:
         tokens = PUBLISHED[paper].tokens
         head += [f"paper, dense {paper}", f"paper, 2:4{f', {tokens} tokens' if tokens else ''}"]
+    # A row for every task.
     rows = []
     for task in dict.fromkeys(task for results in models.values() for task in results):
         items = sorted({f"{results[task]['items']:g}" for results in models.values() if task in results})
-        ours = [_cell(models[name].get(task, {}), metric) for name, metric in columns]
-        rows.append([task, " / ".join(items), *ours, *(_known(values, task) for values in published)])
+        measured = [_cell(models[name].get(task, {}), metric) for name, metric in columns]
+        rows.append([task, " / ".join(items), *measured, *(_known(values, task) for values in published)])
+    # A row for every mean that is known, of our models or of the paper's.
     averages = {name: means(results) for name, results in models.items()}
     for suite in (*MEANS, "seven"):
         title = f"mean acc of {', '.join(SUITES[suite])}" if suite in MEANS else "mean of seven tasks, not known which"
-        known = suite == "seven" and any(suite in values for values in published)
-        if known or any(suite in average for average in averages.values()):
-            ours = [_known(averages[name], suite, 100) if metric == "acc" else "" for name, metric in columns]
-            rows.append([title, "", *ours, *(_known(values, suite) for values in published)])
+        is_published = suite == "seven" and any(suite in values for values in published)
+        if is_published or any(suite in average for average in averages.values()):
+            measured = [_known(averages[name], suite, 100) if metric == "acc" else "" for name, metric in columns]
+            rows.append([title, "", *measured, *(_known(values, suite) for values in published)])
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
+    """Return a cell with a value in percent; empty where it is unknown."""
     return f"{unit * values[key]:.2f}" if key in values else ""
 
 
 def _cell(metrics: Mapping[str, float], metric: str) -> str:
+    """Return a cell with a metric and its standard error in percent; empty where it is missing."""
     if metric not in metrics:
         return ""
     error = metrics.get(f"{metric}_stderr")

@@ -17,13 +17,13 @@ STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"
 WIKITEXT = "wikitext2"
 """`--text` of the split on the hub; `wikitext2:PATH` is a copy of its rows on this machine."""
 _LONGEST_TEXT = 2**28
-"""Characters of a .txt file. All of it is tokenised at once, with over 100 times as much memory."""
+"""Largest number of characters of a .txt file, which is tokenised at once, in over 100 times as much memory."""
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 def read_text(source: str, text_field: str, limit: int | None) -> list[str]:
-    """The documents that `--text` names; WikiText-2 is one."""
+    """Return the documents that `--text` names; WikiText-2 is one document."""
     if not is_wikitext2(source):
         return read_documents(source, text_field, limit)
     if limit is not None:
@@ -31,19 +31,24 @@ def read_text(source: str, text_field: str, limit: int | None) -> list[str]:
     return [read_wikitext2(source)]
 
 
-def as_one(source: str) -> bool:
-    """Whether the documents of a text belong together, as in a book."""
+def documents_belong_together(source: str) -> bool:
+    """Return whether the documents of a text belong together, as in a book."""
     return source in STDLIB or is_wikitext2(source) or is_plain_text(source)
 
 
 def read_documents(source: str, text_field: str = "text", limit: int | None = None) -> list[str]:
-    """The documents that have text, at most `limit`, of a file (a .txt file is one), `stdlib:heldout` or
-    `stdlib:train`."""
-    return list(islice(texts_of(source, text_field), limit))
+    """Return the documents of a text that are not blank, at most `limit`.
+
+    Args:
+        source: a file (a .txt file is one document), `stdlib:heldout` or `stdlib:train`.
+        text_field: field of a record that holds the text.
+        limit: number of documents; None for all.
+    """
+    return list(islice(iter_texts(source, text_field), limit))
 
 
-def texts_of(source: str, text_field: str = "text") -> Iterator[str]:
-    """The documents of `read_documents`, one at a time. Raises ValueError where there is none."""
+def iter_texts(source: str, text_field: str = "text") -> Iterator[str]:
+    """Yield the documents of `read_documents`, one at a time; ValueError where there is none."""
     empty = True
     for number, document in enumerate(records(source, text_field), start=1):
         if not isinstance(document, str):
@@ -58,7 +63,7 @@ def texts_of(source: str, text_field: str = "text") -> Iterator[str]:
 
 
 def records(source: str, text_field: str) -> Iterator[Any]:
-    """What a file of `read_documents` has, one at a time: texts, blank ones too, and conversations."""
+    """Yield all records of a text, one at a time: documents, blank ones too, and conversations."""
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
     if not path.is_file() or not is_readable(path.name):
         raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
@@ -66,12 +71,12 @@ def records(source: str, text_field: str) -> Iterator[Any]:
 
 
 def is_wikitext2(source: str) -> bool:
-    """Whether a `--text` names this set."""
+    """Return whether a `--text` names WikiText-2."""
     return source == WIKITEXT or source.startswith(f"{WIKITEXT}:")
 
 
 def read_wikitext2(source: str) -> str:
-    """The test split as the papers score it: all rows, blank ones too, joined by two newlines."""
+    """Return the test split as the papers score it: all rows, blank ones too, joined by two newlines."""
     path = Path(source.removeprefix(WIKITEXT).removeprefix(":"))
     try:
         if source == WIKITEXT:

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**24
-"""Most logits that are in fp32 at a time."""
+"""Largest number of logits that are in fp32 at a time."""
 
 
 @torch.no_grad()
 def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = None) -> Tensor:
     """Score targets by the logits that predict them, in nats, with log-softmax in fp32.
 
-    Returns (T, 1), the negative log-likelihoods, or (T, 3) with a dense model's logits at the same positions: KL(dense
-    || model) and the dense model's negative log-likelihoods behind them.
+    Args:
+        logits_TV: (T, V) logits of the model.
+        target_T: (T,) token ids.
+        dense_TV: (T, V) logits of a dense model at the same positions, if it is compared.
+
+    Returns:
+        (T, 1), the negative log-likelihoods. With a dense model (T, 3): behind them KL(dense || model) and the dense
+        model's negative log-likelihoods.
     """
     parts = []
     size = max(1, BLOCK // logits_TV.shape[1])

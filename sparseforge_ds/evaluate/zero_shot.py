@@ -1,7 +1,7 @@
 """Zero-shot accuracy by lm-evaluation-harness, with its own prompts, beside the paper's numbers.
 
-The metric to compare with papers is `acc`, unless they say `acc_norm`; both are shown, with the standard errors of the
-harness. Text of these benchmarks in the training data makes the comparison worthless: some mixtures have it.
+Papers report `acc`, unless they say `acc_norm`; the table has both, with the standard errors of the harness. Text of
+these benchmarks in the training data makes the comparison worthless: some mixtures have it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.finished_model import check_known
+from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.harness import LoadedTasks
-from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.evaluate.published import SAME
 
 
@@ -39,12 +39,22 @@ def measure(
 ) -> ZeroShot:
     """Run the tasks without examples in the prompt.
 
-    Raises ValueError for tokens that the model does not know.
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        tasks: the tasks with their rows.
+        limit: number of rows of each task; None for all.
+        batch_size: rows that go through the model together.
+        max_length: tokens of a prompt; None takes the model's positions.
+
+    Raises:
+        ValueError: the model does not know a token.
     """
-    from lm_eval import simple_evaluate  # an extra, which load_tasks has found
+    from lm_eval import simple_evaluate  # an optional dependency, which load_tasks has found
     from lm_eval.models.huggingface import HFLM
 
-    length = positions_of(model.config) if max_length is None else max_length
+    # Wrap the model for the harness.
+    length = max_positions(model.config) if max_length is None else max_length
     wrapped = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
@@ -59,9 +69,10 @@ def measure(
         setattr(wrapped, ask, partial(getattr(wrapped, ask), disable_tqdm=not sys.stderr.isatty()))
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        check_known(model, [int(inputs[0].max())])
+        check_embeddings_for(model, [int(inputs[0].max())])
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(check)  # the harness has the tokens to itself
+    # Run. Only a hook sees the tokens, which the harness makes itself.
+    hook = model.get_input_embeddings().register_forward_pre_hook(check)
     try:
         output = simple_evaluate(
             wrapped,
@@ -73,6 +84,8 @@ def measure(
         )
     finally:
         hook.remove()
+
+    # Take metrics and answers out of the harness' records.
     results: dict[str, dict[str, float]] = {}
     answers: dict[str, dict[Hashable, Any]] = {}
     for name, task in tasks.by_name.items():
@@ -96,7 +109,7 @@ def compare_answers(result: ZeroShot, dense: ZeroShot) -> None:
 
 
 def _answer(task: Any, sample: Mapping[str, Any]) -> Any:
-    """Return the place of the chosen answer, the written text, or whether a text is the likeliest."""
+    """Return the index of the chosen answer, the generated text, or booleans that say if a text is the likeliest."""
     responses = sample["filtered_resps"]
     if task.OUTPUT_TYPE == "multiple_choice":  # behind the choices there may be their unconditional likelihoods
         likelihoods = [likelihood for likelihood, _ in responses[: len(task.doc_to_choice(sample["doc"]))]]

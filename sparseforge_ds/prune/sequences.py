@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.data.tokenization import encode
-from sparseforge_ds.evaluate.perplexity import positions_of
-from sparseforge_ds.evaluate.scored_text import texts_of
+from sparseforge_ds.evaluate.perplexity import max_positions
+from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.model.tokenizer import check_tokens
 
 LENGTH = 512
@@ -31,13 +31,13 @@ def read_sequences(
         ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
             that the model does not know.
     """
-    positions = positions_of(config)
+    positions = max_positions(config)
     if seq_length is None:
         seq_length = min(LENGTH, positions)
     if not 2 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
     # Documents are tokenised until there are enough tokens.
-    documents = texts_of(text)
+    documents = iter_texts(text)
     ids: list[int] = []
     while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):
         for document in encode(some, tokenizer):

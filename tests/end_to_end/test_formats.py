@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
+from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.model.pretrained import find_model
 from tests import tiny_models
@@ -116,13 +116,13 @@ def test_hf_with_a_branch_is_proved_with_its_adapter(runs: dict[str, Run], tmp_p
     assert proof["logits"] == "bit-equal" and proof["loaded_by"] == "transformers"
     assert proof["adapter"]["difference"] <= 1e-5 < 1e-2 < proof["adapter"]["effect"]
     # our evaluations take it along, and do without it when told to
-    measured = load_model(str(out), adapter=adapter_of(str(out), None))
+    measured = load_model(str(out), adapter=find_adapter(str(out), None))
     torch.testing.assert_close(logits(measured), runs["llama-branch"].logits, rtol=0, atol=1e-5)
-    bare = load_model(str(out), adapter=adapter_of(str(out), "none"))
+    bare = load_model(str(out), adapter=find_adapter(str(out), "none"))
     assert (logits(bare) - logits(measured)).abs().max() > 1e-2
     by_peft = PeftModel.from_pretrained(bare, out).eval()
     torch.testing.assert_close(logits(by_peft), runs["llama-branch"].logits, rtol=0, atol=1e-5)
-    assert adapter_of("gpt2", None) is None and adapter_of(str(out), "elsewhere") == "elsewhere"
+    assert find_adapter("gpt2", None) is None and find_adapter(str(out), "elsewhere") == "elsewhere"
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
@@ -183,7 +183,7 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     ):
         assert command() == 2
         assert missing in capsys.readouterr().err
-    assert (logits(load_model(str(out), adapter=adapter_of(str(out), "none"))) - runs["llama-branch"].logits).any()
+    assert (logits(load_model(str(out), adapter=find_adapter(str(out), "none"))) - runs["llama-branch"].logits).any()
 
 
 @pytest.mark.parametrize("from_folder", [False, True])
@@ -219,7 +219,7 @@ def test_packed24_with_a_branch_is_the_run(
     packed = export(run, tmp_path / "packed", "--format", "packed24")
     record = json.loads((packed / "sparsity.json").read_text())
     assert record["proof"]["logits"] == "bit-equal" and "adapter" not in record["proof"]
-    model = load_model(str(packed), adapter=adapter_of(str(packed), None))
+    model = load_model(str(packed), adapter=find_adapter(str(packed), None))
     assert torch.equal(logits(model), run.logits)
     # B alone is stored: 2:4 in 0.5625 of the bytes, and an eighth for k = 8
     tensors = TensorFolder(packed)

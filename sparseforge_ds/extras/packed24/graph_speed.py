@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, StaticCache
 
-from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import Speed, now, quartiles, resident, tokens_of
@@ -124,7 +124,7 @@ def measure_graphs(
                 f"--engine graph: transformers cannot compile the {name} model, a {type(model).__name__}, as a whole; "
                 "use --engine eager"
             )
-        most = positions_of(model.config)
+        most = max_positions(model.config)
         for length in workload.lengths:
             if length.prompt + length.new > most:
                 raise ValueError(f"--workload {length}: the model has {most} positions; use less in all")

@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, adapter_of, load_model
-from sparseforge_ds.evaluate.perplexity import positions_of
+from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
+from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.mask.packing import is_packed
 from sparseforge_ds.transformers_internals import CACHE
 
@@ -64,14 +64,14 @@ class Speed:
 def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
     """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing. Raises ValueError
     where one cannot be loaded, the first is not packed, or they are not of one size."""
-    packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
+    packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
     if not any(map(is_packed, packed.modules())):
         raise ValueError(
             f"{name}: no weight of it is packed, there is nothing to compare; sparseforge export {name} PACKED "
             "--format packed24 makes it so"
         )
     other = name if against is None else against
-    dense = load_model(other, dtype, adapter_of(other, NO_ADAPTER))
+    dense = load_model(other, dtype, find_adapter(other, NO_ADAPTER))
     if getattr(dense, "hf_quantizer", None) is not None:
         dense.hf_quantizer.make_dense(dense)
     mine, theirs = packed.config.get_text_config(), dense.config.get_text_config()
@@ -88,7 +88,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
 def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload) -> list[Speed]:
     """Prefill and decode of both models at each batch size, in turns. Raises ValueError for more tokens than a model
     has positions."""
-    positions = min(positions_of(model.config) for model in (packed, dense))
+    positions = min(max_positions(model.config) for model in (packed, dense))
     for flag, length, most in (
         ("--prompt", workload.prompt, positions),
         ("--generated", workload.generated, positions - _BEFORE_DECODE),

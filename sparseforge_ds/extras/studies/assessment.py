@@ -11,8 +11,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.evaluate.finished_model import adapter_of, load_model, load_tokenizer, prune_by_magnitude
-from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, measure
+from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, Scoring, measure
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.studies.settings import CompareConfig
@@ -85,7 +85,7 @@ class Evaluator:
             NotFiniteError: the model computes no finite loss.
         """
         with self._loading:
-            model = load_model(str(folder), self._dtype, adapter_of(str(folder), None))
+            model = load_model(str(folder), self._dtype, find_adapter(str(folder), None))
             dense = self._dense_model()
         measured: dict[str, float] = {}
         for text in texts:
@@ -102,14 +102,7 @@ class Evaluator:
 
     def _score(self, model: PreTrainedModel, text: str, dense: PreTrainedModel | None) -> Perplexity:
         """Score one of the texts, beside the dense model where one is given."""
-        config, protocol = self.config, self._held_out[text].protocol
+        protocol = self._held_out[text].protocol
         assert protocol is not None  # `read_config` has decided it
-        return measure(
-            model,
-            self.tokenizer,
-            self._documents[text],
-            protocol,
-            config.evaluation_length,
-            batch_size=config.evaluation_batch,
-            dense=dense,
-        )
+        scoring = Scoring(protocol, self.config.evaluation_length, batch_size=self.config.evaluation_batch)
+        return measure(model, self.tokenizer, self._documents[text], scoring, dense=dense)

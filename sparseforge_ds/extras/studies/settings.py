@@ -13,7 +13,7 @@ from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
-from sparseforge_ds.evaluate.scored_text import as_one
+from sparseforge_ds.evaluate.scored_text import documents_belong_together
 
 Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
@@ -196,7 +196,8 @@ def _located(config: CompareConfig, folder: Path) -> CompareConfig:
 
     def held_out(where: str, text: HeldOut) -> HeldOut:
         path = _place(text.path, where, folder)
-        return replace(text, path=path, protocol=text.protocol or ("windows" if as_one(path) else "documents"))
+        is_one_text = documents_belong_together(path)
+        return replace(text, path=path, protocol=text.protocol or ("windows" if is_one_text else "documents"))
 
     return replace(
         config,

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import calibration as module
-from sparseforge_ds.evaluate.calibration import calibration
+from sparseforge_ds.evaluate.calibration import calibration_windows
 from sparseforge_ds.evaluate.finished_model import load_tokenizer
 from sparseforge_ds.evaluate.perplexity import windows
 from sparseforge_ds.evaluate.scored_text import read_documents
@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest, assets: Path) -> str:
 @pytest.mark.parametrize(("sequences", "seq_length"), [(1, 7), (4, 64), (64, 32), (3, None)])
 def test_they_are_those_of_the_whole_text(model: str, sequences: int, seq_length: int | None, assets: Path) -> None:
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
-    found = calibration(model, CONFIG, text, sequences, seq_length)
+    found = calibration_windows(model, CONFIG, text, sequences, seq_length)
     length = 512 if seq_length is None else seq_length
     wanted, _ = windows(load_tokenizer(model), read_documents(text, limit=2000), length, length)
     assert [batch.tolist() for batch in found] == [[passage.tokens] for passage in wanted[:sequences]]
@@ -39,28 +39,28 @@ def test_no_more_is_read_than_that_takes(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": "a story \ud83d of a fox " * 20}) + "\n" for _ in range(1000)))
     read = []
-    texts_of = module.texts_of
-    monkeypatch.setattr(module, "texts_of", lambda text: (read.append(0) or each for each in texts_of(text)))
+    iter_texts = module.iter_texts
+    monkeypatch.setattr(module, "iter_texts", lambda text: (read.append(0) or each for each in iter_texts(text)))
     model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
-    found = calibration(model, CONFIG, str(path), 2, 128)
+    found = calibration_windows(model, CONFIG, str(path), 2, 128)
     assert torch.cat(found).shape == (2, 128) and len(read) < 20
 
 
 def test_tokens_that_the_model_does_not_know(model: str, assets: Path) -> None:
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     with pytest.raises(ValueError, match=f"{model}: its tokenizer gives token .*, the model has 90 embeddings"):
-        calibration(model, LlamaConfig(vocab_size=90), text, 4, 64)
+        calibration_windows(model, LlamaConfig(vocab_size=90), text, 4, 64)
 
 
 def test_a_short_text_gives_fewer(tmp_path: Path) -> None:
     path, model = tmp_path / "text.txt", str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     path.write_text("one two three four five six seven eight nine ten")
-    assert len(calibration(model, CONFIG, str(path), 64, 2)) < 64
+    assert len(calibration_windows(model, CONFIG, str(path), 64, 2)) < 64
     with pytest.raises(ValueError, match="less than one window; use --seq_length"):
-        calibration(model, CONFIG, str(path), 64, 500)
+        calibration_windows(model, CONFIG, str(path), 64, 500)
     path.write_text(" \n")
     with pytest.raises(ValueError, match="there is no text in it"):
-        calibration(model, CONFIG, str(path), 64, 2)
+        calibration_windows(model, CONFIG, str(path), 64, 2)
 
 
 def test_flags_without_a_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

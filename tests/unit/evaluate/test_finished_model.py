@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate.finished_model import adapter_of, load_model
+from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
 from tests.pretend_hub import REVISION
 from tests.tiny_folders import write_json, write_model, write_text
 
@@ -66,12 +66,12 @@ def test_an_adapter_on_the_hub_is_that_of_a_folder(
 
 def test_an_adapter_that_is_missing_on_the_hub(snapshot: Path) -> None:
     (snapshot / "adapter_config.json").unlink()
-    assert adapter_of(ID, None) is None
+    assert find_adapter(ID, None) is None
     write_json(snapshot / "sparsity.json", {"adapter": {"rank": 4}})
     with pytest.raises(ValueError, match=f"{ID}: its low-rank adapter is missing"):
-        adapter_of(ID, None)
-    assert adapter_of(ID, "none") is None
-    assert adapter_of("no/model", None) is None  # which load_model will say
+        find_adapter(ID, None)
+    assert find_adapter(ID, "none") is None
+    assert find_adapter("no/model", None) is None  # which load_model will say
     with pytest.raises(ValueError, match="no/model: cannot be loaded .*neither a folder nor in the cache; HF_HUB_OFF"):
         load_model("no/model")
 

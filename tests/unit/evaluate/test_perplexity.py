@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, Llama
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import token_scores
 from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer, prune_by_magnitude
-from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, measure, positions_of
+from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, Scoring, max_positions, measure
 from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.ranks import Ranks
@@ -47,7 +47,7 @@ def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> 
 
 def test_documents_against_a_naive_loop(stories: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    found = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, "documents", batch_size=2)
+    found = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, Scoring("documents", batch_size=2))
     total, count = 0.0, 0
     for document in DOCUMENTS:
         nll, tokens = naive_nll(model, [1, *tokenizer(document, add_special_tokens=False)["input_ids"]])
@@ -59,7 +59,7 @@ def test_documents_against_a_naive_loop(stories: str) -> None:
 @pytest.mark.parametrize(("seq_length", "stride"), [(16, None), (16, 16), (16, 5), (16, 1)])
 def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int | None) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    found = measure(model.eval(), tokenizer, DOCUMENTS, "windows", seq_length, stride, batch_size=3)
+    found = measure(model.eval(), tokenizer, DOCUMENTS, Scoring("windows", seq_length, stride, batch_size=3))
     ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
     total, count, done = 0.0, 0, 0
     for start in range(0, len(ids) - seq_length + 1, stride or seq_length):
@@ -73,8 +73,8 @@ def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int
 def share_of_ranks(model: str) -> tuple[Perplexity, float]:
     ranks = Ranks()
     dense = load_model(model, "bfloat16")
-    given = (load_model(model), load_tokenizer(model), DOCUMENTS * 3, "documents")
-    found = measure(*given, batch_size=2, ranks=ranks, dense=dense)
+    given = (load_model(model), load_tokenizer(model), DOCUMENTS * 3, Scoring("documents", batch_size=2))
+    found = measure(*given, ranks=ranks, dense=dense)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
         ranks.all_or_raise(lambda: refuse() if ranks.rank == 1 else None)
     return found, found.nll
@@ -85,15 +85,15 @@ def refuse() -> None:
 
 
 def test_the_number_is_the_same_at_any_number_of_ranks(stories: str) -> None:
-    given = (load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, "documents")
-    alone = measure(*given, batch_size=2, dense=load_model(stories, "bfloat16"))
+    given = (load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, Scoring("documents", batch_size=2))
+    alone = measure(*given, dense=load_model(stories, "bfloat16"))
     for found, nll in run_distributed(share_of_ranks, 3, stories):
         assert found == alone and nll == alone.nll
 
 
 def refused_on_ranks(model: str) -> str:
     with pytest.raises(ValueError) as refused:
-        measure(load_model(model), load_tokenizer(model), DOCUMENTS, "documents", batch_size=1, ranks=Ranks())
+        measure(load_model(model), load_tokenizer(model), DOCUMENTS, Scoring("documents", batch_size=1), ranks=Ranks())
     return str(refused.value)
 
 
@@ -112,12 +112,12 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.Capt
 
 def test_tokens_that_the_text_does_not_have_need_no_embedding(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", tiny_llama(vocab_size=258))
-    plain = measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, "documents")
+    plain = measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, Scoring("documents"))
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     tokenizer.save_pretrained(model)
     assert len(load_tokenizer(str(model))) == 259
-    assert measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, "documents") == plain
+    assert measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, Scoring("documents")) == plain
 
 
 def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,11 +207,11 @@ def test_kl_to_the_dense_model_against_a_naive_loop(
 def test_the_first_tokens_of_a_text(stories: str) -> None:
     given = (load_model(stories), load_tokenizer(stories))
     for protocol, length in (("documents", None), ("windows", 8)):
-        lengths = [measure(*given, DOCUMENTS[:n], protocol, length).tokens for n in (1, 2)]  # type: ignore[arg-type]
+        lengths = [measure(*given, DOCUMENTS[:n], Scoring(protocol, length)).tokens for n in (1, 2)]  # type: ignore[arg-type]
         for most, documents in ((1, 1), (lengths[0], 1), (lengths[1], 2), (lengths[1] + 1, 2)):
-            found = measure(*given, DOCUMENTS, protocol, length, max_tokens=most)  # type: ignore[arg-type]
+            found = measure(*given, DOCUMENTS, Scoring(protocol, length, max_tokens=most))  # type: ignore[arg-type]
             if protocol == "documents":
-                alone = measure(*given, DOCUMENTS[:documents], "documents")
+                alone = measure(*given, DOCUMENTS[:documents], Scoring("documents"))
                 assert (found.tokens, found.nll) == (alone.tokens, alone.nll)
             else:  # windows of 8 score 7
                 assert found.tokens == max(7, most // 7 * 7)
@@ -220,7 +220,7 @@ def test_the_first_tokens_of_a_text(stories: str) -> None:
 def test_a_model_is_0_from_itself_at_any_number_of_rows_of_a_block(
     stories: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = (load_model(stories, "bfloat16"), load_tokenizer(stories), DOCUMENTS, "documents")
+    given = (load_model(stories, "bfloat16"), load_tokenizer(stories), DOCUMENTS, Scoring("documents"))
     found = measure(*given, dense=load_model(stories, "bfloat16"))
     assert found.kl == 0 and found.dense_perplexity == found.perplexity
     whole = measure(*given, dense=load_model(stories, "float32"))
@@ -342,4 +342,6 @@ def test_half_of_a_surrogate_pair_is_scored_as_training_reads_it(
 
 
 def test_a_config_may_name_no_positions() -> None:
-    assert positions_of(BloomConfig()) == LONGEST_DEFAULT and positions_of(LlamaConfig(max_position_embeddings=9)) == 9
+    assert (
+        max_positions(BloomConfig()) == LONGEST_DEFAULT and max_positions(LlamaConfig(max_position_embeddings=9)) == 9
+    )
