@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.branches.branch_start import move_into_branches, switch_on_branches
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.histograms import histograms
@@ -15,7 +16,6 @@ from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.curvature.running_curvature import RunningCurvature
 from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import method_of
-from sparseforge_ds.methods.branch_start import move_into_branches, switch_on_branches
 from sparseforge_ds.model.expert_modules import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
@@ -311,5 +311,5 @@ class SparseForge:
         """Start every B of SLoRB from what the mask removes, and switch the branches on, if it is their step."""
         if step != self.config.branch_step or self.config.moves_weights_into_branches:
             return False
-        switch_on_branches(self.sharded, self.method)
+        switch_on_branches(self.sharded, self.method.publish)
         return True

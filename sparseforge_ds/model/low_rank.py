@@ -3,8 +3,8 @@
     y = x (w^T + P^T B^T)
 
 The branch's layer is in `model.branch`. B is zero and switched off until the forge starts it: before the first step
-from a shift of the weights, or, as published, from the part that a mask removes (`methods.branch_start`), or, with a
-learned P, from a low-rank part of the weights (`methods.decompose`).
+from a shift of the weights, or, as published, from the part that a mask removes (`branches.branch_start`), or, with a
+learned P, from a low-rank part of the weights (`branches.decompose`).
 """
 
 from __future__ import annotations

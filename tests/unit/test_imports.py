@@ -29,10 +29,11 @@ MAY_IMPORT: dict[str, str] = {
     "mask_metrics": "mask zero model",
     "sharded_weights": "mask config zero model mask_metrics",
     "start": "mask config zero model sharded_weights",
+    "branches": "mask zero model sharded_weights",
     "curvature": "mask config zero model sharded_weights",
     "methods": "mask config zero model start sharded_weights curvature",
     "saved_state": "config checkpoint zero model sharded_weights curvature",
-    "forge": "mask config checkpoint zero model sharded_weights curvature methods saved_state",
+    "forge": "mask config checkpoint zero model sharded_weights branches curvature methods saved_state",
     "export": "transformers_internals mask config checkpoint model",
     "evaluate": "ranks mask config checkpoint model data",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
@@ -54,6 +55,7 @@ LIBRARIES_OF: dict[str, str] = {
     "mask": "torch",
     "checkpoint": "safetensors torch",
     "start": "torch transformers",
+    "branches": "torch",
     "curvature": "numpy torch transformers",
 }
 # All rooms that import a library that others can do without.

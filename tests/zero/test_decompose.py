@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.branches.decompose import ROUNDS, WARM_UP, decompose_into_branches
 from sparseforge_ds.mask.pattern import top_n
-from sparseforge_ds.methods.decompose import ROUNDS, WARM_UP, decompose_into_branches
 from sparseforge_ds.model.branch import branch_rank, branches
 from sparseforge_ds.model.families import BRANCH, prunable_weights
 from tests.distributed import run_distributed
@@ -64,7 +64,7 @@ def learned(engine: Any) -> dict[str, Tensor]:
 
 
 def expected_part(matrix: Tensor, rank: int, case: Case, name: str, forge: Any) -> Tensor:
-    """The low-rank part of a whole weight as it is stored, by the iteration that `methods/decompose` describes."""
+    """The low-rank part of a whole weight as it is stored, by the iteration that `branches/decompose` describes."""
     weight = next(w for w in forge.weights if w.name == name)
 
     def removed(product: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import sparseforge_ds as sf
+from sparseforge_ds.branches.branch_start import shift_into_branches
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.methods.branch_start import shift_into_branches
 from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of

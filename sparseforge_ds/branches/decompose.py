@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_moments, gather_master, write
 from sparseforge_ds.mask.kernels.groups import top_n
-from sparseforge_ds.methods.branch_masters import as_forward_dtype, forget_moments, gather_master, write
 from sparseforge_ds.model.branch import Branch, branches
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights

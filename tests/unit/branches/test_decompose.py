@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseforge_ds.methods.decompose import _balanced
+from sparseforge_ds.branches.decompose import _balanced
 
 
 @pytest.mark.parametrize("input_last", [True, False])

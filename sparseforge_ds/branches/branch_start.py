@@ -8,25 +8,28 @@ removes already.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_moments, gather_master, write
+from sparseforge_ds.branches.decompose import decompose_into_branches
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.methods.branch_masters import as_forward_dtype, forget_moments, gather_master, write
-from sparseforge_ds.methods.decompose import decompose_into_branches
-from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.shard import Shard
 
+Publish = Callable[[int, Tensor, Tensor | None, Tensor, int], None]
+"""`MaskMethod.publish`: partition, W, W before the step, master to write, step."""
+
 
 @torch.no_grad()
-def switch_on_branches(weights: ShardedWeights, method: MaskMethod) -> None:
+def switch_on_branches(weights: ShardedWeights, publish: Publish) -> None:
     """Set the master of every B to the mean of the weights that the mask removes over each segment of inputs.
 
     With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of segment j. Let
@@ -49,7 +52,7 @@ def switch_on_branches(weights: ShardedWeights, method: MaskMethod) -> None:
             published.clear()
             dense = weights.state.weights_being_trained(shard.flat)
             published[shard.flat] = torch.empty_like(dense)
-            method.publish(shard.flat, dense, None, published[shard.flat], weights.step)
+            publish(shard.flat, dense, None, published[shard.flat], weights.step)
         return weights.state.dense(shard) - shard.slice_of_flat(published[shard.flat])
 
     added = branches(weights.engine.module)
