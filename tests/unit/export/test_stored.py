@@ -22,6 +22,8 @@ from sparseforge_ds.mask.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
 from tests.sparse_folders import bits, write_dense, write_sparse
 
+pytest.importorskip("sparseforge_ds.extras.packed24", reason="transformers loads packed folders by it")
+
 CASES = [
     ("llama", "float32"),
     ("llama", "bfloat16"),
