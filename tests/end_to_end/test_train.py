@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sparseforge_ds.cli.main import main as command
 from tests.distributed import PATIENCE, free_port, run_distributed
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
@@ -88,7 +90,7 @@ def differences(one: Any, two: Any, where: str = "") -> list[str]:
     return [] if one == two or (one != one and two != two) else [where]
 
 
-def test_the_shipped_command(tmp_path):
+def test_the_shipped_command_writes_a_complete_run(tmp_path):
     """The launcher, the shipped JSON, the embedded model and text, on two ranks."""
     run = tmp_path / "run"
     outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "20", "--output_dir", str(run))
@@ -183,23 +185,38 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     assert any(tag.startswith("mask/model.layers.0") for tag in log.Tags()["histograms"])
 
 
-def test_a_teacher_that_every_rank_holds_whole(tmp_path):
-    train(*flags_of(tmp_path, deepspeed_json(batch=8, distillation={"hold": "replicated", "temperature": 2.0})))
+def test_a_teacher_whole_on_every_rank_gives_the_losses_of_a_divided_one(tmp_path):
+    last_steps = []
+    for hold in ("zero3", "replicated"):
+        content = deepspeed_json(batch=8, distillation={"hold": hold, "temperature": 2.0})
+        train(*flags_of(tmp_path, content, output_dir=tmp_path / hold))
+        last_steps.append(json.loads((tmp_path / hold / "result.json").read_text())["last_step"])
+    divided, replicated = last_steps
+    assert divided["loss/kl"] > 0
+    assert replicated == pytest.approx(divided, rel=1e-4)
 
 
 def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
-    content = deepspeed_json(batch=8)
-    content["sparseforge"] = {
-        "method": "naive_retrain",
-        "importance": "wanda",
-        "distillation": None,
-        "max_steps": 4,
-    }
-    train(*flags_of(tmp_path, content))
+    """The task loss alone trains the kept weights, and the mask of the start stays."""
+    block = {"method": "naive_retrain", "importance": "wanda", "distillation": None, "max_steps": 4}
+    train(*flags_of(tmp_path, {**deepspeed_json(batch=8), "sparseforge": block}, save_every=2))
+    result = json.loads((tmp_path / "run" / "result.json").read_text())["last_step"]
+    assert "loss/kl" not in result and result["loss/total"] == result["loss/cross_entropy"]
+
+    weights = []
+    for step in (2, 4):
+        out = tmp_path / f"step_{step}"
+        checkpoint = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+        assert command(["consolidate", str(checkpoint), str(out), "--skip_proof"]) == 0
+        weights.append(load_file(out / "model.safetensors")["model.layers.0.mlp.up_proj.weight"])
+    early, late = weights
+    assert (early == 0).float().mean() == 0.5
+    assert torch.equal(early == 0, late == 0), "the mask stays"
+    assert not torch.equal(early, late), "the kept weights are trained"
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_low_rank_branches_train_and_resume(tmp_path, learned):
+def test_runs_with_low_rank_branches_resume_bit_by_bit(tmp_path, learned):
     block = {"importance": "hutchinson", "low_rank": {"k": 12, "learned": learned}}
     flags = flags_of(tmp_path, deepspeed_json(batch=8, **block))
     train(*flags)

@@ -27,7 +27,7 @@ from sparseforge_ds.cli.main import main
         ),
     ],
 )
-def test_errors(
+def test_wrong_flags_are_refused(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -29,7 +29,9 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
-def test_text_of_both_exports(assets: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_exports_continue_a_text_alike(
+    assets: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A real model, so that the likeliest token is one by more than rounding."""
     folder = assets / "models" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -60,7 +62,7 @@ def test_the_kernel_is_built_before_the_clock_starts(
     assert events == [*(["kernel"] if format == "packed24" else []), "clock", "clock"]
 
 
-def test_a_static_cache_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_static_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers must be able to compile the whole model; --eager leaves it out."""
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     static = {"cache_implementation": "static"}
@@ -72,7 +74,7 @@ def test_a_static_cache_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPat
     assert main(["generate", str(dense), PROMPT, "--max_new_tokens", "2"]) != 0
 
 
-def test_samples_by_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_repeat_with_their_seed(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for seed in ("1", "1", "2"):
         assert (
@@ -106,7 +108,7 @@ def test_the_models_own_settings_of_generation_do_not_act(
     assert int(told.split(" tokens in ")[0]) <= 3, told
 
 
-def test_chat(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_uses_the_template(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(dense), PROMPT, "--chat"]) == 2
     assert "has no chat template; leave out --chat" in capsys.readouterr().err
     AutoModelForCausalLM.from_pretrained(dense).save_pretrained(tmp_path)
@@ -122,7 +124,9 @@ def test_chat(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said.startswith(f"error: {tmp_path}: the tokenizer's chat template refuses") and said.count("\n") == 1
 
 
-def test_what_cannot_speak(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_and_prompts_that_cannot_be_continued_are_refused(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     damaged, odd = (Path(shutil.copytree(dense, tmp_path / name)) for name in ("damaged", "odd"))
     (damaged / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes()[:-5])

@@ -24,7 +24,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_it(
+def test_every_command_refuses_a_name_that_is_no_model(
     tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -43,7 +43,7 @@ def test_every_command_says_it(
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--dense"), ("bench", "--against")])
-def test_a_second_model_is_looked_at_too(
+def test_a_second_model_is_checked_too(
     tmp_path: Path, command: str, flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -52,7 +52,7 @@ def test_a_second_model_is_looked_at_too(
     assert f"{tmp_path / 'none'}: no such folder; give that of a model" in capsys.readouterr().err
 
 
-def test_ids_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_ids_are_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="owner/name: no such folder, and no model in the cache of the hub; HF_HUB_"):
         require_model("owner/name")
     asked: list[str] = []

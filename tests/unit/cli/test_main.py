@@ -86,7 +86,7 @@ def test_top_level_help_names_every_subcommand(capsys: pytest.CaptureFixture[str
         assert re.search(rf"^    {name}\b", text, flags=re.MULTILINE)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
@@ -159,14 +159,14 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["verify"], ["conslidate", "a", "b"]])
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
     assert "usage: sparseforge" in capsys.readouterr().err
 
 
-def test_printable() -> None:
+def test_unprintable_characters_are_escaped() -> None:
     assert printable("Größe 3") == "Größe 3"
     assert printable("a\nb\x1b[0m\ud800") == r"a\x0ab\x1b[0m\xd800"
 

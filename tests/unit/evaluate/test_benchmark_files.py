@@ -20,7 +20,7 @@ def rows_of(task: str, folder: Path) -> list[dict[str, Any]]:
     return [{"choices": loaded.doc_to_choice(row), "answer": loaded.doc_to_target(row)} for row in loaded.eval_docs]
 
 
-def test_the_forms_that_benchmarks_are_published_in(tmp_path: Path) -> None:
+def test_every_published_form_of_a_benchmark_is_read(tmp_path: Path) -> None:
     """Raw and prepared HellaSwag and BoolQ of two collections, as .parquet, .jsonl and .arrow."""
     answered = {key: value for key, value in ROWS["boolq"].items() if key != "label"} | {"answer": True}
     for name, task, folder, row, suffix in (
@@ -43,7 +43,7 @@ def test_the_forms_that_benchmarks_are_published_in(tmp_path: Path) -> None:
         assert [(each["choices"], each["answer"]) for each in found] == [expected, expected], name
 
 
-def test_the_split_that_is_scored(tmp_path: Path) -> None:
+def test_the_split_of_the_harness_is_scored(tmp_path: Path) -> None:
     """Test before validation, never rows to train on; a task file of the user's own before both."""
     place = tmp_path / "ai2_arc" / "ARC-Easy"
     place.mkdir(parents=True)

@@ -27,7 +27,7 @@ def model(request: pytest.FixtureRequest, assets: Path) -> str:
 
 
 @pytest.mark.parametrize(("sequences", "seq_length"), [(1, 7), (4, 64), (64, 32), (3, None)])
-def test_they_are_those_of_the_whole_text(model: str, sequences: int, seq_length: int | None, assets: Path) -> None:
+def test_windows_are_those_of_the_whole_text(model: str, sequences: int, seq_length: int | None, assets: Path) -> None:
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     found = calibration_windows(model, CONFIG, text, sequences, seq_length)
     length = 512 if seq_length is None else seq_length
@@ -35,7 +35,7 @@ def test_they_are_those_of_the_whole_text(model: str, sequences: int, seq_length
     assert [batch.tolist() for batch in found] == [[passage.tokens] for passage in wanted[:sequences]]
 
 
-def test_no_more_is_read_than_that_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_text_is_read_than_the_windows_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": "a story \ud83d of a fox " * 20}) + "\n" for _ in range(1000)))
     read = []
@@ -46,13 +46,13 @@ def test_no_more_is_read_than_that_takes(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.cat(found).shape == (2, 128) and len(read) < 20
 
 
-def test_tokens_that_the_model_does_not_know(model: str, assets: Path) -> None:
+def test_tokens_that_the_model_does_not_know_are_refused(model: str, assets: Path) -> None:
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     with pytest.raises(ValueError, match=f"{model}: its tokenizer gives token .*, the model has 90 embeddings"):
         calibration_windows(model, LlamaConfig(vocab_size=90), text, 4, 64)
 
 
-def test_a_short_text_gives_fewer(tmp_path: Path) -> None:
+def test_a_short_text_gives_fewer_windows(tmp_path: Path) -> None:
     path, model = tmp_path / "text.txt", str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     path.write_text("one two three four five six seven eight nine ten")
     assert len(calibration_windows(model, CONFIG, str(path), 64, 2)) < 64
@@ -63,6 +63,6 @@ def test_a_short_text_gives_fewer(tmp_path: Path) -> None:
         calibration_windows(model, CONFIG, str(path), 64, 2)
 
 
-def test_flags_without_a_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_flags_of_a_text_need_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["permute", str(tmp_path), str(tmp_path / "out"), "--sequences", "8"]) == 2
     assert "--sequences 8: it belongs to --text" in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_an_adapter_on_the_hub_is_that_of_a_folder(
     assert f"--adapter {ID}: peft is missing, which loads it; pip install" in capsys.readouterr().err
 
 
-def test_an_adapter_that_is_missing_on_the_hub(snapshot: Path) -> None:
+def test_an_adapter_that_is_missing_on_the_hub_is_named(snapshot: Path) -> None:
     (snapshot / "adapter_config.json").unlink()
     assert find_adapter(ID, None) is None
     write_json(snapshot / "sparsity.json", {"adapter": {"rank": 4}})

@@ -64,7 +64,7 @@ def test_rows_whose_answer_is_secret_or_damaged_are_refused(
         assert load_tasks([name], folder, limit=1).by_name
 
 
-def test_data_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_benchmark_data_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, "piqa", ROWS["piqa"])
     (tmp_path / "piqa.jsonl").unlink()
     with pytest.raises(ValueError, match=r"--tasks piqa: its data cannot be read \(FileNotFoundError: .*piqa.jsonl"):

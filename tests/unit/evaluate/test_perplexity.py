@@ -45,7 +45,7 @@ def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> 
     return total, len(ids) - first_scored
 
 
-def test_documents_against_a_naive_loop(stories: str) -> None:
+def test_documents_agree_with_a_naive_loop(stories: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
     found = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, Scoring("documents", batch_size=2))
     total, count = 0.0, 0
@@ -57,7 +57,7 @@ def test_documents_against_a_naive_loop(stories: str) -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "stride"), [(16, None), (16, 16), (16, 5), (16, 1)])
-def test_windows_against_a_naive_loop(stories: str, seq_length: int, stride: int | None) -> None:
+def test_windows_agree_with_a_naive_loop(stories: str, seq_length: int, stride: int | None) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
     found = measure(model.eval(), tokenizer, DOCUMENTS, Scoring("windows", seq_length, stride, batch_size=3))
     ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
@@ -97,7 +97,7 @@ def refused_on_ranks(model: str) -> str:
     return str(refused.value)
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They ended in an IndexError of torch; on a GPU, in an assertion on the device."""
     small = write_model(tmp_path / "small", tiny_llama(vocab_size=60))
     (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
@@ -120,7 +120,7 @@ def test_tokens_that_the_text_does_not_have_need_no_embedding(tmp_path: Path) ->
     assert measure(load_model(str(model)), load_tokenizer(str(model)), DOCUMENTS, Scoring("documents")) == plain
 
 
-def test_wikitext2_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wikitext2_joins_all_rows(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = ["", " = A cat = \n", "", " The cat sat . \n", " It was happy . \n"] * 4
     dataset = Dataset.from_list([{"text": row} for row in rows])
     dataset.to_parquet(tmp_path / "rows.parquet")
@@ -153,7 +153,7 @@ def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
     assert len(processor.encode(document)) + 1 == 341_469
 
 
-def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
+def test_a_real_model_has_its_known_perplexity(stories: str, assets: Path, tmp_path: Path) -> None:
     """The first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     command = ["evaluate", stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
@@ -166,7 +166,7 @@ def test_real_numbers(stories: str, assets: Path, tmp_path: Path) -> None:
     assert 80 < pruned["perplexity"] < 150
 
 
-def test_kl_to_the_dense_model_against_a_naive_loop(
+def test_kl_to_the_dense_model_agrees_with_a_naive_loop(
     stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two texts, each by its protocol, in one call."""
@@ -204,7 +204,7 @@ def test_kl_to_the_dense_model_against_a_naive_loop(
     assert f"| {texts[0]} | {first['perplexity']:.4f} | {first['dense_perplexity']:.4f} | {first['kl']:.5f} |" in shown
 
 
-def test_the_first_tokens_of_a_text(stories: str) -> None:
+def test_max_tokens_takes_the_first_of_a_text(stories: str) -> None:
     given = (load_model(stories), load_tokenizer(stories))
     for protocol, length in (("documents", None), ("windows", 8)):
         lengths = [measure(*given, DOCUMENTS[:n], Scoring(protocol, length)).tokens for n in (1, 2)]  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_output_ends_with_json(stories: str, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 8), Block(16, 0.5)])
-def test_prune_by_magnitude(build: object, pattern: NM | Block) -> None:
+def test_pruning_by_magnitude_keeps_the_largest(build: object, pattern: NM | Block) -> None:
     assert callable(build)
     dense, model = build(), build()
     assert prune_by_magnitude(model, pattern) == (14 if build is tiny_llama else 8)
@@ -282,7 +282,7 @@ def test_prune_by_magnitude(build: object, pattern: NM | Block) -> None:
     assert changed == (14 if build is tiny_llama else 8)
 
 
-def test_errors(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "good.jsonl").write_text('{"text": "a cat"}\n')
     (tmp_path / "field.jsonl").write_text('{"content": "a cat"}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')

@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-def test_piqa_against_likelihoods_by_hand(
+def test_piqa_agrees_with_likelihoods_by_hand(
     assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -61,7 +61,7 @@ def test_piqa_against_likelihoods_by_hand(
     assert result["acc_stderr"] == pytest.approx((share * (1 - share) / 2) ** 0.5)
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lm_eval")
     small = write_model(tmp_path / "small", tiny_llama(vocab_size=60))
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -77,7 +77,7 @@ RACE = {
 }
 
 
-def test_the_suite_on_real_data_offline(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All nine: the benchmarks themselves, HellaSwag prepared already, and RACE by hand and by a task file."""
     pytest.importorskip("lm_eval")
     folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"

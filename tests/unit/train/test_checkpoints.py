@@ -62,7 +62,7 @@ def test_a_user_goes_back_by_moving_the_newer_ones_away(checkpoints):
     assert checkpoints.newest().step == 100
 
 
-def test_steps_are_numbers(checkpoints):
+def test_the_newest_step_is_the_largest_number(checkpoints):
     for name in ("step_1000000", "step_x00300", "step_000300.tmp", "global_step400"):
         write_checkpoint(checkpoints.folder, 1000000, name=name)
     (checkpoints.folder / "step_2000000").touch()
@@ -186,14 +186,14 @@ def prune(checkpoints, tag, keep):
     return tags(checkpoints)
 
 
-def test_the_newest_stay(checkpoints):
+def test_the_newest_checkpoints_stay(checkpoints):
     write_checkpoint(checkpoints.folder, 300)
     assert prune(checkpoints, "step_000300", 0) == ["step_000100", "step_000200", "step_000300"]
     assert prune(checkpoints, "step_000300", 2) == ["step_000200", "step_000300"]
     assert prune(checkpoints, "step_000300", 1) == ["step_000300"]
 
 
-def test_none_is_removed_before_the_newest_is_known_to_be_good(checkpoints):
+def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_good(checkpoints):
     checkpoints.keep = 1
     checkpoints.remove_old()
     assert tags(checkpoints) == ["step_000100", "step_000200"], "nothing was saved"

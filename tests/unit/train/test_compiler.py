@@ -12,7 +12,7 @@ from sparseforge_ds.train.compiler import require_compiler
 CPU = torch.device("cpu")
 
 
-def test_what_does_not_compile_is_one_line() -> None:
+def test_a_compiler_that_fails_is_told_in_one_line() -> None:
     require_compiler(CPU)  # nothing is compiled there
     torch._dynamo.reset()
     without = {"force_disable_caches": True, "cpp.cxx": ("/nowhere/g++",)}

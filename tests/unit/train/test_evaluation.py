@@ -26,14 +26,14 @@ def steps(found: Evaluation) -> list[int]:
     return [step for step in range(11) if found.due(step)]
 
 
-def test_when_it_is_due() -> None:
+def test_scores_are_due_at_intervals_and_at_both_ends() -> None:
     assert steps(evaluation()) == [0, 4, 8, 10]
     assert steps(evaluation(eval_every=0)) == [0, 10]
     assert steps(evaluation(eval_every=0, keep_best=True)) == [0, 3, 6, 9, 10]
     assert steps(evaluation(held_out=None)) == []
 
 
-def test_what_was_scored_is_not_scored_again_and_what_a_stop_left_out_is() -> None:
+def test_a_step_is_scored_once_and_a_step_that_a_stop_left_out_is_scored_later() -> None:
     found = evaluation()
     found.load_state_dict({"key": TEXT.key, "losses": {"0": 2.5, "4": 2.0}})
     assert steps(found) == [8, 10]

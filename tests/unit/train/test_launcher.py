@@ -66,7 +66,7 @@ def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> N
     assert 1024 <= int(port) < 65536
 
 
-def test_a_place_is_kept(nowhere: pytest.MonkeyPatch) -> None:
+def test_an_environment_of_a_launcher_is_kept(nowhere: pytest.MonkeyPatch) -> None:
     given = dict(zip(PLACE, ("3", "1", "4", "node0", "29500"), strict=True))
     for name, value in given.items():
         nowhere.setenv(name, value)
@@ -74,7 +74,7 @@ def test_a_place_is_kept(nowhere: pytest.MonkeyPatch) -> None:
     assert {name: os.environ[name] for name in PLACE} == given
 
 
-def test_half_a_place_is_refused(nowhere: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_is_refused(nowhere: pytest.MonkeyPatch) -> None:
     nowhere.setenv("RANK", "1")
     nowhere.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK=1, WORLD_SIZE=2 but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT: set all"):
@@ -90,7 +90,7 @@ def test_processes_of_mpirun_do_not_each_train_alone(nowhere: pytest.MonkeyPatch
         set_default_environment()
 
 
-def test_what_mpirun_and_srun_announce_counts(nowhere: pytest.MonkeyPatch) -> None:
+def test_the_world_size_of_mpirun_and_srun_counts(nowhere: pytest.MonkeyPatch) -> None:
     assert world_size_from_launcher() == 1
     nowhere.setenv("OMPI_COMM_WORLD_SIZE", "4")
     assert world_size_from_launcher() == 4

@@ -84,7 +84,7 @@ def test_rank_0_says_everything_and_the_others_what_is_wrong(console, capsys):
     assert said.err == "error: no such file\nerror: on rank 3: no such file\n"
 
 
-def test_a_rank_that_learns_its_number_late(console, capsys, monkeypatch):
+def test_a_rank_that_learns_its_number_late_is_silent_from_then_on(console, capsys, monkeypatch):
     console(0)
     monkeypatch.setenv("RANK", "2")  # as DeepSpeed sets it for mpirun's processes
     logging.getLogger("sparseforge_ds").info("a line")
@@ -132,5 +132,5 @@ def test_other_ranks_are_silent(console, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_memory_is_measured():
+def test_the_memory_in_use_is_measured():
     assert 2**25 < memory_in_use() < 2**40

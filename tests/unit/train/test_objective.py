@@ -68,7 +68,7 @@ def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, who
     assert student.lm_head.weight.grad is not None
 
 
-def test_a_student_that_caps_its_logits() -> None:
+def test_a_student_that_caps_its_logits_trains_on_whole_logits() -> None:
     student = _gemma(2.0)
     objective = Objective(Engine(student), None, CONFIG)
     assert "Gemma2ForCausalLM scales or caps" in str(objective.why_whole_logits(_micro_batches()[0][:1, :1]))
@@ -146,7 +146,7 @@ def test_a_weight_that_changes_is_refused_where_nobody_knows_the_progress() -> N
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_hidden_states_in_the_head_and_with_whole_logits(cap: float | None) -> None:
+def test_hidden_losses_agree_in_the_head_and_with_whole_logits(cap: float | None) -> None:
     """The same distance on both ways, and a gradient of it: models that cap their logits are no other case."""
     hidden = HiddenConfig(weight=2.0)
     distillation = DistillationConfig(weight=1e-30, task_weight=0.0, hold="replicated", hidden=hidden)

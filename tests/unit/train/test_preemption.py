@@ -28,7 +28,7 @@ SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (s
 
 
 @SIGNALS
-def test_in_training_it_is_noted_however_often_a_launcher_sends_it(number, code):
+def test_in_training_a_signal_is_noted_however_often_a_launcher_sends_it(number, code):
     before = signal.getsignal(number)
     with Preemption() as preemption:
         preemption.begin_training()
@@ -52,7 +52,7 @@ def test_once_stopped_the_signal_changes_nothing(number, code):
             signal.signal(each, handler)
 
 
-def test_a_job_in_the_background_is_none_of_ctrl_c_s_business():
+def test_ctrl_c_leaves_a_job_in_the_background_alone():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Preemption():
@@ -74,7 +74,7 @@ STUCK = "import ctypes; libc = ctypes.CDLL(None); [libc.sleep(600) for _ in rang
 
 @SIGNALS
 @pytest.mark.parametrize("wait", ["time.sleep(600)", STUCK])
-def test_before_training_it_ends_the_process_at_once(number, code, wait):
+def test_before_training_a_signal_ends_the_process_at_once(number, code, wait):
     process = subprocess.Popen(
         [sys.executable, "-c", BEFORE_TRAINING.format(wait=wait)], stdout=subprocess.PIPE, text=True
     )
@@ -100,7 +100,7 @@ with Preemption() as preemption:
 """
 
 
-def test_it_ends_where_nobody_reads_what_it_says():
+def test_a_process_ends_although_nobody_reads_its_output():
     """As behind a `| tee` that the same Ctrl-C has ended."""
     process = subprocess.Popen([sys.executable, "-c", IN_TRAINING], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
@@ -150,7 +150,7 @@ IN_LAUNCH, IN_TORCHRUN = {"CROSS_RANK": "0", "CROSS_SIZE": "1"}, {"TORCHELASTIC_
         ({}, INIT, Ancestor(0, ()), False),
     ],
 )
-def test_who_was_an_orphan_before_its_first_line(monkeypatch, environment, parent, grandparent, lost):
+def test_a_process_knows_if_its_launcher_was_gone_at_its_start(monkeypatch, environment, parent, grandparent, lost):
     for name in ("CROSS_RANK", "CROSS_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -86,7 +86,7 @@ def newest(folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize("before", [nothing_before, two_before])
-def test_dying_before_any_action_of_a_publication(tmp_path, before):
+def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(tmp_path, before):
     start = tmp_path / "start"
     start.mkdir()
     before(start)

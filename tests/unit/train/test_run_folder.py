@@ -126,7 +126,7 @@ def test_another_model_is_named_before_its_weights(spec, tmp_path):
         check_folder(spec(resume=True, model=str(wide)))
 
 
-def test_all_that_differs_is_named(spec, tmp_path):
+def test_all_differences_are_named(spec, tmp_path):
     check_folder(spec())
     write_folder(spec())
     path = tmp_path / "run" / "sparseforge.json"
@@ -228,7 +228,7 @@ def test_a_model_with_another_order_of_channels_is_not_resumed(spec):
     assert (first.folder / "model" / PERMUTATION).is_file()
 
 
-def test_what_changed_is_said(spec):
+def test_changed_flags_are_logged(spec):
     check_folder(spec())
     write_folder(spec())
     assert changed_flags(spec(resume=True)) == []
@@ -265,7 +265,7 @@ def test_ranks_and_stage_may_change(spec):
     check_folder(spec(stage=2, world_size=4, resume=True))
 
 
-def test_the_batch_of_a_step_may_not(spec, tmp_path):
+def test_the_batch_of_a_step_may_not_change(spec, tmp_path):
     check_folder(spec())
     write_folder(spec())
     path = tmp_path / "run" / "ds_config.json"

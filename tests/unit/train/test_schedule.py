@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparseforge_ds.train.schedule import LearningRate
 
 
-def test_rises_then_falls_to_the_floor():
+def test_the_rate_rises_and_then_falls_to_the_floor():
     rate = LearningRate(peak=1e-3, warmup=0.1, floor=0.1, max_steps=100)
     assert rate(0) == pytest.approx(1e-3 / 11)
     assert rate(10) == pytest.approx(1e-3)
@@ -23,7 +23,7 @@ def test_rises_then_falls_to_the_floor():
     floor=st.floats(0.01, 1),
     max_steps=st.integers(1, 500),
 )
-def test_is_positive_bounded_and_has_one_peak(warmup, floor, max_steps):
+def test_the_rate_is_positive_and_bounded_and_has_one_peak(warmup, floor, max_steps):
     rate = LearningRate(2e-4, warmup, floor, max_steps)
     values = [rate(step) for step in range(max_steps)]
     assert all(0 < value <= 2e-4 * (1 + 1e-12) for value in values)

@@ -169,7 +169,7 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ({"method": {}}, {"max_steps": 1}, "max_steps = 1 .*use at least 2 steps"),
     ],
 )
-def test_what_does_not_fit_is_named(arguments, block, flags, message):
+def test_settings_that_do_not_fit_are_named(arguments, block, flags, message):
     with pytest.raises(ValueError, match=message):
         make_spec(arguments(deepspeed_json(**block), **flags), world_size=2)
 

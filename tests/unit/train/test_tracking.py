@@ -119,7 +119,7 @@ def test_tensorboard_has_settings_and_pictures(tmp_path):
     ]
 
 
-def test_a_picture_shows_what_it_is_given():
+def test_a_picture_shows_the_values_of_the_masks():
     """The row of the bin that holds everything is dark elsewhere: white there, where nothing lies."""
     empty, full = (masks_over_time({5: counts, 10: counts}, {5: 0.2}) for counts in ([0, 0, 0, 9], [9, 0, 0, 0]))
     assert empty.dtype == np.uint8 and empty.shape == (600, 900, 3)
@@ -128,5 +128,5 @@ def test_a_picture_shows_what_it_is_given():
     assert full[200:250, middle].min() < 255 and full[30:60, middle].min() == 255
 
 
-def test_nested_settings_by_their_path():
+def test_nested_settings_are_named_by_their_path():
     assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
