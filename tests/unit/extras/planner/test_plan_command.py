@@ -15,11 +15,11 @@ from transformers import BloomConfig, FalconConfig, PhimoeConfig, Qwen3MoeConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.planner.machine import GPUS
+from tests.conftest import ROOT
 from tests.tiny_folders import deepspeed_json, write_json
 from tests.tiny_models import tiny_dense, tiny_mixture
 from tests.unit.extras.planner.published_configs import qwen3_14b
 
-ROOT = Path(__file__).resolve().parents[3]
 EXPERTS = {
     "vocab_size": 64,
     "hidden_size": 32,
