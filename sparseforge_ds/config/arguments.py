@@ -178,8 +178,8 @@ class RunArguments:
     )
     log_every: int = _flag(10, "steps between lines of the log", "N")
     report_to: list[str] = _list_flag(
-        "where metrics go: tensorboard, wandb, trackio, mlflow, comet_ml, aim, clearml, dvclive or swanlab, several of "
-        "them, or none (default: tensorboard). Loggers in the JSON's own sections tensorboard, wandb, comet and "
+        "where metrics go: tensorboard, wandb, mlflow or another tracker of accelerate, several of them, or none "
+        "(default: tensorboard). Loggers in the JSON's own sections tensorboard, wandb, comet and "
         "csv_monitor get them too",
         "NAME",
     )

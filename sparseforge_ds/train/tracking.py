@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,6 @@ from torch.utils.tensorboard.summary import hparams
 from sparseforge_ds.model.loading_error import reason
 
 NONE = "none"
-_PACKAGES = {"comet_ml": "comet-ml"}
-"""Package of a tracker, where its name is another."""
-_ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
-"""Base class of a tracker's own errors, where these are none of Python's."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -43,9 +38,7 @@ def check_trackers(names: Sequence[str]) -> None:
         # Others may have added trackers of their own to the table, of which accelerate knows no package.
         is_of_accelerate = LOGGER_TYPE_TO_CLASS[name].__module__ == GeneralTracker.__module__
         if is_of_accelerate and name not in map(str, get_available_trackers()):
-            raise ValueError(
-                f"--report_to {name}: it is not installed; pip install {_PACKAGES.get(name, name)}, or leave it out"
-            )
+            raise ValueError(f"--report_to {name}: it is not installed; install it, or leave it out")
 
 
 class Trackers:
@@ -71,7 +64,7 @@ class Trackers:
                 tracker = _make(name, folder, project, start)
                 tracker.main_process_only = False  # this is rank 0; accelerate would ask its own state
                 tracker.start()
-            except _failures(name) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 raise ValueError(
                     f"--report_to {name}: it cannot be started ({reason(error)}); log in, or give the key or "
                     "the address that its environment variables take, or leave it out"
@@ -131,28 +124,12 @@ class Trackers:
             tracker.finish()
 
 
-def _failures(name: str) -> tuple[type[Exception], ...]:
-    """Return the errors that a tracker raises where it cannot be started: Python's own, or its package's."""
-    module, _, error = _ERRORS.get(name, "builtins:OSError").partition(":")
-    return (OSError, ValueError, RuntimeError, getattr(importlib.import_module(module), error))
-
-
 def _make(name: str, folder: Path, project: str, start: int) -> Any:
-    """Make a tracker, with the run's name and folder under the names that it has for them."""
+    """Make a tracker, which takes the run's name and the rest from its own environment variables."""
     kind = LOGGER_TYPE_TO_CLASS[name]
-    run = folder.resolve().name
     if kind is TensorBoardTracker:
         return kind("tensorboard", folder, purge_step=start + 1)
-    options: dict[str, dict[str, Any]] = {
-        "wandb": {"name": run, "dir": str(folder)},
-        "trackio": {"name": run},
-        "mlflow": {"run_name": run},
-        "swanlab": {"experiment_name": run, "logdir": str(folder / "swanlab")},
-        "clearml": {"task_name": run},
-        "dvclive": {"dir": str(folder / "dvclive")},
-    }
-    directory = [folder] if kind.requires_logging_directory else []
-    return kind(project, *directory, **options.get(name, {}))
+    return kind(project, *([folder] if kind.requires_logging_directory else []))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

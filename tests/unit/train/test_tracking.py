@@ -68,7 +68,7 @@ def test_unknown_and_missing_trackers_are_named():
     with pytest.raises(ValueError, match="none stands alone"):
         check_trackers(["none", "tensorboard"])
     missing = next(name for name in ("aim", "clearml", "dvclive", "mlflow") if name not in get_available_trackers())
-    with pytest.raises(ValueError, match=f"--report_to {missing}: it is not installed; pip install {missing}"):
+    with pytest.raises(ValueError, match=f"--report_to {missing}: it is not installed; install it, or leave it out"):
         check_trackers([missing])
     check_trackers(["none"])
     assert Trackers(["none"], Path("nowhere"), "project", 0)._trackers == []
@@ -83,15 +83,6 @@ def test_a_tracker_that_cannot_be_started_is_named(tmp_path, monkeypatch, notebo
         ValueError, match=r"--report_to notebook: it cannot be started \(no server at that address\); log"
     ):
         Trackers(["notebook"], tmp_path / "run", "project", 0)
-
-
-def test_wandb_without_a_key_is_one_error(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # where a login is kept
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ValueError, match=r"--report_to wandb: it cannot be started \(.*\); log in"):
-        Trackers(["wandb"], tmp_path / "run", "project", 0)
 
 
 def test_tensorboard_has_settings_and_pictures(tmp_path):
