@@ -8,7 +8,6 @@ help appears at once.
 from __future__ import annotations
 
 import argparse
-import atexit
 import io
 import os
 import signal
@@ -126,22 +125,9 @@ def _flags_of(top: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` as the whole process, and end it after the exit handlers.
-
-    Python would take a second or two to destroy the objects of torch, transformers and DeepSpeed one by one.
-    """
-    code: int | None = None
-
-    @atexit.register  # the first, and so the last that is called
-    def leave() -> None:
-        if code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
+    """Run `main` as all that a process does."""
     set_up_bars()
-    code = main(arguments)
-    sys.exit(code)
+    sys.exit(main(arguments))
 
 
 def _fail(message: str) -> int:

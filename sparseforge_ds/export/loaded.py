@@ -6,7 +6,6 @@ the working folder.
 """
 
 import json
-import os
 import sys
 
 import torch
@@ -37,4 +36,3 @@ with open("loaded.json", "w") as file:
     names_of = {key: sorted(map(str, names)) for key, names in report.items()}
     imported = [name for name in ("sparseforge_ds", "deepspeed") if name in sys.modules]
     json.dump({"report": names_of, "imported": imported, "class": type(model).__name__}, file)
-os._exit(0)  # without the seconds of an orderly end

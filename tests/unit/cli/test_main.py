@@ -169,18 +169,3 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
 def test_unprintable_characters_are_escaped() -> None:
     assert printable("Größe 3") == "Größe 3"
     assert printable("a\nb\x1b[0m\ud800") == r"a\x0ab\x1b[0m\xd800"
-
-
-def test_a_process_says_everything_and_calls_handlers_before_it_is_gone() -> None:
-    code = """
-import atexit
-from sparseforge_ds.cli import main
-def run(arguments):
-    atexit.register(print, "handler")
-    print("said")  # into a buffer
-    return 7
-main.main = run
-main.command([])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "said\nhandler\n", "")
