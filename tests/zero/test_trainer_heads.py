@@ -125,7 +125,7 @@ def losses_of(folder: str) -> dict[str, Any]:
         trainer = trainer_of(Path(folder, "out"), model, rows, teacher, source)
         probes: list[float] = []
         if source == "probe":
-            stepping = trainer._step_text
+            stepping = trainer._step_batches
 
             def step_text(stepping: Any = stepping, probes: list[float] = probes) -> Any:
                 text = stepping()
@@ -135,7 +135,7 @@ def losses_of(folder: str) -> dict[str, Any]:
                 probes.append(mean.item() / torch.distributed.get_world_size())
                 return text
 
-            trainer._step_text = step_text
+            trainer._step_batches = step_text
         trainer.train()
         first = next(entry for entry in trainer.state.log_history if "loss" in entry)
         found[name] = (
