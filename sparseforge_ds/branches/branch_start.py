@@ -127,16 +127,16 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
             dense = unit_halo.with_halo(chunk, weights.dense(chunk), halo)
             unit_RU = unit_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
             first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
-            number_R1 = torch.arange(first // unit, first // unit + len(unit_RU), device=layout.device)[:, None]
+            number_R = torch.arange(first // unit, first // unit + len(unit_RU), device=layout.device)
             # In the order of `to_groups`: along the inputs of an output, or all outputs of a unit after another.
             if weight.input_axis == -1:
-                segment_RS = number_R1 * per_unit + in_unit_S
-                begins_RS = number_R1 * unit + in_unit_S * k
+                segment_RS = number_R[:, None] * per_unit + in_unit_S
+                begins_RS = number_R[:, None] * unit + in_unit_S * k
             else:
-                row_R1 = number_R1 // outputs
-                output_R1 = number_R1 % outputs
-                segment_RS = output_R1 * segments + row_R1 * per_unit + in_unit_S
-                begins_RS = (row_R1 * unit + in_unit_S * k) * outputs + output_R1
+                row_R = number_R // outputs
+                output_R = number_R % outputs
+                segment_RS = (output_R * segments + row_R * per_unit)[:, None] + in_unit_S
+                begins_RS = (row_R[:, None] * unit + in_unit_S * k) * outputs + output_R[:, None]
             begins_here = (begins_RS >= chunk.start) & (begins_RS < chunk.stop)
             b[segment_RS] = torch.where(begins_here, _best_shifts(unit_RU, k, weights.pattern), b[segment_RS])
             segments_of_chunks.append(segment_RS)

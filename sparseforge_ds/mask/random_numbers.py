@@ -57,8 +57,8 @@ def rademacher_rows(key: int, first: int, rows: int, columns: int, like: Tensor)
     index = torch.arange(first * words, (first + rows) * words, device=like.device, dtype=torch.int64)
     byte_RB = counter_hash(key, index).view(torch.uint8).view(rows, words * 8)
     shift_8 = torch.arange(8, device=like.device)
-    sign_V8 = ((torch.arange(256, device=like.device)[:, None] >> shift_8 & 1) * 2 - 1).to(like.dtype)
-    return F.embedding(byte_RB.int(), sign_V8).view(rows, words * 64)[:, :columns]
+    sign_of_bit = ((torch.arange(256, device=like.device)[:, None] >> shift_8 & 1) * 2 - 1).to(like.dtype)
+    return F.embedding(byte_RB.int(), sign_of_bit).view(rows, words * 64)[:, :columns]
 
 
 def uniform(key: int, start: int, stop: int, device: torch.device) -> Tensor:
