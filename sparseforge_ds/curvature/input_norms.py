@@ -1,4 +1,4 @@
-"""The statistics of Wanda, in the place of a curvature."""
+"""Statistics of Wanda, in the place of a curvature."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class InputNorms(Estimator):
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """A forward pass for every pass of a batch, and one reduction of a vector per layer."""
-        context, layout = self.context, self.context.layout
+        """Measure in a forward pass for every pass of a batch; one reduction serves all layers."""
+        context = self.context
+        layout = context.layout
         # (experts, in + 1): of each expert, or of all tokens, the sum of squares and the number of tokens.
         sums: dict[str, Tensor] = {}
         for name, shard in context.shards.items():  # not every layer is called on every rank
@@ -62,6 +63,7 @@ class InputNorms(Estimator):
             for probe in range(probes):
                 for closure in batches.passes(probe):
                     context.probe.loss(closure)
+        # Sum over the ranks, and tell every one of them of a layer that none has called.
         vector = torch.cat([sums[name].view(-1) for name in context.shards])
         layout.all_reduce(vector)
         reduced = {
@@ -75,11 +77,13 @@ class InputNorms(Estimator):
         if unseen := [name for name, count in zip(called, counts, strict=True) if not count]:
             raise ValueError(f"{unseen[0]}: its layer was not called by the probe, so it has no activation norm")
         context.expert_load.take({name: reduced[name][:, -1] for name in context.expert_load.rows})
+        # The mean square of its input is the H of every element of a column.
         for name, shard in context.shards.items():
             column_EI = reduced[name][:, :-1] / reduced[name][:, -1:].clamp(min=1)
             for chunk in context.chunks[name]:
                 index = torch.arange(chunk.start, chunk.stop, device=vector.device)
-                row, column = index // shard.shape[-1] % shard.shape[-2], index % shard.shape[-1]
+                row = index // shard.shape[-1] % shard.shape[-2]
+                column = index % shard.shape[-1]
                 inputs = row if name in context.input_first else column
                 expert = index // (shard.shape[-2] * shard.shape[-1]) if len(column_EI) > 1 else 0
                 total[name][chunk.start - shard.start : chunk.stop - shard.start] = column_EI[expert, inputs]

@@ -34,20 +34,21 @@ class SquaredGradients(Estimator):
     def refresh(
         self, batches: ProbeBatches, step: int, probes: int, total: Diagonal, write_masters: Callable[[], None]
     ) -> bool:
-        """A forward and backward pass for every pass of a batch."""
-        context, layout = self.context, self.context.layout
-        passes, divisor = batches.passes(0), divisor_of(batches, 0)
+        """Average the probes, each of a forward and backward pass for every pass of a batch."""
+        context = self.context
+        layout = context.layout
+        passes = batches.passes(0)
+        divisor = divisor_of(batches, 0)
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = context.shards[name]
-            full = token_fisher(grad_TO, input_TI, context.probe.backward_scale)
-            if name in context.input_first:
-                full = full.t()
-            _, mine = reduce_to_shard(layout, shard, context.ranges[name], full.reshape(-1))
+            sum_OI = token_fisher(grad_TO, input_TI, context.probe.backward_scale)
+            flat = (sum_OI.t() if name in context.input_first else sum_OI).reshape(-1)
+            _, part = reduce_to_shard(layout, shard, context.ranges[name], flat)
             # The loss is the sum over tokens divided by D, by default this pass's T: (D g)^2 summed over tokens, / D
             # for the mean, / passes of all ranks.
             weight = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
-            total[name].add_(mine.to(total[name].device), alpha=weight)
+            total[name].add_(part.to(total[name].device), alpha=weight)
 
         def on_experts(
             layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int
@@ -57,23 +58,24 @@ class SquaredGradients(Estimator):
             if name not in context.shards:
                 return
             assert grad_SO is not None
-            shard, size = context.shards[name], grad_SO.shape[1] * input_SI.shape[1]
+            shard = context.shards[name]
+            size = grad_SO.shape[1] * input_SI.shape[1]
             # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
-            for first, full in expert_fisher(
-                grad_SO, input_SI, stop_E, context.probe.backward_scale / (divisor or tokens)
-            ):
-                if name in context.input_first:
-                    full = full.transpose(1, 2)
-                inside, mine = reduce_to_shard(layout, shard, context.ranges[name], full.reshape(-1), first * size)
-                total[name][inside].add_(mine.to(total[name].device))
-                del full, mine
+            scale = context.probe.backward_scale / (divisor or tokens)
+            for first, sum_EOI in expert_fisher(grad_SO, input_SI, stop_E, scale):
+                flat = (sum_EOI.transpose(1, 2) if name in context.input_first else sum_EOI).reshape(-1)
+                inside, part = reduce_to_shard(layout, shard, context.ranges[name], flat, first * size)
+                total[name][inside].add_(part.to(total[name].device))
+                del sum_EOI, flat, part  # before the next experts' are formed
 
         def add_square(shard: Shard, gradient: Tensor) -> None:
             total[shard.name].addcmul_(gradient, gradient, value=1 / probes)
 
+        # Listen to the layers in every pass; other weights take the gradient of the whole batch.
         context.expert_load.begin()
         for probe in range(probes):
-            passes, divisor = batches.passes(probe), divisor_of(batches, probe)
+            passes = batches.passes(probe)
+            divisor = divisor_of(batches, probe)
             with (
                 token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
                 expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),
