@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.extension_locks import clear_extension_locks
     from sparseforge_ds.forge import ForgeError, SparseForge
+    from sparseforge_ds.integrations.mask_keeper import MaskKeeper, keep_mask
     from sparseforge_ds.model.any_family import any_family
     from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
     from sparseforge_ds.model.family_table import Published, Row, register_family
@@ -24,6 +25,7 @@ _WHERE = {
     "Checkpoint": "checkpoint.reader",
     "DistillationLoss": "model.distill",
     "ForgeError": "forge",
+    "MaskKeeper": "integrations.mask_keeper",
     "Published": "model.family_table",
     "Row": "model.family_table",
     "SparseForge": "forge",
@@ -31,6 +33,7 @@ _WHERE = {
     "Teacher": "model.teacher",
     "any_family": "model.any_family",
     "distillation_loss": "model.distill",
+    "keep_mask": "integrations.mask_keeper",
     "loss_in_head": "model.head",
     "param_groups": "model.groups",
     "prepare": "model.low_rank",
@@ -43,6 +46,7 @@ __all__ = [
     "Checkpoint",
     "DistillationLoss",
     "ForgeError",
+    "MaskKeeper",
     "Published",
     "Row",
     "SparseForge",
@@ -50,6 +54,7 @@ __all__ = [
     "Teacher",
     "any_family",
     "distillation_loss",
+    "keep_mask",
     "loss_in_head",
     "param_groups",
     "prepare",

@@ -86,3 +86,19 @@ def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32",
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor, to compare -0.0 with 0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def sparse_model(
+    model: PreTrainedModel, zeros: dict[str, Tensor] | None = None, pattern: str = "2:4"
+) -> PreTrainedModel:
+    """Set all but the largest of every group to zero in place; note in `zeros` what is pruned."""
+    config = SparseForgeConfig(pattern=pattern)
+    for weight in prunable_weights(model, config):
+        value = model.get_parameter(weight.name).data
+        group_GM = config.parsed_pattern.to_groups(value.reshape(-1), weight.shape, weight.input_axis)
+        kept_GM = top_n(group_GM.abs().float(), config.parsed_pattern.kept)
+        kept = config.parsed_pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
+        value.mul_(kept)
+        if zeros is not None:
+            zeros[weight.name] = ~kept
+    return model

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, str] = {
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
     "sharded_weights start forge",
-    "integrations": "extension_locks config checkpoint zero model data forge train",
+    "integrations": "extension_locks mask config checkpoint zero model data forge train",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.planner": "transformers_internals mask config zero model data train",
