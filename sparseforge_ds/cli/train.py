@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.config.flag_names import name_of
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.arguments import RunArguments
@@ -38,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    with large_imports():
+    # A printed configuration is YAML alone, and DeepSpeed prints to stdout, while it is imported, that there is no GPU.
+    is_printed = any(name_of(word).startswith("print_config") for word in args.flags)
+    with contextlib.redirect_stdout(sys.stderr) if is_printed else contextlib.nullcontext(), large_imports():
         from sparseforge_ds.train.trainer import main
 
     return main(args.flags, _dry_run)

@@ -33,7 +33,7 @@ LossOn = Literal["all", "completion"]
 
 _COUNTS = ("max_steps", "save_every", "keep_checkpoints", "eval_sequences", "eval_every")
 """Flags that must not be negative."""
-NOT_OF_A_RUN = ("local_rank", "dry_run", "gpus", "gpu_memory")
+NOT_OF_A_RUN = ("local_rank", "config", "print_config", "dry_run", "gpus", "gpu_memory")
 """Flags that change nothing in what a run computes."""
 
 
@@ -220,6 +220,15 @@ class RunArguments:
         "NAME",
     )
     activation_checkpointing: bool = _flag(False, "recompute activations in the backward pass to save memory")
+    config: str | None = _flag(
+        None,
+        "YAML file with all of a run: flags by their names, the keys of the sparseforge block below sparseforge, and "
+        "below deepspeed the DeepSpeed configuration or its path. Flags of the command line win over it",
+        "YAML",
+    )
+    print_config: bool = _flag(
+        False, "print the whole run as YAML, which --config reads back to the same run, and end; it needs no model"
+    )
     dry_run: bool = _flag(
         False,
         "check everything that can be checked without weights, text and GPUs, print the whole run with its schedule "

@@ -12,6 +12,7 @@ from transformers import HfArgumentParser
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.flag_names import name_of, unknown_word, with_our_names
+from sparseforge_ds.config.run_file import UnknownKeyError, read_run_file
 
 _EXAMPLES = """\
 exit code: 0 the run is complete; 1 an error, said in one line; 2 a flag that does not exist; 143 SIGTERM
@@ -25,6 +26,8 @@ examples:
   deepspeed launch/train.py --deepspeed ds_configs/zero3.json
   deepspeed --no_local_rank --module sparseforge_ds train --deepspeed zero3 \\
       --model Qwen/Qwen3-14B --dataset allenai/c4:en --max_steps 20000 --output_dir runs/qwen3_14b
+  sparseforge train --deepspeed zero3 --max_steps 20000 --print_config > run.yaml
+  sparseforge train --config run.yaml --seed 1
   ... --dataset allenai/c4:en=0.7 allenai/dolmino-mix-1124:flan=0.2 stream:/data/own=0.1
 
 `sparseforge train` is one process on one GPU. deepspeed starts one for every GPU: launch/train.py in a checkout,
@@ -42,6 +45,7 @@ complete checkpoint, on any number of ranks and at any ZeRO stage, with the same
 
 
 _LAUNCHER_FLAGS = ("num_gpus", "num_nodes", "hostfile", "master_port", "master_addr", "launcher", "no_ssh")
+_DEEPSPEED_CURE = "give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"
 _NAMES = [item.name for item in dataclasses.fields(RunArguments) if item.name != "local_rank"]
 
 
@@ -57,7 +61,7 @@ class _Parser(HfArgumentParser):
         for spelled, flag in spellings.items():
             message = message.replace(f"argument {spelled}: ", f"{flag}: ") if spelled else message
         if message.endswith(" required: --deepspeed"):
-            message = "--deepspeed is missing: give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"
+            message = f"--deepspeed is missing: {_DEEPSPEED_CURE}"
         message = message.replace("invalid int value", "not an integer").replace("invalid float value", "not a number")
         raise ValueError(message)
 
@@ -85,7 +89,8 @@ def argument_parser() -> HfArgumentParser:
     return _Parser(
         RunArguments,
         prog="sparseforge train",
-        usage="sparseforge train --deepspeed JSON [flags]\n       deepspeed launch/train.py --deepspeed JSON [flags]",
+        usage="sparseforge train --deepspeed JSON [flags]\n       sparseforge train --config YAML [flags]\n"
+        "       deepspeed launch/train.py --deepspeed JSON [flags]",
         description="Train a dense causal language model into an exact N:M sparse one (SparseForge on DeepSpeed).",
         epilog=_EXAMPLES,
         formatter_class=_Formatter,
@@ -99,15 +104,27 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     Raises:
         ValueError: a flag is unknown, missing, or has a value that cannot work.
     """
-    words = sys.argv[1:] if command_line is None else command_line
-    arguments, *unknown = argument_parser().parse_args_into_dataclasses(
-        args=with_our_names(words, _NAMES),
-        look_for_args_file=False,
-        return_remaining_strings=True,
-    )
-    if unknown[-1]:
-        raise UnknownFlagError(_unknown(unknown[-1][0]))
-    assert isinstance(arguments, RunArguments)
+    # Parse the words alone, without defaults, to know which flags are given.
+    words = with_our_names(sys.argv[1:] if command_line is None else command_line, _NAMES)
+    parser = argument_parser()
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+        if "--deepspeed" in action.option_strings:
+            action.required = not any(word.partition("=")[0] == "--config" for word in words)
+    given_flags, unknown = parser.parse_known_args(words)
+    if unknown:
+        raise UnknownFlagError(_unknown(unknown[0]))
+
+    # Flags win over the file of --config.
+    values = vars(given_flags)
+    if values.get("config") is not None:
+        try:
+            values = read_run_file(values["config"]).flags | values
+        except UnknownKeyError as error:
+            raise ValueError(f"--config {values['config']}: {_unknown(f'--{error.key}')}") from None
+        if "deepspeed" not in values:
+            raise ValueError(f"--config {values['config']}: key deepspeed is missing: {_DEEPSPEED_CURE}")
+    arguments = RunArguments(**values)
     if arguments.resume_other_data and not arguments.resume:
         raise ValueError("--resume_other_data is not valid: it belongs to --resume")
     return arguments

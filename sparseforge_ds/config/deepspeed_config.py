@@ -21,7 +21,9 @@ from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.optimizer_settings import check_optimizer
 from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
+from sparseforge_ds.config.run_file import BLOCK, read_run_file
 from sparseforge_ds.config.shipped import configuration_file
+from sparseforge_ds.config.strict import merge
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -42,12 +44,40 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     content = read_json(file, f"--deepspeed {path}")
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
+    return _checked(content, f"--deepspeed {path}")
+
+
+def _checked(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """Check a configuration whose name in messages is `name`, and return it with today's spelling of its keys."""
     if "bfloat16" in content:  # DeepSpeed's other spelling
         content.setdefault("bf16", content.pop("bfloat16"))
     try:
         check_deepspeed(content)
     except ValueError as error:
-        raise ValueError(f"--deepspeed {path}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
+    return content
+
+
+def read_deepspeed(arguments: RunArguments) -> dict[str, Any]:
+    """Read and check the DeepSpeed configuration of a run, with the `sparseforge` block of its `--config` merged in.
+
+    Raises:
+        ValueError: as `read_deepspeed_json` and `read_run_file`; or there is no `sparseforge` block.
+    """
+    block: dict[str, Any] = {}
+    if arguments.config is None:
+        content = read_deepspeed_json(arguments.deepspeed)
+    else:
+        run_file = read_run_file(arguments.config)
+        is_inline = run_file.deepspeed is not None and arguments.deepspeed == arguments.config
+        content = (run_file.deepspeed or {}) if is_inline else read_deepspeed_json(arguments.deepspeed)
+        if is_inline:
+            content = _checked(content, f"--config {arguments.config}: deepspeed")
+        block = {BLOCK: run_file.block} if run_file.block is not None else {}
+    content = merge(content, block)
+    if not isinstance(content.get(BLOCK), dict):
+        where = arguments.config or arguments.deepspeed
+        raise ValueError(f'{where}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
     return content
 
 

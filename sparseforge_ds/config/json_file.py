@@ -28,6 +28,11 @@ def read_json(path: str | Path, name: str) -> Any:
         raise ValueError(f"{name}: not a readable JSON file ({error})") from None
     if not text.strip():
         raise ValueError(f"{name}: not a readable JSON file (it is empty)")
+    return parse_json(text, name)
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Parse the text of a JSON file; the errors are those of `read_json`."""
     # Strict JSON, with a hint where people often slip.
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)

@@ -61,7 +61,7 @@ def build(kind: type, block: dict[str, Any], where: str) -> Any:
     for item in dataclasses.fields(kind):
         if item.name not in block and item.default is item.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}.{item.name}: missing; it has no default")
-    return kind(**{key: _convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
+    return kind(**{key: convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
 
 
 def dataclass_options(hint: Any) -> list[Any]:
@@ -98,7 +98,7 @@ def _tagged(value: Any, kinds: list[Any], where: str) -> Any:
     return build(kinds[names.index(name)], block, where)
 
 
-def _convert(value: Any, hint: Any, where: str) -> Any:
+def convert(value: Any, hint: Any, where: str) -> Any:
     """Return a parsed JSON value as a value of the type `hint`, or raise ValueError."""
     origin = typing.get_origin(hint)
     options = typing.get_args(hint)
@@ -109,7 +109,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if value is None and type(None) in options:
             return None
         try:
-            return _convert(value, next(option for option in options if option is not type(None)), where)
+            return convert(value, next(option for option in options if option is not type(None)), where)
         except ValueError as error:
             if type(None) in options and ": expected " in str(error) and str(error).startswith(f"{where} = "):
                 raise ValueError(f"{error}, or null") from None
@@ -120,7 +120,7 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise ValueError(f"{where} = {value!r}: expected an object with keys, like {{}}")
-        return {key: _convert(item, options[1], f"{where}.{key}") for key, item in value.items()}
+        return {key: convert(item, options[1], f"{where}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         if dataclasses.is_dataclass(value):
             return value
@@ -136,12 +136,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where} = {value!r}: expected a list")
         if origin is list:
-            return [_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value)]
+            return [convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value)]
         if Ellipsis in options:
-            return tuple(_convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value))
+            return tuple(convert(item, options[0], f"{where}[{i}]") for i, item in enumerate(value))
         if len(value) != len(options):
             raise ValueError(f"{where} = {value!r}: expected {len(options)} values")
-        return tuple(_convert(item, option, where) for item, option in zip(value, options, strict=True))
+        return tuple(convert(item, option, where) for item, option in zip(value, options, strict=True))
     # 4. Numbers, text and switches. JSON writes 1 for 1.0, and Python takes true for 1.
     if hint in (int, float) and isinstance(value, int) and value.bit_length() > 63:
         raise ValueError(f"{where} = {str(value):.30}...: expected {_KINDS[hint]} of 64 bits at most")

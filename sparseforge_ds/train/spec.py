@@ -15,7 +15,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_batch, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
     check_machine,
-    read_deepspeed_json,
+    read_deepspeed,
     resolve,
     training_dtype,
     zero_stage,
@@ -137,21 +137,30 @@ class RunSpec:
         return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
 
 
+def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeConfig]:
+    """Return the DeepSpeed configuration of a run and its sparseforge block, with the flags that replace their keys.
+
+    Raises:
+        ValueError: a file, key or value is wrong.
+    """
+    content = with_batch(
+        read_deepspeed(arguments),
+        arguments.global_batch,
+        arguments.micro_batch,
+        arguments.gradient_accumulation_steps,
+    )
+    overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
+    config = SparseForgeConfig.from_dict({**content["sparseforge"], **overrides})
+    return content, config.allowing_dense(arguments.allow_dense)
+
+
 def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
     """Read the DeepSpeed JSON and its sparseforge block, and check what needs no model.
 
     Raises:
         ValueError: a file, key, value or batch size is wrong.
     """
-    # Flags replace keys of the JSON.
-    content = with_batch(
-        read_deepspeed_json(arguments.deepspeed),
-        arguments.global_batch,
-        arguments.micro_batch,
-        arguments.gradient_accumulation_steps,
-    )
-    overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
-    config = SparseForgeConfig.from_json(arguments.deepspeed, **overrides).allowing_dense(arguments.allow_dense)
+    content, config = settings_of(arguments)
 
     # Check the length of the run, the teacher, the batch, and this machine.
     if arguments.epochs is None:

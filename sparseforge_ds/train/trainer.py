@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
+from sparseforge_ds.config.run_file import run_file_text
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.ranks import AgreedError, Ranks
@@ -47,7 +48,7 @@ from sparseforge_ds.train.run_folder import (
     why_nothing_to_resume,
     write_folder,
 )
-from sparseforge_ds.train.spec import RunSpec, make_spec, read_config
+from sparseforge_ds.train.spec import RunSpec, make_spec, read_config, settings_of
 from sparseforge_ds.train.tracking import Trackers, flatten
 
 _LOG = logging.getLogger(__name__)
@@ -189,6 +190,11 @@ def main(
         arguments = parse_arguments(command_line)
         if arguments.dry_run and dry_run is None:
             raise ValueError("--dry_run: the planner is not here; give it to `sparseforge train`")
+        if arguments.print_config:
+            if rank_from_launcher() == 0:
+                content, config = settings_of(arguments)
+                print(run_file_text(arguments, content, config.to_dict()), end="", flush=True)
+            return 0
         if not arguments.dry_run:
             read_config(arguments, world_size_from_launcher())
             set_default_environment()

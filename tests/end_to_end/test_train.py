@@ -119,8 +119,8 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
 
 
 def test_an_error_ends_the_launcher(tmp_path):
-    """Real processes: a non-zero exit code and one message."""
-    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--model", str(tmp_path / "none"))
+    """Real processes: a non-zero exit code and one message, here about a flag that wins over the file of a run."""
+    outcome = launch("--config", str(ROOT / "examples" / "run.yaml"), "--model", str(tmp_path / "none"))
     assert outcome.returncode != 0
     assert outcome.stderr.count("error: --model") == 1
     assert "Traceback" not in outcome.stderr
@@ -138,7 +138,11 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path):
     flags = flags_of(tmp_path, deepspeed_json(batch=8))
     train(*flags)
     before = (tmp_path / "run" / "result.json").read_bytes()
-    train(*flags, "--resume")
+    # The printed run is the same run: it goes on from there.
+    with open(tmp_path / "run.yaml", "w") as file:
+        command = [sys.executable, "-m", "sparseforge_ds", "train", *flags, "--print_config"]
+        subprocess.run(command, cwd=ROOT, stdout=file, check=True, timeout=PATIENCE)
+    train("--config", str(tmp_path / "run.yaml"), "--resume")
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from sparseforge_ds.config.arguments import RunArguments, flags
+from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments, flags
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.config.flag_names import ALIASES
 from tests.distributed import PATIENCE, ROOT
@@ -53,6 +53,8 @@ PINNED = {
     "any_family": False,
     "attn_implementation": None,
     "activation_checkpointing": False,
+    "config": None,
+    "print_config": False,
     "dry_run": False,
     "gpus": None,
     "gpu_memory": 80.0,
@@ -140,12 +142,14 @@ def test_every_flag_is_parsed():
         True,
         "sdpa",
         True,
+        None,
+        False,
         True,
         64,
         40.0,
         1,
     )
-    assert set(flags(arguments)) == set(PINNED) - {"local_rank", "dry_run", "gpus", "gpu_memory"}
+    assert set(flags(arguments)) == set(PINNED) - set(NOT_OF_A_RUN)
 
 
 def test_flags_of_transformers_stand_for_ours():
