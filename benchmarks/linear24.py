@@ -1,6 +1,6 @@
 """The packed product against torch's dense one, on a CPU also against a dense kernel written as carefully.
 
-python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9]
+python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9] [--values int8 fp8_e4m3]
 python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...]
 
 On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.cpp_extension import load
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packed_values import GRIDS, round_values
 from sparseforge_ds.mask.packing import pack24
 
 
@@ -34,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
+    parser.add_argument("--values", nargs="+", choices=list(GRIDS), default=[], help="8-bit values, too")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
@@ -52,12 +55,22 @@ def main() -> None:
         for shape in args.shapes:
             weight = torch.randn(shape, dtype=getattr(torch, name))
             weight.view(shape[0], -1, 4)[..., 1:3] = 0
-            packed = pack24(weight, -1)
+            packed = packed_forms(weight, args.values)
             for rows in args.rows:
                 print(
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
                     flush=True,
                 )
+
+
+def packed_forms(weight: Tensor, grids: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return products with a 2:4 weight: with values in its dtype, `packed`, and with 8-bit ones, by their names."""
+    values, positions = pack24(weight, -1)
+    forms: dict[str, Callable[[Tensor], Tensor]] = {"packed": partial(linear24, values=values, positions=positions)}
+    for name in grids:
+        codes, scale = round_values(values, -1, GRIDS[name])
+        forms[name] = partial(linear24, values=codes, positions=positions, scale=scale)
+    return forms
 
 
 @torch.no_grad()
@@ -91,9 +104,10 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _line(weight: torch.Tensor, packed: Any, rows: int, repeats: int) -> str:
+def _line(weight: Tensor, packed: dict[str, Callable[[Tensor], Tensor]], rows: int, repeats: int) -> str:
     x = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
-    runs = {"torch": lambda: torch.nn.functional.linear(x, weight), "packed": lambda: linear24(x, *packed)}
+    runs: dict[str, Callable[[], Tensor]] = {"torch": lambda: torch.nn.functional.linear(x, weight)}
+    runs |= {name: partial(form, x) for name, form in packed.items()}
     if rows == 1:
         runs["careful dense"] = lambda: torch.ops.sparseforge_bench.dense_matvec(x[0], weight)
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -104,10 +118,14 @@ def _line(weight: torch.Tensor, packed: Any, rows: int, repeats: int) -> str:
             if turn:
                 times[name].append(time.perf_counter() - began)
     words = [f"{name} {median(taken) * 1e3:.2f} ms" for name, taken in times.items()]
-    for name in runs.keys() - {"packed"}:
-        quotient = median(theirs / mine for theirs, mine in zip(times[name], times["packed"], strict=True))
-        words.append(f"{quotient:.2f}x of {name}")
-    return ", ".join(words)
+    for form in packed:
+        quotients = {
+            name: median(theirs / mine for theirs, mine in zip(times[name], times[form], strict=True))
+            for name in runs
+            if name not in packed or (name == "packed" != form)
+        }
+        words.append(f"{form} " + ", ".join(f"{quotient:.2f}x of {name}" for name, quotient in quotients.items()))
+    return "; ".join(words)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+def describe_values(grid: str, errors: dict[str, float]) -> str:
+    """Return a line on 8-bit values: their grid, and what rounding changed, as a share of each weight."""
+    line = f"values: {grid}, one scale a row"
+    if not errors:
+        return line
+    worst = max(errors, key=lambda name: errors[name])
+    mean = (sum(error**2 for error in errors.values()) / len(errors)) ** 0.5
+    return f"{line}; rounding changed a weight by {mean:.2%} (root mean square), at most {errors[worst]:.2%} ({worst})"
+
+
 def _print_table(report: FolderReport) -> None:
     """Print a row for every weight, totals, and everything odd about the folder."""
     # A row for every weight.
@@ -84,6 +94,8 @@ def _print_table(report: FolderReport) -> None:
         f"({share:.2f}% of these weights), {total['violations']:,} violations"
     )
     print(f"size: {report.size}")
+    if report.values is not None:
+        print(describe_values(report.values, report.errors))
     if report.quantized:
         verdict = "kept every group" if not report.violations else "did not keep the pattern"
         print(f"{report.quantized} of the folder's weights are quantized: the quantization {verdict}")

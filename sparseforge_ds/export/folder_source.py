@@ -55,6 +55,7 @@ class FolderSource(Source):
         stored_config = read_json(self.folder / "config.json")
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
+        self.grid = self._weights.grid
         if self._exported and self.model_folder == self.folder and is_packed(stored_config):
             self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
         else:

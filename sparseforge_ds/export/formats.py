@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,6 +12,7 @@ from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
+from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.pattern import NM
 
 Format = Literal["hf", "packed24"]
@@ -23,6 +25,8 @@ def export(
     max_shard_size: str = "5GB",
     workers: int | None = None,
     skip_proof: bool = False,
+    values: str | None = None,
+    compare: Callable[[Source, Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
 
@@ -33,6 +37,8 @@ def export(
         max_shard_size: most bytes of a file, such as "5GB".
         workers: threads.
         skip_proof: True for a machine that has no memory for the model.
+        values: a key of `GRIDS`, to round the values of `packed24` to 8 bits; None to keep them.
+        compare: measures the folder that was written against the source; its result goes into `sparsity.json`.
 
     Returns:
         The content of `sparsity.json`; its `proof` is None after `skip_proof`.
@@ -46,14 +52,35 @@ def export(
     packed = format == "packed24"
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
+    if values is not None:
+        require_roundable(source, format, values)
     if not skip_proof:
         require_provable(source, packed)
     shard_bytes = parse_size(max_shard_size)
     # The folder gets its name at the end of the block.
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)
-        record = write_model(source, folder, packed, shard_bytes, workers)
-        record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed)
+        record = write_model(source, folder, packed, shard_bytes, workers, values)
+        record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed, grid=values)
+        if compare is not None:
+            record["compared"] = compare(source, folder)
         write_json(folder / "sparsity.json", record)
         write_card(folder)
     return record
+
+
+def require_roundable(source: Source, format: str, values: str) -> None:
+    """Reject `--values` where there is nothing to round, or it was rounded before.
+
+    Raises:
+        ValueError: the message names the flag.
+    """
+    if values not in GRIDS:
+        raise ValueError(f"--values {values}: use one of {', '.join(GRIDS)}")
+    if format != "packed24":
+        raise ValueError(f"--values {values}: the {format} format stores no 8-bit values; give --format packed24")
+    if source.grid is not None:
+        raise ValueError(
+            f"--values {values}: the values of {source.folder} are {source.grid} already, and would be rounded twice; "
+            "export from what it was made of, or copy the folder"
+        )

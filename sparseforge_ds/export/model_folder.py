@@ -1,8 +1,9 @@
 """Writing of a model as a Hugging Face folder in one of two storages, one weight at a time in each worker.
 
 `hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
-inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. Beside the weights
-lies `sparsity.json`: pattern, groups, non-zeros and sha256 of every weight, source step, resolved config.
+inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. 8-bit values have
+`<name>_scale` beside them (`mask.packed_values`). Beside the weights lies `sparsity.json`: pattern, groups, non-zeros
+and sha256 of every weight, source step, resolved config.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, round_values, scale_shape
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes, unpack24
 from sparseforge_ds.model.stored_config import config_sha256
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
@@ -36,6 +38,7 @@ def write_model(
     packed: bool = False,
     max_shard_bytes: int = NO_LIMIT,
     workers: int | None = None,
+    grid: str | None = None,
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
@@ -48,9 +51,11 @@ def write_model(
         packed: True for `packed24`, False for `hf`.
         max_shard_bytes: most bytes of a file.
         workers: threads.
+        grid: a key of `GRIDS`, to round packed values to 8 bits; None to keep them.
 
     Returns:
-        The content of `sparsity.json`, whose `proof` is null. Hashes are of the weights in their dense shapes.
+        The content of `sparsity.json`, whose `proof` is null. Hashes are of the weights in their dense shapes, after
+        rounding; `error` is what rounding changed, relative to the weight.
 
     Raises:
         ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
@@ -63,18 +68,24 @@ def write_model(
         value = source.read_branch(name) if name in branches else source.read(name)
         weight = source.prunable.get(name)
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        parts = {name: value}
+        if weight is not None and packed:
+            values, positions = pack24(value, weight.input_axis)
+            parts = {name: values, name + POSITIONS: positions}
+            if grid is not None:
+                exact = value
+                parts[name], parts[name + SCALE] = round_values(values, weight.input_axis, GRIDS[grid])
+                value = unpack24(parts[name], positions, parts[name + SCALE], exact.dtype)
+                row |= {"error": relative_error(value, exact), "scale_sha256": hash_tensor(parts[name + SCALE])}
         row["sha256"] = hash_tensor(value)
         if name in source.fused_name:
             row["fused_name"] = source.fused_name[name]
         if weight is not None:
             row["input_axis"] = weight.input_axis
         rows[name] = row
-        if weight is None or not packed:
-            return {name: value}
-        values, positions = pack24(value, weight.input_axis)
-        return {name: values, name + POSITIONS: positions}
+        return parts
 
-    specs = {**(_packed_specs(source) if packed else source.specs), **branches}
+    specs = {**(_packed_specs(source, grid) if packed else source.specs), **branches}
     # The largest tensors come first, so that the workers end together; equal ones stay in the order of the files.
     items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers)
@@ -90,6 +101,8 @@ def write_model(
         quantization["low_rank"] = dict.fromkeys(source.branches, source.low_rank.k)
         if source.low_rank.learned:
             quantization["low_rank_learned"] = True
+    if grid is not None:
+        quantization["values"] = grid
     copy_model_files(source, folder, quantization if packed else None)
     record = {
         **source.record,
@@ -100,6 +113,8 @@ def write_model(
         "branches": {key: rows[key] for key in branches},
         "proof": None,
     }
+    if grid is not None:
+        record["values"] = grid
     write_json(folder / "sparsity.json", record)
     # What lies on the disk is what is verified and counted.
     report = check_folder(folder, workers=workers)
@@ -140,13 +155,34 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         shutil.copytree(templates, folder / CHAT_TEMPLATES)
 
 
-def _packed_specs(source: Source) -> dict[str, TensorSpec]:
+def read_rounded(source: Source, name: str, grid: str) -> Tensor:
+    """Return a weight as `write_model` with `grid` writes it, in its dense shape and the dtype of the source."""
+    value = source.read(name)
+    if name not in source.prunable:
+        return value
+    axis = source.prunable[name].input_axis
+    values, positions = pack24(value, axis)
+    codes, scale = round_values(values, axis, GRIDS[grid])
+    return unpack24(codes, positions, scale, value.dtype)
+
+
+def relative_error(rounded: Tensor, exact: Tensor) -> float:
+    """Return |rounded - exact| / |exact|, by Euclidean norms; 0 of zeros."""
+    size = torch.linalg.vector_norm(exact.float(), dtype=torch.float64).item()
+    error = torch.linalg.vector_norm(rounded.float() - exact.float(), dtype=torch.float64).item()
+    return error / size if size else 0.0
+
+
+def _packed_specs(source: Source, grid: str | None) -> dict[str, TensorSpec]:
     """Return shape and dtype of every tensor in a packed folder."""
     specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
         specs[name] = spec
         if name in source.prunable:
-            values, positions = packed24_shapes(spec.shape, source.prunable[name].input_axis)
-            specs[name] = TensorSpec(values, spec.dtype)
+            axis = source.prunable[name].input_axis
+            values, positions = packed24_shapes(spec.shape, axis)
+            specs[name] = TensorSpec(values, spec.dtype if grid is None else GRIDS[grid])
             specs[name + POSITIONS] = TensorSpec(positions, torch.uint8)
+            if grid is not None:
+                specs[name + SCALE] = TensorSpec(scale_shape(values, axis), torch.float32)
     return specs

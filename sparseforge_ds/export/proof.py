@@ -58,13 +58,14 @@ def require_provable(source: Source, packed: bool) -> None:
         raise ValueError("the adapter's proof needs peft: pip install 'sparseforge_ds[peft]', or give --skip_proof")
 
 
-def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
+def prove_folder(source: Source, folder: Path, plain: bool, grid: str | None = None) -> dict[str, Any]:
     """Load `folder` in a fresh process, and compare its logits with those of the source.
 
     Args:
         source: that the folder was exported from.
         folder: the exported one.
         plain: True to load it without our package, if transformers has the family's classes.
+        grid: to which its 2:4 weights were rounded, a key of `GRIDS`; those of the source are rounded alike.
 
     Returns:
         The content of `proof` in `sparsity.json`.
@@ -74,7 +75,7 @@ def prove_folder(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="sparseforge-proof-") as scratch:
         try:
-            reference = reference_logits(source, TOKENS)
+            reference = reference_logits(source, TOKENS, grid)
         except ValueError as error:
             raise _failed(source.model_folder, str(error)) from None
         save_file({"ids": reference["ids"]}, Path(scratch, "tokens.safetensors"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
+from sparseforge_ds.export.model_folder import read_rounded
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
@@ -19,8 +20,8 @@ from sparseforge_ds.model.published_names import PublishedTensor, published_tens
 from sparseforge_ds.model.registration import build_model, load_config
 
 
-def filled_model(source: Source) -> Any:
-    """Build the source's model, in evaluation mode, on the CPU.
+def filled_model(source: Source, grid: str | None = None) -> Any:
+    """Build the source's model, in evaluation mode, on the CPU; with `grid` its 2:4 weights are rounded to 8 bits.
 
     Raises:
         ValueError: transformers has no class for config.json, or the tensors of the source are not exactly those of the
@@ -56,7 +57,8 @@ def filled_model(source: Source) -> Any:
         if tensor.shape != spec.shape:
             raise ValueError(f"{about} has {name} of shape {tensor.shape}, the source {spec.shape}")
         target = state[tensor.memory_name]
-        target.view(-1)[tensor.start : tensor.stop].view(spec.shape).copy_(source.read(name))
+        value = source.read(name) if grid is None else read_rounded(source, name, grid)
+        target.view(-1)[tensor.start : tensor.stop].view(spec.shape).copy_(value)
         filled[target.data_ptr()] += tensor.stop - tensor.start
     bar.close()
     missing = [name for name, value in state.items() if filled[value.data_ptr()] < value.numel()]
@@ -105,14 +107,14 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
 
 @torch.no_grad()
-def reference_logits(source: Source, tokens: int) -> dict[str, Tensor]:
-    """Compute the logits of a source's model for fixed tokens.
+def reference_logits(source: Source, tokens: int, grid: str | None = None) -> dict[str, Tensor]:
+    """Compute the logits of a source's model for fixed tokens; with `grid` its 2:4 weights are rounded to 8 bits.
 
     Returns:
         `ids`, (1, tokens), and `logits` of the weights alone. With low-rank branches also `branched`, the logits of
         weights and branches, and both in fp32: `logits_fp32` and `branched_fp32`.
     """
-    model = filled_model(source)
+    model = filled_model(source, grid)
     result = {"ids": token_ids(model, tokens)}
     run = partial(logits_of, model, result["ids"])
     result["logits"] = run()

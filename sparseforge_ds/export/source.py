@@ -58,6 +58,8 @@ class Source(abc.ABC):
     """Shape of B, (out, rank), by the name of the module with a low-rank branch (SLoRB)."""
     unused: Sequence[str] = ()
     """Tensors of the files that are no part of the model, and are left out."""
+    grid: str | None = None
+    """Grid of 8-bit values that the weights were rounded to, a key of `GRIDS`; None if they were not."""
     folder: Path
     """Checkpoint or folder that was opened, for messages."""
 

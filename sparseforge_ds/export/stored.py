@@ -7,15 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
+from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
-from sparseforge_ds.mask.packing import POSITIONS, packed24_axis, require_packed_dtypes, unpack24
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
+from sparseforge_ds.mask.packing import (
+    POSITIONS,
+    packed24_axis,
+    require_packed_dtypes,
+    require_scale_shape,
+    unpack24,
+)
 from sparseforge_ds.model.families import BRANCH
 from sparseforge_ds.model.stored_config import is_packed, is_quantized
 
+_DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER = "adapter_model"
 """Stem of the file in which PEFT stores the tensors of an adapter."""
 
@@ -34,8 +43,12 @@ class StoredWeights:
         self.packed = is_packed(config)
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
+        self.grid = _grid(folder, config) if self.packed else None
+        """`values` of config.json: the grid of 8-bit values, or None."""
+        self._dtype = _DTYPES.get(str(config.get("dtype")), torch.float32)
+        scales = {name + SCALE for name in self._packed} & tensors.specs.keys() if self.grid else set()
         self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
-        parts = positions | (self._quantized.belongs if self._quantized else set())
+        parts = positions | scales | (self._quantized.belongs if self._quantized else set())
         self.specs = {name: self._dense_spec(name) for name in tensors.specs if name not in parts}
         """Dense shape and dtype of every weight."""
         if self._quantized:
@@ -70,9 +83,14 @@ class StoredWeights:
         if name not in self._packed:
             return value
         try:
-            return unpack24(value, self._tensors.read(name + POSITIONS))
+            scale = self._tensors.read(name + SCALE) if self.grid else None
+            return unpack24(value, self._tensors.read(name + POSITIONS), scale, self._dtype)
         except ValueError as error:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
+
+    def scale_sha256(self, name: str) -> str | None:
+        """Return the sha256 of a weight's scales; None for a weight without. The weight alone rounds them away."""
+        return hash_tensor(self._tensors.read(name + SCALE)) if self.grid and name in self._packed else None
 
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
         """Yield one weight as chunks of `elements`, (n,) each. A chunk's memory is used again for the next one."""
@@ -86,15 +104,31 @@ class StoredWeights:
         spec = self._tensors.specs[name]
         if name not in self._packed:
             return spec
-        positions = self._tensors.specs[name + POSITIONS]
+        positions, scale = self._tensors.specs[name + POSITIONS], self._tensors.specs.get(name + SCALE)
         try:
             axis = packed24_axis(spec.shape, positions.shape)
-            require_packed_dtypes(spec.dtype, positions.dtype)
+            if self.grid is None:
+                require_packed_dtypes(spec.dtype, positions.dtype)
+            elif scale is None:
+                raise ValueError(f"is there without {name}{SCALE}; export or download it again")
+            else:
+                if spec.dtype != GRIDS[self.grid]:
+                    raise ValueError(f"values are stored as {spec.dtype}, and config.json says {self.grid}")
+                require_packed_dtypes(spec.dtype, positions.dtype, scale.dtype)
+                require_scale_shape(spec.shape, scale.shape, axis)
         except ValueError as error:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
         shape = list(spec.shape)
         shape[axis] *= 2
-        return TensorSpec(tuple(shape), spec.dtype)
+        return TensorSpec(tuple(shape), self._dtype if self.grid else spec.dtype)
+
+
+def _grid(folder: Path, config: dict[str, Any]) -> str | None:
+    """Return `values` of a packed folder's quantization_config. Raises ValueError where it is damaged."""
+    try:
+        return require_grid(config["quantization_config"].get("values"))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
 @dataclass(frozen=True)

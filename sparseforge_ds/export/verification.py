@@ -52,6 +52,11 @@ class FolderReport:
     """Number of weights that were stored quantized, and dequantized by the compressed-tensors library."""
     unused: Sequence[str] = ()
     """Tensors that were left out, since transformers does not load them."""
+    values: str | None = None
+    """Grid of the 8-bit values of a packed folder, a key of `GRIDS`; None for others."""
+    errors: dict[str, float] = field(default_factory=dict)
+    """What rounding to 8 bits changed in each weight, relative, as it was measured on export. The hashes say that it is
+    still that weight."""
 
     @property
     def violations(self) -> int:
@@ -73,6 +78,8 @@ class FolderReport:
         result["bytes"] = asdict(self.size)
         result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         result["unused"] = list(self.unused)
+        if self.values is not None:
+            result |= {"values": self.values, "errors": self.errors}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -120,6 +127,7 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
                 report.add(chunk, pattern)
         bar.update(tensors.specs[name].nbytes)
         as_listed = name not in listed or digest.hexdigest() == entry.get("sha256")
+        as_listed = as_listed and ("error" not in entry or tensors.scale_sha256(name) == entry.get("scale_sha256"))
         return report, as_listed and reads_as(tensors.specs[name], entry)
 
     with bar:
@@ -147,8 +155,20 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
             for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
                 if key in sparsity and sparsity[key] != hash_file(folder / file):
                     changed.append(str(folder / file))
+    if sparsity and sparsity.get("values") != tensors.grid:
+        notes.append(f"config.json says values {tensors.grid}, and sparsity.json {sparsity.get('values')}")
+    errors = {name: entry["error"] for name, entry in sparse.items() if isinstance(entry.get("error"), float)}
     return FolderReport(
-        str(pattern), rows, missing + misfits, changed, notes, tensors.size, tensors.quantized, tensors.unused
+        str(pattern),
+        rows,
+        missing + misfits,
+        changed,
+        notes,
+        tensors.size,
+        tensors.quantized,
+        tensors.unused,
+        tensors.grid,
+        errors,
     )
 
 

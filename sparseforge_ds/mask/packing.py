@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sparseforge_ds.mask.packed_values import GRIDS, require_sound_values, scale_shape, scaled
+
 PACKED24 = "sparseforge_packed24"
 """What config.json calls the storage that `pack24` makes: its `quant_method`."""
 
@@ -21,28 +23,47 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloa
 """Dtypes of kept values, by safetensors' names. All operators and kernels know these, and no others."""
 VALUE_DTYPES = frozenset(STORED_DTYPES.values())
 VALUE_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
+STORED_GRIDS = {"int8": "I8", "fp8_e4m3": "F8_E4M3"}
+"""Names that safetensors has for the dtypes of `GRIDS`."""
 
 
-def require_packed_dtypes(values: torch.dtype, positions: torch.dtype) -> None:
-    """Reject dtypes that no packed weight has: integers, bool, float8 or complex values; positions but uint8."""
-    if values not in VALUE_DTYPES:
+def require_packed_dtypes(values: torch.dtype, positions: torch.dtype, scale: torch.dtype | None = None) -> None:
+    """Reject dtypes that no packed weight has. `scale` is None for values without scales, which are floating point."""
+    if scale is None and values not in VALUE_DTYPES:
         raise ValueError(f"values of a packed weight are {VALUE_DTYPE_NAMES}, these are {values}")
+    if scale is not None and (values not in GRIDS.values() or scale != torch.float32):
+        raise ValueError(f"values with scales are int8 or float8_e4m3fn, scales float32; these are {values}, {scale}")
     if positions != torch.uint8:
         raise ValueError(f"positions of a packed weight are uint8, these are {positions}")
 
 
-def require_stored_dtypes(name: str, values: str, positions: str | None) -> None:
-    """Reject dtypes in the header of a packed model's file, by safetensors' names; None for a weight without positions.
+def require_stored_dtypes(
+    name: str, values: str, positions: str | None, scale: str | None = None, grid: str | None = None
+) -> None:
+    """Reject dtypes in the header of a packed model's file, which loaders would cast silently.
 
-    Loaders cast silently: int8 beside bfloat16 in one mixture, float8 to the model's dtype, positions to uint8.
+    Args:
+        name: of the weight, for messages.
+        values: dtype of the values, like the next two by safetensors' name.
+        positions: dtype of the positions; None for a weight without.
+        scale: dtype of the scales; None for a weight without.
+        grid: `values` of the model's quantization_config, a key of `GRIDS`; None for floating-point values.
+
+    Raises:
+        ValueError: a dtype is not the one that a packed model has there.
     """
-    if values not in STORED_DTYPES:
-        kind, stored, known = "weight", values, "F64, F32, BF16 or F16"
+    is_rounded = grid is not None and positions is not None
+    known = STORED_GRIDS[str(grid)] if is_rounded else "F64, F32, BF16 or F16"
+    model = f"a packed model of {grid} values" if is_rounded else "a packed model"
+    if values not in known.replace(" or", ",").split(", "):
+        kind, stored = "weight", values
     elif positions not in (None, "U8"):
         kind, stored, known = "positions", positions, "U8"
+    elif is_rounded and scale != "F32":
+        kind, stored, known = "scales", str(scale), "F32"
     else:
         return
-    raise ValueError(f"{name}: {kind} stored as {stored}, in a packed model only {known}; export or download it again")
+    raise ValueError(f"{name}: {kind} stored as {stored}, in {model} only {known}; export or download it again")
 
 
 def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
@@ -75,14 +96,24 @@ def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
     return values.transpose(-1, input_axis).contiguous(), positions.transpose(-1, input_axis).contiguous()
 
 
-def unpack24(values: Tensor, positions: Tensor) -> Tensor:
+def unpack24(
+    values: Tensor, positions: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Inverse of `pack24`; the input axis is the one on which the shapes differ.
 
+    Args:
+        values: kept values; with `scale` 8-bit ones.
+        positions: where they belong.
+        scale: fp32, 1 where `values` has its inputs; or None.
+        dtype: of the result, where there is a scale.
+
     Raises:
-        ValueError: the two do not belong together, their dtypes are none of a packed weight, or a group's positions
-            are not two different ones in order.
+        ValueError: the tensors do not belong together, their dtypes are none of a packed weight, a group's positions
+            are not two different ones in order, or 8-bit values or scales are damaged.
     """
-    input_axis, inside = _checked(values, positions)
+    input_axis, inside = _checked(values, positions, scale)
+    if scale is not None:
+        values = scaled(values, scale, dtype)
     rows = values.transpose(-1, input_axis)
     groups = rows.shape[-1] // 2
     group = torch.zeros((*rows.shape[:-1], groups, 4), dtype=values.dtype, device=values.device)
@@ -90,15 +121,18 @@ def unpack24(values: Tensor, positions: Tensor) -> Tensor:
     return group.reshape(*rows.shape[:-1], groups * 4).transpose(-1, input_axis).contiguous()
 
 
-def check24(values: Tensor, positions: Tensor) -> None:
+def check24(values: Tensor, positions: Tensor, scale: Tensor | None = None) -> None:
     """Raise where `unpack24` would, for tensors that stay packed."""
-    _checked(values, positions)
+    _checked(values, positions, scale)
 
 
-def _checked(values: Tensor, positions: Tensor) -> tuple[int, Tensor]:
+def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[int, Tensor]:
     """The input axis, and the positions of each group with that axis last: (..., groups, 2)."""
     input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape))
-    require_packed_dtypes(values.dtype, positions.dtype)
+    require_packed_dtypes(values.dtype, positions.dtype, None if scale is None else scale.dtype)
+    if scale is not None:
+        require_scale_shape(tuple(values.shape), tuple(scale.shape), input_axis)
+        require_sound_values(values, scale)
     byte = positions.transpose(-1, input_axis)
     groups = values.shape[input_axis] // 2
     half = torch.stack((byte & 15, byte >> 4), dim=-1).reshape(*byte.shape[:-1], -1)
@@ -136,6 +170,12 @@ def is_packed(module: nn.Module) -> bool:
     """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
     ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
     return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)
+
+
+def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_axis: int) -> None:
+    """Reject scales that are not one a row of the packed values."""
+    if scale != (expected := scale_shape(values, input_axis)):
+        raise ValueError(f"scales of shape {scale} do not fit values of shape {values}, one a row is {expected}")
 
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,15 +23,17 @@ _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("sparseforge::experts24", mutates_args=(), tags=() if find_spec("triton") else _ON_THE_HOST)
-def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
     """`linear24` of each run of rows with the weight of its expert.
 
     Args:
         x: (rows, in), sorted by expert.
-        values: (experts, out, in/2), the kept values, in the dtype of `x`.
+        values: (experts, out, in/2), the kept values, in the dtype of `x`; with `scale` int8 without -128, or
+            float8_e4m3fn.
         positions: (experts, out, ceil(in/8)), uint8, where they belong.
         ends: (experts,), int32 or int64, in order from 0 to the number of rows: behind the last row of each expert. A
             GPU does not look at their order; wrong ones give wrong numbers there, and touch no foreign memory.
+        scale: (experts, out, 1), fp32, by which the sums of 8-bit values are multiplied; None for values without.
 
     Returns:
         (rows, out) in the dtype of `x`; rows behind the last end are zero. Its gradient goes to `x`; a packed weight
@@ -40,22 +42,25 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Ten
     Raises:
         ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
     """
-    require_operands("experts24", x, values, positions, ends=ends)
-    return _one_by_one(x, values, positions, ends)
+    require_operands("experts24", x, values, positions, ends=ends, scale=scale)
+    return _one_by_one(x, values, positions, ends, scale)
 
 
 @experts24.register_kernel("cuda")
-def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    require_operands("experts24", x, values, positions, ends=ends)
-    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
-    result: Tensor = (_one_by_one if kernels is None else kernels.triton_experts24)(x, values, positions, ends)
+def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+    require_operands("experts24", x, values, positions, ends=ends, scale=scale)
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES and scale is None else None
+    if kernels is None:
+        return _one_by_one(x, values, positions, ends, scale)
+    result: Tensor = kernels.triton_experts24(x, values, positions, ends)
     return result
 
 
-def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None) -> Tensor:
     y = x.new_zeros(len(x), values.shape[1])
     for expert, run in _runs(ends, len(x)):
-        y[run] = linear24(x[run], values[expert], positions[expert])
+        of_expert = None if scale is None else scale[expert]
+        y[run] = linear24(x[run], values[expert], positions[expert], scale=of_expert)
     return y
 
 
@@ -71,39 +76,42 @@ def _runs(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
 
 
 @experts24.register_fake
-def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    require_operands("experts24", x, values, positions, ends=ends)
+def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+    require_operands("experts24", x, values, positions, ends=ends, scale=scale)
     return x.new_empty(x.shape[0], values.shape[1])  # `len` would bind a graph to this number of rows
 
 
 @torch.library.custom_op("sparseforge::experts24_input_gradient", mutates_args=(), tags=_ON_THE_HOST)
-def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+def _input_gradient(
+    gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None
+) -> Tensor:
     """(rows, out) -> (rows, in): what `experts24` sends back to its `x`, one expert unpacked at a time."""
-    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, scale=scale, backward=True)
     to_x = gradient.new_zeros(len(gradient), 2 * values.shape[2])
     for expert, run in _runs(ends, len(gradient)):
-        to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert])
+        of_expert = None if scale is None else scale[expert]
+        to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert], of_expert, gradient.dtype)
     return to_x
 
 
 @_input_gradient.register_fake
-def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
-    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, backward=True)
+def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+    require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, scale=scale, backward=True)
     return gradient.new_empty(gradient.shape[0], 2 * values.shape[2])
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    _, values, positions, ends = inputs
-    if values.requires_grad:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, values, positions, ends, scale = inputs
+    if values.requires_grad or (scale is not None and scale.requires_grad):
         raise ValueError(
             "experts24: packed 2:4 experts cannot be trained; make the model dense by model.dequantize(), or train a "
             "low-rank adapter of its other layers"
         )
-    ctx.save_for_backward(values, positions, ends)
+    ctx.save_for_backward(values, positions, ends, *(() if scale is None else (scale,)))
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-    return _input_gradient(gradient, *ctx.saved_tensors), None, None, None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    return _input_gradient(gradient, *ctx.saved_tensors), None, None, None, None
 
 
 experts24.register_autograd(_backward, setup_context=_keep_for_backward)

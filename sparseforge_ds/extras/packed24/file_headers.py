@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
-from sparseforge_ds.mask.packing import POSITIONS, packed24_axis, packed24_shapes, require_stored_dtypes
+from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packing import (
+    POSITIONS,
+    packed24_axis,
+    packed24_shapes,
+    require_scale_shape,
+    require_stored_dtypes,
+)
 from sparseforge_ds.model.loading_targets import Targets
 
 _DAMAGED = "_damaged_packed_weights"
@@ -36,28 +43,32 @@ def read_headers(files: Iterable[str]) -> dict[str, Header]:
     return headers
 
 
-def check_headers(model: Any, headers: dict[str, Header], targets: Targets) -> None:
+def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid: str | None = None) -> None:
     """Reject tensors that the model has a place for and that cannot be what the place holds.
 
     Args:
         model: as `from_pretrained` has built it, with dense weights on the meta device.
         headers: of the packed folder's files.
         targets: of these tensors.
+        grid: `values` of the model's quantization_config.
 
     Raises:
-        ValueError: a dtype or shape is wrong, or one of values and positions is there without the other.
+        ValueError: a dtype or shape is wrong, or one of values, positions and scales is there without the others.
     """
     places = dict(model.named_parameters(remove_duplicate=False))
     packed = {key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)}
     packed = {weight for weight in packed if targets.find(weight)[0] in places}  # others only have such a name
     merges = {target: weight for weight in sorted(packed) if (target := targets.find(weight))[1] is not None}
-    for key in sorted({*headers, *packed} - {weight + POSITIONS for weight in packed}):
+    scales = {weight + SCALE for weight in packed} if grid else set()
+    for key in sorted({*headers, *packed} - {weight + POSITIONS for weight in packed} - scales):
         if key not in headers:
             raise ValueError(f"{key}{POSITIONS} is there without {key}; export or download it again")
         name, pattern = target = targets.find(key)
         if name not in places:
             continue  # the loader reports or ignores it
         shape, place = headers[key].shape, tuple(places[name].shape)
+        if grid and key not in packed and key + SCALE in headers:
+            raise ValueError(f"{key}{SCALE} is there without {key}{POSITIONS}; export or download it again")
 
         # A weight with half its inputs, or beside packed ones that it is merged with, is packed.
         if key not in packed:
@@ -68,9 +79,14 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets) -> N
 
         # A packed layer takes its sizes from its tensors, so that the first forward pass would find out.
         positions = headers[key + POSITIONS]
-        require_stored_dtypes(key, headers[key].dtype, positions.dtype)
+        scale = headers.get(key + SCALE) if grid else None
+        if grid and scale is None:
+            raise ValueError(f"{key} is there without {key}{SCALE}; export or download it again")
+        require_stored_dtypes(key, headers[key].dtype, positions.dtype, scale and scale.dtype, grid)
         try:
             axis = packed24_axis(shape, positions.shape)
+            if scale is not None:
+                require_scale_shape(shape, scale.shape, axis)
         except ValueError as error:
             raise ValueError(f"{key}: {error}; export or download it again") from None
         dense = list(shape)

@@ -39,7 +39,9 @@ constexpr int64_t TILE_BYTES = 1 << 20;  // for each thread, or as many outputs 
 constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 bool has_avx512(bool bf16) {
     for (bool there : {__builtin_cpu_supports("avx512f") > 0, __builtin_cpu_supports("avx512bw") > 0,
                        __builtin_cpu_supports("avx512vl") > 0, __builtin_cpu_supports("avx512dq") > 0,
@@ -68,19 +70,41 @@ Path path_of(bool bf16) {
 using Product = void (*)(const Job&, int64_t, int64_t);
 using Unpack = void (*)(char*, const Job&, int64_t, int64_t);
 
-Product product_of(Path path, bool bf16) {
+enum class Values { as_x, int8, fp8 };
+
+template <typename T>
+Product product_with(Path path, Values values) {
+    constexpr bool bf16 = std::is_same_v<T, c10::BFloat16>;
 #if defined(__x86_64__)
-    if (path == Path::avx512) return bf16 ? avx512_bf16 : avx512_fp32;
-    if (path == Path::avx2) return bf16 ? avx2_rows<c10::BFloat16> : avx2_rows<float>;
+    if (path == Path::avx512) {
+        if (values == Values::int8) return bf16 ? avx512_bf16_int8 : avx512_fp32_int8;
+        if (values == Values::fp8) return bf16 ? avx512_bf16_fp8 : avx512_fp32_fp8;
+        return bf16 ? avx512_bf16 : avx512_fp32;
+    }
+    if (path == Path::avx2) {
+        if (values == Values::int8) return avx2_rows<T, Int8>;
+        return values == Values::fp8 ? avx2_rows<T, Fp8> : avx2_rows<T>;
+    }
 #endif
-    return bf16 ? portable::product_rows<c10::BFloat16> : portable::product_rows<float>;
+    if (values == Values::int8) return portable::product_rows<T, Int8>;
+    return values == Values::fp8 ? portable::product_rows<T, Fp8> : portable::product_rows<T>;
 }
 
-Unpack unpack_of(Path path, int64_t bytes) {
+template <typename T>
+Unpack unpack_with(Path path, Values values) {
 #if defined(__x86_64__)
-    if (path != Path::portable && bytes < 8) return bytes == 2 ? avx2::unpack_rows<2> : avx2::unpack_rows<4>;
+    if (path != Path::portable && sizeof(T) < 8) {
+        if (values == Values::int8) return avx2::unpack_codes<T, Int8>;
+        return values == Values::fp8 ? avx2::unpack_codes<T, Fp8> : avx2::unpack_rows<sizeof(T)>;
+    }
 #endif
-    return bytes == 2 ? portable::unpack_rows<2> : bytes == 4 ? portable::unpack_rows<4> : portable::unpack_rows<8>;
+    if (values == Values::int8) return portable::unpack_codes<T, Int8>;
+    return values == Values::fp8 ? portable::unpack_codes<T, Fp8> : portable::unpack_rows<sizeof(T)>;
+}
+
+Unpack unpack_of(Path path, Values values, at::ScalarType tile) {
+    if (tile == at::kDouble) return unpack_with<double>(path, values);
+    return tile == at::kFloat ? unpack_with<float>(path, values) : unpack_with<c10::BFloat16>(path, values);  // or fp16
 }
 
 // x as the AVX-512 paths read it: zeros up to the end of the last block.
@@ -90,6 +114,24 @@ Tensor padded(const Tensor& x, int64_t block) {
     Tensor wide = at::zeros({x.size(0), width}, x.options());
     wide.narrow(1, 0, inputs).copy_(x);
     return wide;
+}
+
+// x as the AVX-512 path reads it for bf16 and 8-bit values: of each block of 128 inputs first the even runs of 16.
+Tensor halved(const Tensor& x) {
+    constexpr int64_t RUN = 16, RUNS = 8, BLOCK = RUN * RUNS;
+    const int64_t inputs = x.size(1), width = (inputs + BLOCK - 1) / BLOCK * BLOCK;
+    const Tensor rows = x.contiguous();
+    Tensor blocks = at::empty({x.size(0), width}, x.options());
+    for (int64_t row = 0; row < x.size(0); ++row) {
+        const auto* from = rows.const_data_ptr<c10::BFloat16>() + row * inputs;
+        auto* to = blocks.mutable_data_ptr<c10::BFloat16>() + row * width;
+        std::fill(to + width - (inputs % BLOCK ? BLOCK : 0), to + width, c10::BFloat16(0));
+        for (int64_t at = 0; at < inputs; at += RUN) {
+            const int64_t run = at / RUN % RUNS, place = at / BLOCK * BLOCK + (run % 2 * RUNS / 2 + run / 2) * RUN;
+            std::copy_n(from + at, std::min(RUN, inputs - at), to + place);
+        }
+    }
+    return blocks;
 }
 
 // x as the portable path reads it: four arrays a row, see there.
@@ -107,11 +149,12 @@ Tensor by_member(const Tensor& x) {
 }
 
 // x as the path reads it.
-Tensor prepared(const Tensor& x, Path path, bool bf16) {
+Tensor prepared(const Tensor& x, Path path, bool bf16, Values values) {
 #if defined(__x86_64__)
-    if (path == Path::avx512) return padded(x, bf16 ? 64 : 32);
+    const bool coded = values != Values::as_x;
+    if (path == Path::avx512) return bf16 && coded ? halved(x) : padded(x, coded ? 128 : bf16 ? 64 : 32);
     if (path == Path::avx2) {
-        const at::ArrayRef<int> order(bf16 ? Sixteen<c10::BFloat16>::ORDER : Sixteen<float>::ORDER);
+        const at::ArrayRef<int> order(bf16 && !coded ? Sixteen<c10::BFloat16>::ORDER : Sixteen<float>::ORDER);
         const Tensor blocks = padded(x.to(at::kFloat), 2 * BLOCK).view({x.size(0), -1, 8, 4});
         return blocks.index_select(2, at::tensor(order, at::kLong)).view({x.size(0), -1});
     }
@@ -120,8 +163,8 @@ Tensor prepared(const Tensor& x, Path path, bool bf16) {
 }
 
 // `operands.require_operands` in as many comparisons. Nothing reads memory before.
-bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
-    const auto dtype = values.scalar_type();
+bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias, const Optional& scale) {
+    const auto dtype = x.scalar_type(), code = values.scalar_type();
     const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
     const auto here = [](const Tensor& t) { return t.is_cpu() && t.layout() == at::kStrided; };
     if (!known || values.dim() != 2 || !here(values) || !here(positions) || !here(x)) return false;
@@ -129,40 +172,48 @@ bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const 
     if (kept == 0 || kept % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
         positions.size(0) != outputs || positions.size(1) != (kept + 3) / 4)
         return false;
-    if (x.dim() == 0 || x.size(-1) != 2 * kept || x.scalar_type() != dtype) return false;
+    if (x.dim() == 0 || x.size(-1) != 2 * kept) return false;
+    if (!scale && code != dtype) return false;
+    if (scale && ((code != at::kChar && code != at::kFloat8_e4m3fn) || !here(*scale) || scale->dim() != 2 ||
+                  scale->scalar_type() != at::kFloat || scale->size(0) != outputs || scale->size(1) != 1))
+        return false;
     return !bias || (here(*bias) && bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == outputs);
 }
 
 // Raise the ValueError of `require_operands`.
-[[noreturn]] void refuse(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
-    using Refusal = void(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+[[noreturn]] void refuse(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias,
+                         const Optional& scale) {
+    using Refusal = void(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&);
     static auto call =
         c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_refused", "").typed<Refusal>();
-    call.call(x, values, positions, bias);
+    call.call(x, values, positions, bias, scale);
     TORCH_CHECK_VALUE(false, "linear24: the CPU kernel does not take these operands");
 }
 
-Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
-    if (!fits(x, values, positions, bias)) refuse(x, values, positions, bias);
+Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias,
+                const Optional& scale) {
+    if (!fits(x, values, positions, bias, scale)) refuse(x, values, positions, bias, scale);
     const int64_t outputs = values.size(0), kept = values.size(1), inputs = 2 * kept;
-    const auto dtype = values.scalar_type();
+    const auto dtype = x.scalar_type();
     const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
+    const Values kind = !scale ? Values::as_x : values.scalar_type() == at::kChar ? Values::int8 : Values::fp8;
 
     auto shape = x.sizes().vec();
     shape.back() = outputs;
     Tensor y = at::empty(shape, x.options().memory_format(at::MemoryFormat::Contiguous));
     if (y.numel() == 0) return y;
     const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
-    const Tensor b = bias ? bias->contiguous() : Tensor();
+    const Tensor b = bias ? bias->contiguous() : Tensor(), s = scale ? scale->contiguous() : Tensor();
     Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
-            bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
+            scale ? s.const_data_ptr<float>() : nullptr, bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(),
+            outputs};
     const Path path = path_of(bf16);
 
     if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, inputs)) {
-        const Tensor ready = prepared(rows, path, bf16);
+        const Tensor ready = prepared(rows, path, bf16, kind);
         job.x = ready.const_data_ptr();
         job.x_stride = ready.size(1);
-        const Product product = product_of(path, bf16);
+        const Product product = bf16 ? product_with<c10::BFloat16>(path, kind) : product_with<float>(path, kind);
         at::parallel_for(0, (outputs + 7) / 8, std::max<int64_t>(1, WORK / (8 * inputs)), [&](int64_t at, int64_t end) {
             product(job, 8 * at, std::min(8 * end, outputs));
         });
@@ -170,42 +221,53 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
     }
 
     // Each thread unpacks and multiplies outputs of its own, so that none waits for another between two tiles.
-    // Without instructions for bf16, torch is four times as fast in fp32.
-    const bool widen = bf16 && path == Path::avx2;
+    // Without instructions for bf16, torch is four times as fast in fp32. Sums that are not scaled yet may be too large
+    // for fp16.
+    const bool coded = kind != Values::as_x, widen = (bf16 && path == Path::avx2) || (dtype == at::kHalf && coded);
     const Tensor wide = widen ? rows.to(at::kFloat) : rows, shift = widen && bias ? b.to(at::kFloat) : b;
-    const int64_t row_bytes = inputs * v.element_size();
+    const auto tile_type = coded ? wide.scalar_type() : dtype;
+    const int64_t row_bytes = inputs * at::elementSize(tile_type);
     const int64_t least = wide.scalar_type() == at::kFloat ? 256 : 64;
     const int64_t share = (outputs + at::get_num_threads() - 1) / at::get_num_threads();
-    const Unpack unpack = unpack_of(path, v.element_size());
+    const Unpack unpack = unpack_of(path, kind, tile_type);
     Tensor out = y.view({-1, outputs});
     at::parallel_for(0, outputs, std::max<int64_t>(share, WORK / inputs), [&](int64_t begin, int64_t end) {
         at::AutoDispatchBelowADInplaceOrView below;  // which is a thread's own
         const int64_t tile_rows = std::min(end - begin, std::max(least, TILE_BYTES / row_bytes / 64 * 64));
-        const Tensor tile = at::empty({tile_rows, inputs}, v.options());
+        const Tensor tile = at::empty({tile_rows, inputs}, x.options().dtype(tile_type));
         for (int64_t first = begin; first < end; first += tile_rows) {
             const int64_t count = std::min(tile_rows, end - first);
             unpack(static_cast<char*>(tile.mutable_data_ptr()), job, first, first + count);
             const Optional part_bias = bias ? Optional(shift.narrow(0, first, count)) : Optional();
-            const Tensor part = tile.narrow(0, 0, count);
-            out.narrow(1, first, count).copy_(at::linear(wide, widen ? part.to(at::kFloat) : part, part_bias));
+            const Tensor part = tile_type == wide.scalar_type() ? tile.narrow(0, 0, count)
+                                                                : tile.narrow(0, 0, count).to(wide.scalar_type());
+            Tensor product = at::linear(wide, part, coded ? Optional() : part_bias);
+            if (coded) {  // in fp32 or fp64, rounded once more
+                product = product.to(dtype == at::kDouble ? at::kDouble : at::kFloat);
+                product.mul_(s.narrow(0, first, count).view({-1}));
+                if (bias) product.add_(*part_bias);
+            }
+            out.narrow(1, first, count).copy_(product);
         }
     });
     return y;
 }
 
-using Call = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&);
+using Call = Tensor(const Tensor&, const Tensor&, const Tensor&, const Optional&, const Optional&);
 
 // Without a gradient to keep, straight to the kernel; with one, to the operator whose gradient is written in Python.
-Tensor without_gradient(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias) {
-    const bool wanted = x.requires_grad() || values.requires_grad() || (bias && bias->requires_grad());
+Tensor without_gradient(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias,
+                        const Optional& scale) {
+    const auto trains = [](const Optional& t) { return t && t->requires_grad(); };
+    const bool wanted = x.requires_grad() || values.requires_grad() || trains(bias) || trains(scale);
     if (at::GradMode::is_enabled() && wanted) {
         static auto call =
             c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24_with_gradient", "").typed<Call>();
-        return call.call(x, values, positions, bias);
+        return call.call(x, values, positions, bias, scale);
     }
     static auto call = c10::Dispatcher::singleton().findSchemaOrThrow("sparseforge::linear24", "").typed<Call>();
     at::AutoDispatchBelowADInplaceOrView below;
-    return call.call(x, values, positions, bias);
+    return call.call(x, values, positions, bias, scale);
 }
 
 }  // namespace

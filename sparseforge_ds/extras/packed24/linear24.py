@@ -10,7 +10,7 @@ its inputs are cast as those of nn.functional.linear are.
 from __future__ import annotations
 
 import logging
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -27,16 +27,19 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @torch.library.custom_op("sparseforge::linear24", mutates_args=())
-def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear24(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """`nn.functional.linear` with a weight that `pack24` packed along its last axis.
 
     Positions are not checked for damage at each call: whoever loads them does that once, by `unpack24`.
 
     Args:
         x: (..., in), of any strides.
-        values: (out, in/2), the kept values, in the dtype of `x`.
+        values: (out, in/2), the kept values, in the dtype of `x`; with `scale` int8 without -128, or float8_e4m3fn.
         positions: (out, ceil(in/8)), uint8, where they belong.
         bias: (out,), in the dtype of `x`.
+        scale: (out, 1), fp32, by which the sums of 8-bit values are multiplied; None for values without.
 
     Returns:
         (..., out) in the dtype of `x`. Its gradient goes to `x` and to `bias`; a packed weight has none.
@@ -44,26 +47,32 @@ def linear24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None =
     Raises:
         ValueError: shapes, dtypes or devices do not belong together, or a dtype is none of a packed weight.
     """
-    require_operands("linear24", x, values, positions, bias)
+    require_operands("linear24", x, values, positions, bias, scale=scale)
     if x.device.type == "cpu" and load_cpu_kernel():
-        result: Tensor = linear24(x, values, positions, bias)  # the C++ kernel has taken this one's place
+        result: Tensor = linear24(x, values, positions, bias, scale)  # the C++ kernel has taken this one's place
         return result
-    return reference24(x, values, positions, bias)
+    return reference24(x, values, positions, bias, scale)
 
 
-def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
-    """What every kernel computes, up to rounding: unpack the weight and multiply."""
-    return torch.nn.functional.linear(x, unpack24(values, positions), bias)
+def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """Return what every kernel computes, up to rounding: unpack the weight and multiply."""
+    return torch.nn.functional.linear(x, unpack24(values, positions, scale, x.dtype), bias)
 
 
-def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+def _on_gpu(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
-    require_operands("linear24", x, values, positions, bias)
+    require_operands("linear24", x, values, positions, bias, scale=scale)
+    if scale is not None:
+        return reference24(x, values, positions, bias, scale)
     found = mma24(x, values, positions, bias)
     if found is not None:
         return found
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
-    result: Tensor = (reference24 if kernels is None else kernels.triton24)(x, values, positions, bias)
+    if kernels is None:
+        return reference24(x, values, positions, bias, scale)
+    result: Tensor = kernels.triton24(x, values, positions, bias)
     return result
 
 
@@ -83,48 +92,51 @@ def triton_kernels() -> Any:
     return import_module("sparseforge_ds.extras.packed24.triton_kernel")
 
 
-def _fake(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
-    require_operands("linear24", x, values, positions, bias)
+def _fake(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    require_operands("linear24", x, values, positions, bias, scale=scale)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
 @torch.library.custom_op("sparseforge::linear24_with_gradient", mutates_args=())
-def _with_gradient(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+def _with_gradient(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """Where the C++ kernel sends a call of which a gradient is wanted, since its own has none."""
-    result: Tensor = linear24(x, values, positions, bias)
+    result: Tensor = linear24(x, values, positions, bias, scale)
     return result
 
 
 @torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
-def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, scale: Tensor | None = None) -> Tensor:
     """(..., out) -> (..., in): what `linear24` sends back to its `x`."""
-    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
-    return gradient @ unpack24(values, positions)
+    require_operands("linear24_input_gradient", gradient, values, positions, scale=scale, backward=True)
+    return gradient @ unpack24(values, positions, scale, gradient.dtype)
 
 
 @_input_gradient.register_fake
-def _(gradient: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    require_operands("linear24_input_gradient", gradient, values, positions, backward=True)
+def _(gradient: Tensor, values: Tensor, positions: Tensor, scale: Tensor | None = None) -> Tensor:
+    require_operands("linear24_input_gradient", gradient, values, positions, scale=scale, backward=True)
     return gradient.new_empty((*gradient.shape[:-1], 2 * values.shape[1]))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, values, positions, bias = inputs
-    if values.requires_grad:
+    _, values, positions, bias, scale = inputs
+    if values.requires_grad or (scale is not None and scale.requires_grad):
         raise ValueError(
             "linear24: a packed 2:4 weight cannot be trained; make the model dense by model.dequantize(), or train a "
             "low-rank adapter on top of it"
         )
-    ctx.save_for_backward(values, positions)
+    ctx.save_for_backward(values, positions, *(() if scale is None else (scale,)))
     ctx.has_bias = bias is not None
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
     """What an adapter below this layer needs; a bias may train."""
-    values, positions = ctx.saved_tensors
-    to_x = _input_gradient(gradient, values, positions) if ctx.needs_input_grad[0] else None
+    to_x = _input_gradient(gradient, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
     to_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
-    return to_x, None, None, to_bias
+    return to_x, None, None, to_bias, None
 
 
 for _operator in (linear24, _with_gradient):
@@ -132,17 +144,23 @@ for _operator in (linear24, _with_gradient):
     _operator.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
+def _refuse(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
+    require_operands("linear24", x, values, positions, bias, scale=scale)
+
+
 def _autocast(device: str) -> None:
     """`register_autocast` of torch knows one dtype; autocast's own is asked for at each call."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
-    def cast_inputs(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> Tensor:
+    def cast_inputs(
+        x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         # A dtype that no packed weight has is left for the operator to refuse.
         x, values = (each.to(dtype) if each.dtype in VALUE_DTYPES else each for each in (x, values))
         bias = None if bias is None else bias.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            result: Tensor = linear24(x, values, positions, bias)
+            result: Tensor = linear24(x, values, positions, bias, scale)
             return result
 
     _LIBRARY.impl("linear24", cast_inputs, f"Autocast{device.upper()}")
@@ -150,8 +168,8 @@ def _autocast(device: str) -> None:
 
 _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
 # The C++ kernel calls it where its own comparisons fail, so that every device says the same.
-_LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias) -> ()")
-_LIBRARY.impl("linear24_refused", partial(require_operands, "linear24"), "CompositeImplicitAutograd")
+_LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias, Tensor? scale) -> ()")
+_LIBRARY.impl("linear24_refused", _refuse, "CompositeImplicitAutograd")
 # `register_kernel` would add its own checks to each call, and keep the compiler out as well.
 _LIBRARY.impl("linear24", torch.compiler.disable(_on_gpu), "CUDA")
 for _device in ("cpu", "cuda"):

@@ -4,7 +4,7 @@
 // within a lane reads of its index, pick a value's input, and a blend joins the two halves.
 #pragma once
 
-#define ISA_AVX2 "avx2,fma"
+#define ISA_AVX2 "avx2,fma,f16c"
 
 constexpr int64_t BLOCK = 16;  // kept values; a word of positions
 
@@ -15,6 +15,7 @@ struct Sixteen;
 
 template <>
 struct Sixteen<float> {
+    static constexpr float UNIT = 1;
     static constexpr int FIRST[8] = {0, 1, 2, 3, 4, 5, 6, 7}, NEXT = 8, ORDER[8] = {0, 2, 1, 3, 4, 6, 5, 7};
     ISA(ISA_AVX2) static INLINE void load(const float* from, __m256& low, __m256& high) {
         low = _mm256_loadu_ps(from), high = _mm256_loadu_ps(from + 8);
@@ -23,11 +24,33 @@ struct Sixteen<float> {
 
 template <>
 struct Sixteen<c10::BFloat16> {  // a zero before each value makes fp32 of it, four values a lane
+    static constexpr float UNIT = 1;
     static constexpr int FIRST[8] = {0, 1, 2, 3, 8, 9, 10, 11}, NEXT = 4, ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
     ISA(ISA_AVX2) static INLINE void load(const c10::BFloat16* from, __m256& low, __m256& high) {
         const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), zero = _mm256_setzero_si256();
         low = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, all));
         high = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, all));
+    }
+};
+
+template <>
+struct Sixteen<Int8> : Sixteen<float> {
+    ISA(ISA_AVX2) static INLINE __m256 eight(const Int8* from) {
+        const __m128i code = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(code));
+    }
+    ISA(ISA_AVX2) static INLINE void load(const Int8* from, __m256& low, __m256& high) {
+        low = eight(from), high = eight(from + 8);
+    }
+};
+
+template <>
+struct Sixteen<Fp8> : Sixteen<float> {  // by way of fp16, 256 times too small: no flag flushes small numbers there
+    static constexpr float UNIT = 256;
+    ISA(ISA_AVX2) static INLINE void load(const Fp8* from, __m256& low, __m256& high) {
+        const __m256i code = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+        const __m256i half = _mm256_and_si256(_mm256_slli_epi16(code, 7), _mm256_set1_epi16(int16_t(0xBF80)));
+        low = _mm256_cvtph_ps(_mm256_castsi256_si128(half)), high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
     }
 };
 
@@ -42,11 +65,11 @@ ISA(ISA_AVX2) INLINE float total(__m256 sum) {
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-template <typename T, int R, int M>
+template <typename V, int R, int M>
 ISA(ISA_AVX2)
-INLINE void avx2_step(const Job& job, const float* x, const T* values, int64_t stride, const uint8_t* positions,
+INLINE void avx2_step(const Job& job, const float* x, const V* values, int64_t stride, const uint8_t* positions,
                       int64_t position_stride, __m256 (&sum)[R][M]) {
-    using S = Sixteen<T>;
+    using S = Sixteen<V>;
     const __m256i first = _mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(S::FIRST)), 1);
     const __m256i second = _mm256_add_epi32(first, _mm256_set1_epi32(2 * S::NEXT));
     __m256 input[M][4];
@@ -67,12 +90,12 @@ INLINE void avx2_step(const Job& job, const float* x, const T* values, int64_t s
     }
 }
 
-template <typename T, int R, int M>
+template <typename T, typename V, int R, int M>
 ISA(ISA_AVX2)
 void avx2_block(const Job& job, int64_t row, int64_t output) {
-    constexpr int64_t LINE = 64 / sizeof(T);
+    constexpr int64_t LINE = 64 / sizeof(V);
     const auto* x = static_cast<const float*>(job.x) + row * job.x_stride;
-    const auto* values = static_cast<const T*>(job.values) + output * job.kept;
+    const auto* values = static_cast<const V*>(job.values) + output * job.kept;
     const auto* positions = job.positions + output * job.position_bytes;
     __m256 sum[R][M];
     for (int r = 0; r < R; ++r)
@@ -85,33 +108,33 @@ void avx2_block(const Job& job, int64_t row, int64_t output) {
         for (int i = 0; i < LINE / 4 * R; i += 64) fetch(later + i);
 #pragma GCC unroll 2
         for (int64_t i = at; i < at + LINE; i += BLOCK)
-            avx2_step<T, R, M>(job, x + 2 * i, values + i, job.kept, positions + i / 4, job.position_bytes, sum);
+            avx2_step<V, R, M>(job, x + 2 * i, values + i, job.kept, positions + i / 4, job.position_bytes, sum);
     }
     for (; at < job.kept; at += BLOCK) {  // through copies, with zeros behind the last value
         const int64_t count = std::min(BLOCK, job.kept - at);
-        T padded[R][BLOCK] = {};
+        V padded[R][BLOCK] = {};
         uint8_t words[R][4] = {};
         for (int r = 0; r < R; ++r) {
-            std::memcpy(padded[r], values + r * job.kept + at, count * sizeof(T));
+            std::memcpy(padded[r], values + r * job.kept + at, count * sizeof(V));
             std::memcpy(words[r], positions + r * job.position_bytes + at / 4, (count + 3) / 4);
         }
-        avx2_step<T, R, M>(job, x + 2 * at, padded[0], BLOCK, words[0], 4, sum);
+        avx2_step<V, R, M>(job, x + 2 * at, padded[0], BLOCK, words[0], 4, sum);
     }
     for (int r = 0; r < R; ++r)
-        for (int m = 0; m < M; ++m) store<T>(job, row + m, output + r, total(sum[r][m]));
+        for (int m = 0; m < M; ++m) store<T>(job, row + m, output + r, Sixteen<V>::UNIT * total(sum[r][m]));
 }
 
-template <typename T, int R>
+template <typename T, typename V, int R>
 void avx2_outputs(const Job& job, int64_t output) {
     int64_t row = 0;
-    for (; row + 2 <= job.rows; row += 2) avx2_block<T, R, 2>(job, row, output);
-    if (row < job.rows) avx2_block<T, R, 1>(job, row, output);
+    for (; row + 2 <= job.rows; row += 2) avx2_block<T, V, R, 2>(job, row, output);
+    if (row < job.rows) avx2_block<T, V, R, 1>(job, row, output);
 }
 
-template <typename T>
+template <typename T, typename V = T>
 void avx2_rows(const Job& job, int64_t output, int64_t end) {
     if (job.rows == 1)
-        for (; output + 8 <= end; output += 8) avx2_block<T, 8, 1>(job, 0, output);
-    for (; output + 4 <= end; output += 4) avx2_outputs<T, 4>(job, output);
-    for (; output < end; ++output) avx2_outputs<T, 1>(job, output);
+        for (; output + 8 <= end; output += 8) avx2_block<T, V, 8, 1>(job, 0, output);
+    for (; output + 4 <= end; output += 4) avx2_outputs<T, V, 4>(job, output);
+    for (; output < end; ++output) avx2_outputs<T, V, 1>(job, output);
 }

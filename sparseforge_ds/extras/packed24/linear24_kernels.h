@@ -10,8 +10,11 @@
 #include <c10/util/BFloat16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,13 +30,19 @@ struct Job {  // of a product with few rows of x
     const void* values;
     const uint8_t* positions;
     int64_t kept, position_bytes;  // of a row of the weight
+    const float* scale;  // of 8-bit values, or null
     const void* bias;  // or null
     void* y;
     int64_t outputs;
 };
 
+// Kept values in 8 bits. int8 is never -128.
+struct Int8 { int8_t code; };
+struct Fp8 { uint8_t code; };  // e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa, no infinity
+
 template <typename T>
 INLINE void store(const Job& job, int64_t row, int64_t output, float sum) {
+    if (job.scale) sum *= job.scale[output];
     if (job.bias) sum += static_cast<float>(static_cast<const T*>(job.bias)[output]);
     static_cast<T*>(job.y)[row * job.outputs + output] = static_cast<T>(sum);
 }
@@ -49,8 +58,10 @@ INLINE void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line
 
 struct Bf16 {
     using T = c10::BFloat16;
+    using V = T;
     using Word = uint64_t;
     static constexpr int64_t KEPT = 32;
+    static constexpr float UNIT = 1;
     struct Input { __m512i low, high; };
     struct Constants { __m512i shift, base, three; };
 
@@ -63,8 +74,8 @@ struct Bf16 {
         const __m512i bits = _mm512_multishift_epi64_epi8(c.shift, _mm512_set1_epi64(positions));
         return _mm512_ternarylogic_epi64(bits, c.three, c.base, 0xEA);  // (bits & 3) | base
     }
-    ISA(ISA_BF16) static INLINE __m512i values(const void* from) { return _mm512_loadu_si512(from); }
-    ISA(ISA_BF16) static INLINE __m512i values(const void* from, int64_t count) {
+    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from) { return _mm512_loadu_si512(from); }
+    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from, int64_t count) {
         return _mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from);
     }
     ISA(ISA_BF16) static INLINE Input input(const void* from) {
@@ -77,8 +88,10 @@ struct Bf16 {
 
 struct Fp32 {
     using T = float;
+    using V = T;
     using Word = uint32_t;
     static constexpr int64_t KEPT = 16;
+    static constexpr float UNIT = 1;
     struct Input { __m512 low, high; };
     struct Constants { __m512i shift, base, three; };
 
@@ -91,8 +104,8 @@ struct Fp32 {
         const __m512i bits = _mm512_srlv_epi32(_mm512_set1_epi32(positions), c.shift);
         return _mm512_ternarylogic_epi32(bits, c.three, c.base, 0xEA);
     }
-    ISA(ISA_FP32) static INLINE __m512 values(const void* from) { return _mm512_loadu_ps(from); }
-    ISA(ISA_FP32) static INLINE __m512 values(const void* from, int64_t count) {
+    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from) { return _mm512_loadu_ps(from); }
+    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from, int64_t count) {
         return _mm512_maskz_loadu_ps((uint32_t{1} << count) - 1, from);
     }
     ISA(ISA_FP32) static INLINE Input input(const void* from) {
@@ -103,79 +116,198 @@ struct Fp32 {
     }
 };
 
+// 8-bit values, of which a block is a cache line: 64, and 128 inputs, with two 64-bit words of positions.
+//
+// With bf16, two look-ups in tables of 128 entries make the upper and the lower byte of a value's bf16 of its magnitude,
+// and the sign is put on top. Interleaving the bytes within lanes leaves values 16 l to 16 l + 7 in lane l of one half,
+// and the next eight in the other. x lies so, too, in blocks of 128 inputs (see `halved`): what the first half meets,
+// 16 inputs of each 32, comes first.
+template <typename C>
+struct Bf16By {
+    using T = c10::BFloat16;
+    using V = C;
+    static constexpr int64_t KEPT = 64;
+    static constexpr float UNIT = 1;
+    struct Word { uint64_t low, high; };
+    struct Input { const char* from; };
+    struct Halves2 { __m512i first, second; };
+    struct Constants { __m512i lower[2], upper[2], shift[2], base, three, sign; };
+
+    ISA(ISA_BF16) static INLINE Constants constants() {
+        alignas(64) static const struct Bytes256 {
+            uint8_t lower[128], upper[128];
+            Bytes256() {
+                for (int code = 0; code < 128; ++code) {
+                    const float value = std::is_same_v<C, Int8> ? code
+                                        : code < 8              ? std::ldexp(float(code), -9)
+                                                                : std::ldexp(float(8 + code % 8), code / 8 - 10);
+                    uint32_t bits;
+                    std::memcpy(&bits, &value, sizeof bits);
+                    lower[code] = bits >> 16 & 255, upper[code] = bits >> 24;
+                }
+            }
+        } TABLE;
+        alignas(64) uint8_t shift[2][64];
+        alignas(64) uint16_t base[32];
+        for (int byte = 0; byte < 64; ++byte)
+            for (int half = 0; half < 2; ++half)
+                shift[half][byte] = 32 * (byte / 16 % 2) + 8 * (byte / 8 % 2) + byte % 8 + 16 * half;
+        for (int i = 0; i < 32; ++i) base[i] = 4 * (i / 2);
+        const auto load = [](const void* from) ISA(ISA_BF16) { return _mm512_loadu_si512(from); };
+        return {{load(TABLE.lower), load(TABLE.lower + 64)}, {load(TABLE.upper), load(TABLE.upper + 64)},
+                {load(shift[0]), load(shift[1])}, load(base), _mm512_set1_epi16(3), _mm512_set1_epi8(-128)};
+    }
+    ISA(ISA_BF16) static INLINE Halves2 index(const Constants& c, const Word& word) {
+        const __m512i bits = _mm512_mask_set1_epi64(_mm512_set1_epi64(word.low), 0xF0, word.high);
+        const __m512i first = _mm512_multishift_epi64_epi8(c.shift[0], bits);
+        const __m512i second = _mm512_multishift_epi64_epi8(c.shift[1], bits);
+        return {_mm512_ternarylogic_epi64(first, c.three, c.base, 0xEA),
+                _mm512_ternarylogic_epi64(second, c.three, c.base, 0xEA)};
+    }
+    ISA(ISA_BF16) static INLINE Halves2 decode(const Constants& c, __m512i code) {
+        const __m512i size = std::is_same_v<C, Int8> ? _mm512_abs_epi8(code) : code;  // bit 7 is not looked at
+        const __m512i lower = _mm512_permutex2var_epi8(c.lower[0], size, c.lower[1]);
+        __m512i upper = _mm512_permutex2var_epi8(c.upper[0], size, c.upper[1]);
+        upper = _mm512_ternarylogic_epi64(upper, code, c.sign, 0xF8);  // upper | (code & sign)
+        return {_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)};
+    }
+    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from) {
+        return decode(c, _mm512_loadu_si512(from));
+    }
+    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from, int64_t count) {
+        return decode(c, _mm512_maskz_loadu_epi8((uint64_t{1} << count) - 1, from));
+    }
+    ISA(ISA_BF16) static INLINE Input input(const void* from) { return {static_cast<const char*>(from)}; }
+    ISA(ISA_BF16) static INLINE __m512 add(__m512 sum, const Input& x, const Halves2& index, const Halves2& values) {
+        const auto part = [&](int i) ISA(ISA_BF16) { return _mm512_loadu_si512(x.from + 64 * i); };
+        sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_permutex2var_epi16(part(0), index.first, part(1)),
+                               (__m512bh)values.first);
+        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_permutex2var_epi16(part(2), index.second, part(3)),
+                                (__m512bh)values.second);
+    }
+};
+
+// With fp32, a quarter of the line at a time. fp8 becomes fp32 by way of fp16, 256 times too small: no flag makes zeros
+// of its small numbers there.
+template <typename C>
+struct Fp32By {
+    using T = float;
+    using V = C;
+    static constexpr int64_t KEPT = 64;
+    static constexpr float UNIT = std::is_same_v<C, Int8> ? 1 : 256;
+    struct Word { uint32_t part[4]; };
+    struct Input { const float* from; };
+    struct Indexes { __m512i part[4]; };
+    struct Values { __m512 part[4]; };
+    using Constants = Fp32::Constants;
+
+    ISA(ISA_FP32) static INLINE Constants constants() { return Fp32::constants(); }
+    ISA(ISA_FP32) static INLINE Indexes index(const Constants& c, const Word& word) {
+        return {Fp32::index(c, word.part[0]), Fp32::index(c, word.part[1]), Fp32::index(c, word.part[2]),
+                Fp32::index(c, word.part[3])};
+    }
+    ISA(ISA_FP32) static INLINE __m512 decode(__m128i code) {
+        if (std::is_same_v<C, Int8>) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(code));
+        const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7);
+        return _mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(int16_t(0xBF80))));
+    }
+    ISA(ISA_FP32) static INLINE Values values(const Constants&, const void* from) {
+        const auto* line = static_cast<const __m128i*>(from);
+        return {decode(_mm_loadu_si128(line)), decode(_mm_loadu_si128(line + 1)), decode(_mm_loadu_si128(line + 2)),
+                decode(_mm_loadu_si128(line + 3))};
+    }
+    ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, int64_t count) {
+        alignas(64) char line[64];
+        _mm512_store_si512(line, _mm512_maskz_loadu_epi8((uint64_t{1} << count) - 1, from));
+        return values(c, line);
+    }
+    ISA(ISA_FP32) static INLINE Input input(const void* from) { return {static_cast<const float*>(from)}; }
+    ISA(ISA_FP32) static INLINE __m512 add(__m512 sum, const Input& x, const Indexes& index, const Values& values) {
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i)
+            sum = Fp32::add(sum, Fp32::input(x.from + 32 * i), index.part[i], values.part[i]);
+        return sum;
+    }
+};
+
 // R outputs of M rows of x, from row `row` and output `output` on. A macro makes it for both ISAs: a template's target
 // cannot depend on its arguments.
 //
 // The first rows of x (AHEAD) fetch what comes next into the second-level cache: the same columns of the next R outputs,
 // since many pages at once are faster than one after another, and the positions after those in the order of memory.
-#define AVX512_BLOCK(NAME, P, ISA_NAME)                                                                          \
-    template <int R, int M, bool AHEAD>                                                                          \
-    ISA(ISA_NAME)                                                                                                \
-    INLINE void NAME##_step(const Job& job, const P::Constants& constants, const P::T* x, const P::T* values,    \
-                            const uint8_t* positions, __m512 (&sum)[R][M]) {                                     \
-        P::Input input[M];                                                                                       \
-        for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride);                                   \
-        _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) {                                                    \
-            if (AHEAD) fetch(values + (R + r) * job.kept);                                                       \
-            P::Word word;                                                                                        \
-            std::memcpy(&word, positions + r * job.position_bytes, sizeof word);                                 \
-            const auto index = P::index(constants, word);                                                        \
-            const auto kept = P::values(values + r * job.kept);                                                  \
-            for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                    \
-        }                                                                                                        \
-    }                                                                                                            \
-    template <int R, int M, bool AHEAD>                                                                          \
-    ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                               \
-        const auto constants = P::constants();                                                                   \
-        const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                    \
-        const auto* values = static_cast<const P::T*>(job.values) + output * job.kept;                           \
-        const auto* positions = job.positions + output * job.position_bytes;                                     \
-        __m512 sum[R][M];                                                                                        \
-        for (int r = 0; r < R; ++r)                                                                              \
-            for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();                                         \
-        int64_t at = 0;                                                                                          \
-        const auto step = [&](int64_t at) ISA(ISA_NAME) __attribute__((always_inline)) {                         \
-            NAME##_step<R, M, AHEAD>(job, constants, x + 2 * at, values + at, positions + at / 4, sum);          \
-        };                                                                                                       \
-        constexpr int64_t STEPS = AHEAD ? 8 : 1;                                                                 \
-        const auto* later = positions + 2 * R * job.position_bytes;                                              \
-        for (; at + STEPS * P::KEPT <= job.kept; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)        \
-            _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                        \
-                if (AHEAD) fetch(later + i * P::KEPT / 4 * R);                                                   \
-                step(at + i * P::KEPT);                                                                          \
-            }                                                                                                    \
-        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at);                                                \
-        if (const int64_t left = job.kept - at; left > 0) {                                                      \
-            for (int r = 0; r < R; ++r) {                                                                        \
-                P::Word word = 0;                                                                                \
-                std::memcpy(&word, positions + r * job.position_bytes + at / 4, job.position_bytes - at / 4);    \
-                const auto index = P::index(constants, word);                                                    \
-                const auto kept = P::values(values + r * job.kept + at, left);                                   \
-                for (int m = 0; m < M; ++m)                                                                      \
-                    sum[r][m] = P::add(sum[r][m], P::input(x + m * job.x_stride + 2 * at), index, kept);         \
-            }                                                                                                    \
-        }                                                                                                        \
-        for (int r = 0; r < R; ++r)                                                                              \
-            for (int m = 0; m < M; ++m) store<P::T>(job, row + m, output + r, _mm512_reduce_add_ps(sum[r][m]));  \
-    }                                                                                                            \
-    template <int R>                                                                                             \
-    void NAME##_rows(const Job& job, int64_t output) {                                                           \
-        int64_t row = job.rows % 4;                                                                              \
-        if (row == 3) NAME##_block<R, 3, true>(job, 0, output);                                                  \
-        if (row == 2) NAME##_block<R, 2, true>(job, 0, output);                                                  \
-        if (row == 1) NAME##_block<R, 1, true>(job, 0, output);                                                  \
-        if (row == 0) NAME##_block<R, 4, true>(job, 0, output), row = 4;                                         \
-        for (; row < job.rows; row += 4) NAME##_block<R, 4, false>(job, row, output);                            \
-    }                                                                                                            \
-    void NAME(const Job& job, int64_t output, int64_t end) {                                                     \
-        if (job.rows == 1)                                                                                       \
-            for (; output + 8 <= end; output += 8) NAME##_block<8, 1, true>(job, 0, output);                     \
-        for (; output + 4 <= end; output += 4) NAME##_rows<4>(job, output);                                      \
-        for (; output < end; ++output) NAME##_rows<1>(job, output);                                              \
+#define AVX512_BLOCK(NAME, P, ISA_NAME)                                                                              \
+    template <int R, int M, bool AHEAD>                                                                              \
+    ISA(ISA_NAME)                                                                                                    \
+    INLINE void NAME##_step(const Job& job, const P::Constants& constants, const P::T* x, const P::V* values,        \
+                            const uint8_t* positions, __m512 (&sum)[R][M]) {                                         \
+        P::Input input[M];                                                                                           \
+        for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride);                                       \
+        _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) {                                                        \
+            if (AHEAD) fetch(values + (R + r) * job.kept);                                                           \
+            P::Word word;                                                                                            \
+            std::memcpy(&word, positions + r * job.position_bytes, sizeof word);                                     \
+            const auto index = P::index(constants, word);                                                            \
+            const auto kept = P::values(constants, values + r * job.kept);                                           \
+            for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                        \
+        }                                                                                                            \
+    }                                                                                                                \
+    template <int R, int M, bool AHEAD>                                                                              \
+    ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                                   \
+        const auto constants = P::constants();                                                                       \
+        const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                        \
+        const auto* values = static_cast<const P::V*>(job.values) + output * job.kept;                               \
+        const auto* positions = job.positions + output * job.position_bytes;                                         \
+        __m512 sum[R][M];                                                                                            \
+        for (int r = 0; r < R; ++r)                                                                                  \
+            for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();                                             \
+        int64_t at = 0;                                                                                              \
+        const auto step = [&](int64_t at) ISA(ISA_NAME) __attribute__((always_inline)) {                             \
+            NAME##_step<R, M, AHEAD>(job, constants, x + 2 * at, values + at, positions + at / 4, sum);              \
+        };                                                                                                           \
+        constexpr int64_t STEPS = AHEAD ? 512 / sizeof(P::V) / P::KEPT : 1;                                          \
+        const auto* later = positions + 2 * R * job.position_bytes;                                                  \
+        for (; at + STEPS * P::KEPT <= job.kept; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)            \
+            _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                            \
+                if (AHEAD)                                                                                           \
+                    for (int64_t at = 0; at < P::KEPT / 4 * R; at += 64) fetch(later + i * P::KEPT / 4 * R + at);    \
+                step(at + i * P::KEPT);                                                                              \
+            }                                                                                                        \
+        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at);                                                    \
+        if (const int64_t left = job.kept - at; left > 0) {                                                          \
+            for (int r = 0; r < R; ++r) {                                                                            \
+                P::Word word{};                                                                                      \
+                std::memcpy(&word, positions + r * job.position_bytes + at / 4, job.position_bytes - at / 4);        \
+                const auto index = P::index(constants, word);                                                        \
+                const auto kept = P::values(constants, values + r * job.kept + at, left);                            \
+                for (int m = 0; m < M; ++m)                                                                          \
+                    sum[r][m] = P::add(sum[r][m], P::input(x + m * job.x_stride + 2 * at), index, kept);             \
+            }                                                                                                        \
+        }                                                                                                            \
+        for (int r = 0; r < R; ++r)                                                                                  \
+            for (int m = 0; m < M; ++m)                                                                              \
+                store<P::T>(job, row + m, output + r, P::UNIT * _mm512_reduce_add_ps(sum[r][m]));                    \
+    }                                                                                                                \
+    template <int R>                                                                                                 \
+    void NAME##_rows(const Job& job, int64_t output) {                                                               \
+        int64_t row = job.rows % 4;                                                                                  \
+        if (row == 3) NAME##_block<R, 3, true>(job, 0, output);                                                      \
+        if (row == 2) NAME##_block<R, 2, true>(job, 0, output);                                                      \
+        if (row == 1) NAME##_block<R, 1, true>(job, 0, output);                                                      \
+        if (row == 0) NAME##_block<R, 4, true>(job, 0, output), row = 4;                                             \
+        for (; row < job.rows; row += 4) NAME##_block<R, 4, false>(job, row, output);                                \
+    }                                                                                                                \
+    void NAME(const Job& job, int64_t output, int64_t end) {                                                         \
+        if (job.rows == 1)                                                                                           \
+            for (; output + 8 <= end; output += 8) NAME##_block<8, 1, true>(job, 0, output);                         \
+        for (; output + 4 <= end; output += 4) NAME##_rows<4>(job, output);                                          \
+        for (; output < end; ++output) NAME##_rows<1>(job, output);                                                  \
     }
 
 AVX512_BLOCK(avx512_bf16, Bf16, ISA_BF16)
 AVX512_BLOCK(avx512_fp32, Fp32, ISA_FP32)
+AVX512_BLOCK(avx512_bf16_int8, Bf16By<Int8>, ISA_BF16)
+AVX512_BLOCK(avx512_bf16_fp8, Bf16By<Fp8>, ISA_BF16)
+AVX512_BLOCK(avx512_fp32_int8, Fp32By<Int8>, ISA_FP32)
+AVX512_BLOCK(avx512_fp32_fp8, Fp32By<Fp8>, ISA_FP32)
 #include "linear24_avx2.h"
 #endif
 
@@ -183,6 +315,7 @@ AVX512_BLOCK(avx512_fp32, Fp32, ISA_FP32)
 typedef float Floats __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(32)));
 typedef uint16_t Halves __attribute__((vector_size(16)));
+typedef int8_t Codes __attribute__((vector_size(8)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef uint64_t Pair __attribute__((vector_size(16)));
 constexpr int64_t LANES = 8;

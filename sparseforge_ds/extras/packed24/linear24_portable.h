@@ -11,16 +11,30 @@ INLINE Floats load(const c10::BFloat16* from) {
     return (Floats)(__builtin_convertvector(half, Ints) << 16);
 }
 
-template <typename T, int M>
+INLINE Floats load(const Int8* from) {
+    Codes code;
+    std::memcpy(&code, from, sizeof code);
+    return __builtin_convertvector(__builtin_convertvector(code, Ints), Floats);
+}
+INLINE Floats load(const Fp8* from) {
+    Codes code;
+    std::memcpy(&code, from, sizeof code);
+    const Ints bits = __builtin_convertvector(code, Ints), size = bits & 0x7F;
+    const Ints normal = (size << 20) + (120 << 23);  // another bias
+    const Floats small = __builtin_convertvector(size, Floats) * 0x1p-9f;
+    return (Floats)((size < 8 ? (Ints)small : normal) | (bits & int32_t(0x80000000)));
+}
+
+template <typename T, typename V, int M>
 INLINE void product_block(const Job& job, int64_t row, int64_t output) {
     const Ints low = {1, 4, 16, 64, 256, 1024, 4096, 16384}, high = low * 2;
-    const auto* values = static_cast<const T*>(job.values) + output * job.kept;
+    const auto* values = static_cast<const V*>(job.values) + output * job.kept;
     const auto* positions = job.positions + output * job.position_bytes;
     const int64_t quarter = job.x_stride / 4;
     Floats sum[M] = {};
     for (int64_t at = 0; at < job.kept; at += LANES) {
         const int64_t left = std::min(LANES, job.kept - at);
-        T padded[LANES] = {};
+        V padded[LANES] = {};
         if (left < LANES) std::copy_n(values + at, left, padded);
         const Floats kept = load(left < LANES ? padded : values + at);
         uint16_t word = positions[at / 4];
@@ -41,12 +55,12 @@ INLINE void product_block(const Job& job, int64_t row, int64_t output) {
     }
 }
 
-template <typename T>
+template <typename T, typename V = T>
 INLINE void product_rows(const Job& job, int64_t output, int64_t end) {
     for (; output < end; ++output) {
         int64_t row = 0;
-        for (; row + 2 <= job.rows; row += 2) product_block<T, 2>(job, row, output);
-        if (row < job.rows) product_block<T, 1>(job, row, output);
+        for (; row + 2 <= job.rows; row += 2) product_block<T, V, 2>(job, row, output);
+        if (row < job.rows) product_block<T, V, 1>(job, row, output);
     }
 }
 
@@ -94,5 +108,33 @@ INLINE void unpack_rows(char* to, const Job& job, int64_t row, int64_t end) {
             unpack_step(to, from, SIZE == 2 ? TABLES.two[half] : TABLES.four[half], 2 * SIZE);
             to += 4 * SIZE;
         }
+    }
+}
+
+INLINE void put(float* to, Floats from) { std::memcpy(to, &from, sizeof from); }
+INLINE void put(double* to, Floats from) {
+    for (int i = 0; i < LANES; ++i) to[i] = from[i];
+}
+INLINE void put(c10::BFloat16* to, Floats from) {  // exact, of 8-bit values
+    const Halves half = __builtin_convertvector((Ints)from >> 16, Halves);
+    std::memcpy(to, &half, sizeof half);
+}
+
+// Rows of 8-bit values as rows of the dense weight, not scaled.
+template <typename T, typename V>
+INLINE void unpack_codes(char* to, const Job& job, int64_t row, int64_t end) {
+    std::vector<T> kept(job.kept + LANES);
+    for (; row < end; ++row, to += 2 * job.kept * sizeof(T)) {
+        const V* from = static_cast<const V*>(job.values) + row * job.kept;
+        int64_t at = 0;
+        for (; at + LANES <= job.kept; at += LANES) put(kept.data() + at, load(from + at));
+        if (at < job.kept) {
+            V padded[LANES] = {};
+            std::copy_n(from + at, job.kept - at, padded);
+            put(kept.data() + at, load(padded));
+        }
+        Job one = job;
+        one.values = kept.data(), one.positions = job.positions + row * job.position_bytes;
+        unpack_rows<sizeof(T)>(to, one, 0, 1);
     }
 }

@@ -1,13 +1,13 @@
 """Experts in one tensor that stay packed when transformers loads them.
 
-transformers merges the experts of a layer from a file's tensors by its own steps, which do the same to values and to
-positions; so no expert is ever unpacked. Imported by transformers' loader only, as `packed24_loading` is.
+transformers merges the experts of a layer from a file's tensors by its own steps, which do the same to values,
+positions and scales; so no expert is ever unpacked. Imported by transformers' loader only, as `packed24_loading` is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.file_headers import note_damage
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE
 from sparseforge_ds.mask.packing import POSITIONS, check24
 from sparseforge_ds.model.loading_targets import Targets
 from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
@@ -23,17 +24,18 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def keep_experts(
-    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any]
+    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any], grid: str | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Make place in a model, still empty, for the experts in one tensor whose weights are packed in its files.
 
-    The conversions that merge them are there twice afterwards: for their values, and for their positions.
+    The conversions that merge them are there several times afterwards: for their values, positions and scales.
 
     Args:
         model: as `from_pretrained` has built it.
         keys: names of all tensors in the packed folder's files, after `check_headers`.
         targets: of these tensors.
         conversions: by which transformers would load the dense model.
+        grid: `values` of the model's quantization_config.
 
     Returns:
         (conversions of experts that stay packed, all others). Experts of which some layer cannot keep them are named in
@@ -51,7 +53,7 @@ def keep_experts(
         kind = packed_kind(experts)
         why = _why_unpacked(experts, kind, names, by)
         if kind is not None and why is None:
-            pack_experts(experts, kind, names)
+            pack_experts(experts, kind, names, None if grid is None else GRIDS[grid])
             kept += [converter for converter in by if converter is not None and converter not in kept]
         else:
             unpacked[layer] = str(why)
@@ -59,7 +61,7 @@ def keep_experts(
         first, why = next(iter(unpacked.items()))
         weights = [model.get_parameter(f"{layer}.{name}") for layer in unpacked for name in layers[layer]]
         dense = sum(weight.nbytes for weight in weights)
-        packed = sum(weight.nbytes / 2 + weight.numel() / 8 for weight in weights)
+        packed = sum(weight.numel() * ((1 if grid else weight.itemsize) / 2 + 1 / 8) for weight in weights)
         more = f" and {len(unpacked) - 1} more" if len(unpacked) > 1 else ""
         _LOGGER.warning(
             "%s%s: experts are unpacked, since %s; %.3g MB of memory in place of %.3g",
@@ -69,10 +71,10 @@ def keep_experts(
         converter.copy(
             [pattern + what for pattern in converter._original_source_patterns],
             [pattern + what for pattern in converter._original_target_patterns],
-            operations=[*converter.operations, Hold24()],
+            operations=[*converter.operations, Hold24(what == SCALE)],
         )
         for converter in kept
-        for what in ("", POSITIONS)
+        for what in ("", POSITIONS, *([SCALE] if grid else []))
     ], [conversion for conversion in conversions if conversion not in kept]
 
 
@@ -99,8 +101,14 @@ def _why_unpacked(experts: nn.Module, kind: object, names: list[str], merged_by:
 
 
 class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """After the merge of all experts of a layer, for their values and for their positions: as `Packed24Experts` has
-    them."""
+    """Step after the merge of all experts of a layer that lays out a part of them as `Packed24Experts` has it.
+
+    Args:
+        of_scales: whether the part is scales.
+    """
+
+    def __init__(self, of_scales: bool = False) -> None:
+        self.of_scales = of_scales
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, **kwargs: Any
@@ -113,26 +121,37 @@ class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         return _IdentityOp()
 
 
-def held(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def held(model: nn.Module, name: str, tensor: Tensor, beside: Mapping[str, Tensor] | None = None) -> Tensor:
     """Return a tensor that there is a place for with each output's inputs side by side in memory, any other as it is.
 
-    Damage is noted on the model: a shape that is not the place's, and positions that `check24` refuses.
+    Damage is noted on the model: a shape that is not the place's, and parts that `check24` refuses.
+
+    Args:
+        model: with the experts' places.
+        name: of the tensor's place.
+        tensor: values, positions or scales of all experts of a layer.
+        beside: other parts of the same weight that are not in their places yet, by name.
     """
     where, _, leaf = name.rpartition(".")
     experts: Any = model.get_submodule(where)
     if not isinstance(experts, Packed24Experts):
         return tensor
-    weight, place = name.removesuffix(POSITIONS), getattr(experts, leaf)
+    weight, place = name.removesuffix(POSITIONS).removesuffix(SCALE), getattr(experts, leaf)
     if tensor.shape != place.shape:
         note_damage(model, weight, ValueError(f"has shape {tuple(tensor.shape)}, not {tuple(place.shape)}"))
         return torch.zeros_like(place, device=tensor.device)
-    if leaf.endswith(POSITIONS):
-        values = getattr(experts, leaf.removesuffix(POSITIONS))
-        for expert, positions in enumerate(tensor):
+
+    # The last part comes when the others are there.
+    base = leaf.removesuffix(POSITIONS).removesuffix(SCALE)
+    parts = [part for part in ("", POSITIONS, SCALE) if hasattr(experts, base + part)]
+    if leaf == base + parts[-1]:
+        given = {**(beside or {}), name: tensor}
+        tensors = [given.get(weight + part, getattr(experts, base + part)) for part in parts]
+        for expert, of_expert in enumerate(zip(*tensors, strict=True)):
             try:
-                check24(values[expert], positions)
+                check24(*of_expert)
             except ValueError as error:
                 note_damage(model, f"{weight}, expert {expert}", error)
     if experts.is_transposed:
         tensor = tensor.transpose(1, 2).contiguous().transpose(1, 2)
-    return tensor if leaf.endswith(POSITIONS) else nn.Parameter(tensor, requires_grad=False)
+    return tensor if leaf != base else nn.Parameter(tensor, requires_grad=False)

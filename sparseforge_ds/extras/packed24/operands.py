@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.packed_values import GRIDS, scale_shape
 from sparseforge_ds.mask.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES
 
+_ON_A_GRID = frozenset(GRIDS.values())
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
 
@@ -20,6 +22,7 @@ def require_operands(
     positions: Tensor,
     bias: Tensor | None = None,
     ends: Tensor | None = None,
+    scale: Tensor | None = None,
     backward: bool = False,
 ) -> None:
     """Reject arguments of an operator that do not belong together, by shapes, dtypes, layouts and devices alone.
@@ -31,6 +34,7 @@ def require_operands(
         positions: (out, ceil(in/8)), uint8; with `ends` (experts, out, ceil(in/8)).
         bias: (out,), or None.
         ends: (experts,), int32 or int64, of an operator on experts; None for one weight.
+        scale: (out, 1), fp32, of 8-bit values; with `ends` (experts, out, 1). None for values in the dtype of `x`.
         backward: `x` is the gradient of the outputs.
 
     Raises:
@@ -48,7 +52,7 @@ def require_operands(
             and x.ndim > 0
             and x.shape[-1] == (outputs if backward else 2 * kept)
             and dtype in VALUE_DTYPES
-            and values.dtype == dtype
+            and (values.dtype == dtype if scale is None else _is_scale(scale, values))
             and positions.dtype == torch.uint8
             and values.device == device
             and positions.device == device
@@ -57,13 +61,18 @@ def require_operands(
             and (ends is None or (x.ndim == 2 and _are_ends(ends, shape[0], x)))
         ):
             return
-    raise ValueError(f"{operator}: {_misfit(x, values, positions, bias, ends, backward)}")
+    raise ValueError(f"{operator}: {_misfit(x, values, positions, bias, ends, scale, backward)}")
 
 
 def require_ends(ends: list[int], rows: int) -> None:
     """Reject ends of experts' rows that leave the rows or go back."""
     if any(end < start for start, end in zip([0, *ends], [*ends, rows], strict=True)):
         raise ValueError(f"experts24: ends {ends} are not in order between 0 and the {rows} rows of x")
+
+
+def _is_scale(scale: Tensor, values: Tensor) -> bool:
+    same = scale.dtype == torch.float32 and scale.device == values.device and scale.layout == torch.strided
+    return same and values.dtype in _ON_A_GRID and scale.shape == (*values.shape[:-1], 1)
 
 
 def _is_bias(bias: Tensor, outputs: int, x: Tensor) -> bool:
@@ -77,10 +86,16 @@ def _are_ends(ends: Tensor, experts: int, x: Tensor) -> bool:
 
 
 def _misfit(
-    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, ends: Tensor | None, backward: bool
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    ends: Tensor | None,
+    scale: Tensor | None,
+    backward: bool,
 ) -> str:
     """Return the first reason why arguments do not belong together."""
-    operands = {"x": x, "values": values, "positions": positions, "bias": bias, "ends": ends}
+    operands = {"x": x, "values": values, "positions": positions, "bias": bias, "ends": ends, "scale": scale}
     tensors = {name: tensor for name, tensor in operands.items() if tensor is not None}
     shape, axes = tuple(values.shape), 2 if ends is None else 3
 
@@ -95,13 +110,18 @@ def _misfit(
             f"values of shape {shape} and positions of shape {tuple(positions.shape)} are no weight that is packed "
             "along its last axis"
         )
+    if scale is not None and scale.shape != (rows := scale_shape(shape, -1)):
+        return f"scale of shape {tuple(scale.shape)} does not fit values of shape {shape}; one a row is {rows}"
 
     # What they are made of.
     if positions.dtype != torch.uint8:
         return f"positions are uint8, these are {positions.dtype}"
     if ends is not None and ends.dtype not in _INTEGERS:
         return f"ends are int32 or int64, these are {ends.dtype}"
-    numbers = {name: tensor for name, tensor in tensors.items() if name not in ("positions", "ends")}
+    if scale is not None and (values.dtype not in _ON_A_GRID or scale.dtype != torch.float32):
+        return f"values with a scale are int8 or float8_e4m3fn, and it float32; these are {values.dtype}, {scale.dtype}"
+    other = ("positions", "ends", "scale") if scale is None else ("positions", "ends", "scale", "values")
+    numbers = {name: tensor for name, tensor in tensors.items() if name not in other}
     for name, tensor in numbers.items():
         if tensor.dtype not in VALUE_DTYPES:
             return f"{name} is {tensor.dtype}; packed weights and what they multiply are {VALUE_DTYPE_NAMES}"

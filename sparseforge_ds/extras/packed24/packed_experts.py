@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
+from sparseforge_ds.extras.packed24.packed_linear import keep_bits
+from sparseforge_ds.mask.packed_values import SCALE, scale_shape
 from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
 
 
@@ -16,8 +19,9 @@ class Packed24Experts(nn.Module):
 
     `gate_up_proj` (or `up_proj`) and `down_proj` hold the kept values of all experts, (experts, out, in/2), and buffers
     with `_positions` behind these names where they belong, (experts, out, ceil(in/8)); both are transposed where the
-    module's weights are. Activations, biases and norms are the module's own, used as transformers' ways to compute
-    experts use them (`transformers.integrations.moe`). This way is taken whatever `experts_implementation` says.
+    module's weights are. 8-bit values have scales beside them, `_scale`, (experts, out, 1). Activations, biases and
+    norms are the module's own, used as transformers' ways to compute experts use them
+    (`transformers.integrations.moe`). This way is taken whatever `experts_implementation` says.
     """
 
     is_transposed: bool
@@ -37,25 +41,33 @@ class Packed24Experts(nn.Module):
 
     def _product(self, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""
-        values, positions = getattr(self, name), getattr(self, name + POSITIONS)
+        parts = [getattr(self, name), getattr(self, name + POSITIONS), getattr(self, name + SCALE, None)]
         if self.is_transposed:
-            values, positions = values.transpose(1, 2), positions.transpose(1, 2)
-        y: Tensor = experts24(x.to(values.dtype), values, positions, ends)
+            parts = [part if part is None else part.transpose(1, 2) for part in parts]
+        values, positions, scale = parts
+        y: Tensor = experts24(x if scale is not None else x.to(values.dtype), values, positions, ends, scale)
         return y + getattr(self, f"{name}_bias")[experts] if self.has_bias else y
 
     @torch.no_grad()
-    def make_dense(self) -> None:
-        """Become the module that it was, with unpacked weights, one expert at a time."""
-        for held in [name for name in self._buffers if name.endswith(POSITIONS)]:
-            name = held.removesuffix(POSITIONS)
-            values, positions = getattr(self, name), getattr(self, held)
-            first = unpack24(values[0], positions[0])
+    def make_dense(self, dtype: torch.dtype = torch.float32) -> None:
+        """Become the module that it was, with unpacked weights, of 8-bit values in `dtype`, one expert at a time."""
+        for buffer in [name for name in self._buffers if name.endswith(POSITIONS)]:
+            name = buffer.removesuffix(POSITIONS)
+            values, positions, scale = getattr(self, name), getattr(self, buffer), getattr(self, name + SCALE, None)
+            scales = [None] * len(values) if scale is None else list(scale)
+            first = unpack24(values[0], positions[0], scales[0], dtype)
             dense = first.new_empty((len(values), *first.shape))
             for expert in range(len(values)):
-                dense[expert] = unpack24(values[expert], positions[expert])
-            delattr(self, held)
+                dense[expert] = unpack24(values[expert], positions[expert], scales[expert], dtype)
+            delattr(self, buffer)
+            if scale is not None:
+                delattr(self, name + SCALE)
             setattr(self, name, nn.Parameter(dense))
         self.__class__ = type(self).__bases__[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move as any module does, and keep 8-bit values and their scales when others are cast."""
+        return super()._apply(keep_bits(self, fn), recurse)
 
 
 class Packed24Llama4Experts(Packed24Experts):
@@ -81,17 +93,24 @@ def packed_kind(experts: nn.Module) -> type[Packed24Experts] | None:
     return Packed24Llama4Experts if type(experts).__name__ == "Llama4TextExperts" else None
 
 
-def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str]) -> None:
+def pack_experts(
+    experts: Any, kind: type[Packed24Experts], names: list[str], grid: torch.dtype | None = None
+) -> None:
     """Turn an experts module of transformers into one for packed weights, in place; the loader fills them.
 
     Args:
         experts: the module.
         kind: its `packed_kind`.
         names: its weights, each of which becomes an empty place for values and one for positions.
+        grid: dtype of 8-bit values, which have a place for scales too; None for values in the dtype of the module.
     """
     experts.__class__ = type(f"Packed24{type(experts).__name__}", (kind, type(experts)), {})
     for name in names:
         dense = getattr(experts, name)
-        values, positions = packed24_shapes(tuple(dense.shape), -2 if experts.is_transposed else -1)
-        setattr(experts, name, nn.Parameter(dense.new_empty(values), requires_grad=False))
+        axis = -2 if experts.is_transposed else -1
+        values, positions = packed24_shapes(tuple(dense.shape), axis)
+        setattr(experts, name, nn.Parameter(dense.new_empty(values, dtype=grid), requires_grad=False))
         experts.register_buffer(name + POSITIONS, dense.new_empty(positions, dtype=torch.uint8))
+        if grid is not None:
+            scales = dense.new_empty(scale_shape(values, axis), dtype=torch.float32)
+            experts.register_buffer(name + SCALE, scales)

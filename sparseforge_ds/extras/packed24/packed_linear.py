@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE
 from sparseforge_ds.mask.packing import unpack24
 
 
 class Packed24Linear(nn.Linear):
     """`nn.Linear` whose `weight` holds the kept values, (out, in/2), and `weight_positions` where they belong.
 
-    0.5625 of the bytes of a bf16 weight, in memory and in its state dict, whose names are those of a packed24 file. An
-    adapter may sit on it and be trained; `weight` itself has no gradient.
+    0.5625 of the bytes of a bf16 weight, with 8-bit values 0.3125, in memory and in its state dict, whose names are
+    those of a packed24 file. An adapter may sit on it and be trained; `weight` itself has no gradient.
 
     Args:
-        weight: (out, in/2), the kept values of `pack24`.
+        weight: (out, in/2), the kept values of `pack24`, or 8-bit ones of `round_values`.
         positions: (out, ceil(in/8)), uint8; checked for damage by whoever read them.
         bias: (out,), or None.
+        scale: (out, 1), fp32, of 8-bit values; None for others.
     """
 
     weight_positions: Tensor
+    weight_scale: Tensor | None
     dense_class: type[nn.Linear] = nn.Linear
     """Of the ordinary layer: Falcon has one that forms the same sum in its own words."""
 
-    def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None, scale: Tensor | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape[0], 2 * weight.shape[1]
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("weight_positions", positions)
+        self.register_buffer("weight_scale", scale)
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        result: Tensor = linear24(input, self.weight, self.weight_positions, self.bias)
+        result: Tensor = linear24(input, self.weight, self.weight_positions, self.bias, self.weight_scale)
         return result
 
-    def dense(self) -> nn.Module:
-        """The ordinary layer with the same weight; its bias is shared."""
+    def dense(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return the ordinary layer with the same weight, of 8-bit values in `dtype`; its bias is shared."""
         layer = self.dense_class(self.in_features, self.out_features, bias=False, device="meta")
-        layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
+        weight = unpack24(self.weight.detach(), self.weight_positions, self.weight_scale, dtype)
+        layer.weight = nn.Parameter(weight)
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Move as any module does, and keep 8-bit values and their scales when others are cast."""
+        return super()._apply(keep_bits(self, fn), recurse)
+
+
+def keep_bits(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `fn` for 8-bit values and scales of a module as integers, which it moves and cannot cast.
+
+    Args:
+        module: with packed weights.
+        fn: as `nn.Module._apply` takes it: it moves a tensor, or casts one that is floating point.
+    """
+    scales = {id(buffer) for name, buffer in module.named_buffers(recurse=False) if name.endswith(SCALE)}
+
+    def apply(tensor: Tensor) -> Tensor:
+        if not scales or (id(tensor) not in scales and tensor.dtype not in GRIDS.values()):
+            return fn(tensor)
+        return fn(tensor.view(torch.int8 if tensor.itemsize == 1 else torch.int32)).view(tensor.dtype)
+
+    return apply

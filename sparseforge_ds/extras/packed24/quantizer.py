@@ -10,7 +10,8 @@ linear layers instead, on CUDA (8.0 or more, 16 bits), which are faster from abo
 unpacked then. Semi-structured tensors are not saved, nor are branches.
 
 A packed weight lies under its own name, with half its inputs, beside `<name>_positions`: transformers without this
-package raises on the shape, where an unknown quant_method alone would be a mere warning.
+package raises on the shape, where an unknown quant_method alone would be a mere warning. 8-bit values have their scales
+in `<name>_scale`, and stay 8-bit in memory, whatever dtype the rest of the model is cast to.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, is_packed
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, STORED_GRIDS, is_packed
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -36,6 +38,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
             them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
         low_rank_learned: whether the folder has the projections P of these branches too.
+        values: a key of `GRIDS` for 8-bit values; None for values in the model's dtype.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         semi_structured: bool = False,
         low_rank: dict[str, int] | None = None,
         low_rank_learned: bool = False,
+        values: str | None = None,
         **more: Any,
     ) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
@@ -60,34 +64,57 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
             raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
         if not isinstance(low_rank_learned, bool):
             raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
+        self.values = require_grid(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """What a config.json says; without `low_rank_learned` where it is false, which older versions refuse."""
+        """Return the content for config.json, without keys that older versions refuse and that say nothing here."""
         content = super().to_dict()
-        return {key: value for key, value in content.items() if key != "low_rank_learned" or value}
+        return {key: value for key, value in content.items() if value or key not in ("low_rank_learned", "values")}
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
     """Puts packed layers into a model while transformers loads it."""
 
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
-    serialized_names = {"weight": ["weight", f"weight{POSITIONS}"]}
-    """For a model's own conversions, like the merge of experts; see `get_load_operations`."""
     _leaves = ("weight",)
     _files: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> list[str]:
+        """Suffixes of the tensors that are a packed weight."""
+        return ["", POSITIONS, *([SCALE] if self.quantization_config.values else [])]
+
+    @property
+    def serialized_names(self) -> dict[str, list[str]]:
+        """Names for a model's own conversions, like the merge of experts; see `get_load_operations`."""
+        return {"weight": [f"weight{part}" for part in self.parts]}
 
     def get_load_operations(self) -> dict[str, Any]:
         """Before a model's own conversions: unpacking comes first."""
         return {"dequantize": _operation}
 
     def get_weight_conversions(self) -> list[Any]:
-        """`weight` and `weight_positions` become `weight`; a weight that is not packed is passed through."""
+        """`weight` and its other parts become `weight`; a weight that is not packed is passed through."""
         from sparseforge_ds.transformers_internals import WeightConverter
 
         return [
-            WeightConverter([rf"\.{leaf}$", rf"\.{leaf}{POSITIONS}$"], f".{leaf}", [_operation(self)])
+            WeightConverter([rf"\.{leaf}{part}$" for part in self.parts], f".{leaf}", [_operation(self)])
             for leaf in self._leaves
         ]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype that a tensor of the files is cast to; None for 8-bit values and scales, which are not."""
+        if values := self.quantization_config.values:
+            stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+            if stored in (STORED_GRIDS[values], GRIDS[values]):
+                return None
+            # Names are loaded in order, so that scales come behind the positions of their weight.
+            behind = any(POSITIONS in pattern for pattern in getattr(converter, "collected_tensors", ()))
+            alone = any(getattr(step, "of_scales", False) for step in getattr(converter, "operations", ()))
+            if stored in ("F32", torch.float32) and (behind or alone):
+                return None
+        new_dtype: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
+        return new_dtype
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Check the files' headers, and choose how experts are merged: those that stay packed as dense ones are, all
@@ -97,10 +124,10 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         from sparseforge_ds.model.loading_targets import Targets
 
         headers, targets = read_headers(self._files), Targets(model, weight_conversions)
-        check_headers(model, headers, targets)
+        check_headers(model, headers, targets, self.quantization_config.values)
         if self.quantization_config.semi_structured:
             return list(super().update_weight_conversions(weight_conversions, model))
-        kept, others = keep_experts(model, headers, targets, weight_conversions)
+        kept, others = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.values)
         return [*kept, *super().update_weight_conversions(others, model)]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -168,11 +195,12 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         """Turn packed and semi-structured layers of a model into dense ones, in memory; branches stay."""
         from sparseforge_ds.model.branch import Branch, add_branch
 
+        dtype = _dtype(model)
         for name, module in list(model.named_modules()):
             if isinstance(module, Packed24Experts):
-                module.make_dense()
+                module.make_dense(dtype)
             elif is_packed(module):
-                dense = module.dense()
+                dense = module.dense(dtype)
                 if isinstance(module, Branch):
                     add_branch(dense, module.k, like=module).enabled = module.enabled
                 model.set_submodule(name, dense)
@@ -192,6 +220,12 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     def is_trainable(self) -> bool:
         """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
+
+
+def _dtype(model: Any) -> torch.dtype:
+    """Return the dtype that a model computes in: of its first floating-point parameter that is not 8-bit."""
+    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return next((dtype for dtype in floats if dtype not in GRIDS.values()), torch.float32)
 
 
 def _is_sparse(module: nn.Module) -> bool:

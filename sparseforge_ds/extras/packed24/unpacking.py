@@ -16,6 +16,7 @@ from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.merged_experts import held
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.mask.packed_values import SCALE
 from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpack24
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.transformers_internals import ConversionOps
@@ -25,8 +26,8 @@ _KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """Values and positions -> a layer that holds them, or the weight where no layer does (semi-structured tensors when
-    asked for, and experts that `keep_experts` has named); a weight without positions stays as it is."""
+    """Values, positions and scales -> a layer that holds them, or the weight where no layer does: semi-structured
+    tensors when asked for, and experts that `keep_experts` has named. A weight without positions stays as it is."""
 
     def __init__(self, semi_structured: bool) -> None:
         self.semi_structured = semi_structured
@@ -42,7 +43,8 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Take every entry that has a sibling with positions as a packed weight. Damage is noted on the model."""
-        if model is not None and full_layer_name is not None and len(input_dict) == 2 and _is_own(source_patterns):
+        is_packed = len(input_dict) > 1
+        if model is not None and full_layer_name is not None and is_packed and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
             if (type(layer) in _KEPT or _is_falcons(layer)) and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
@@ -50,14 +52,16 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
                 return _into_experts(model, full_layer_name, input_dict)
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
-            if _is_positions(name):
+            if _part(name):
                 continue
-            positions = next((input_dict[other] for other in input_dict if _belongs(other, name)), None)
-            if positions is None:
+            beside = [other for part in (POSITIONS, SCALE) for other in input_dict if _is_of(other, name, part)]
+            parts = [input_dict[other] for other in beside]
+            if not parts:
                 result[name] = tensors
             else:
-                pairs = zip(tensors, positions, strict=True)
-                result[name] = [_unpacked(model, full_layer_name or name, *pair) for pair in pairs]
+                dtype = _dtype_of(model, full_layer_name)
+                rows = zip(tensors, *parts, strict=True)
+                result[name] = [_unpacked(model, full_layer_name or name, dtype, *row) for row in rows]
         if not result:
             raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
         if not _is_own(source_patterns) or full_layer_name is None:
@@ -65,7 +69,7 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         (tensors,) = result.values()
         (weight,) = tensors
         layer = model.get_submodule(full_layer_name.rpartition(".")[0]) if model is not None else None
-        sparse = _semi_structured(weight, layer) if self.semi_structured and len(input_dict) == 2 else None
+        sparse = _semi_structured(weight, layer) if self.semi_structured and is_packed else None
         return {full_layer_name: weight if sparse is None else nn.Parameter(sparse, requires_grad=False)}
 
     @property
@@ -76,55 +80,68 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
 
 class Packed24Conv1D(Packed24Linear):
     """As `Packed24Linear`, of GPT-2's layer, whose weight is (in, out): `weight` (in/2, out), `weight_positions`
-    (ceil(in/8), out). In memory the inputs are contiguous. Not a `Conv1D`: peft reads the sizes of one off its weight.
+    (ceil(in/8), out), `weight_scale` (1, out). In memory the inputs are contiguous. Not a `Conv1D`: peft reads the
+    sizes of one off its weight.
     """
 
-    def __init__(self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None) -> None:
-        super().__init__(weight.t().contiguous(), positions.t().contiguous(), bias)
+    def __init__(
+        self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None, scale: Tensor | None = None
+    ) -> None:
+        super().__init__(weight.t().contiguous(), positions.t().contiguous(), bias, scale)
         self.weight.data = self.weight.data.t()
         self.weight_positions = self.weight_positions.t()
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
-        result: Tensor = linear24(input, self.weight.t(), self.weight_positions.t(), self.bias)
+        scale = None if self.weight_scale is None else self.weight_scale.t()
+        result: Tensor = linear24(input, self.weight.t(), self.weight_positions.t(), self.bias, scale)
         return result
 
-    def dense(self) -> nn.Module:
-        """The ordinary layer with the same weight; its bias is shared."""
+    def dense(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return the ordinary layer with the same weight, of 8-bit values in `dtype`; its bias is shared."""
         with torch.device("meta"):
             layer = Conv1D(self.out_features, self.in_features)
-        layer.weight = nn.Parameter(unpack24(self.weight.detach(), self.weight_positions))
+        weight = unpack24(self.weight.detach(), self.weight_positions, self.weight_scale, dtype)
+        layer.weight = nn.Parameter(weight)
         layer.register_parameter("bias", self.bias)
         return layer.train(self.training)
 
 
 def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
     """Put a packed layer in the place of `layer`, and return its tensors under their names for the loader to set."""
-    (values,) = next(tensors for pattern, tensors in given.items() if not _is_positions(pattern))
-    (positions,) = next(tensors for pattern, tensors in given.items() if _is_positions(pattern))
+    parts = {_part(pattern): tensor for pattern, (tensor,) in given.items()}
+    values, positions, scale = parts[""], parts[POSITIONS], parts.get(SCALE)
     try:
-        check24(values, positions)
+        check24(values, positions, scale)
     except ValueError as error:
         note_damage(model, name, error)
     kind: Any = Packed24Linear if isinstance(layer, nn.Linear) else Packed24Conv1D
-    packed = kind(values, positions, layer.bias)
+    packed = kind(values, positions, layer.bias, scale)
     if _is_falcons(layer):
         packed.dense_class = type(layer)
     if isinstance(layer, Branch):
         add_branch(packed, layer.k, like=layer).enabled = True
     model.set_submodule(name.rpartition(".")[0], packed.train(layer.training))
-    return {name: packed.weight, name + POSITIONS: packed.weight_positions}
+    return {name + part: getattr(packed, f"weight{part}") for part in parts}
 
 
-def _unpacked(model: Any, name: str, values: Tensor, positions: Tensor) -> Tensor:
-    """Return the dense weight; zeros in its place where its positions are damaged, which is noted on the model."""
+def _unpacked(
+    model: Any, name: str, dtype: torch.dtype, values: Tensor, positions: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """Return the dense weight; zeros in its place where it is damaged, which is noted on the model."""
     try:
-        return unpack24(values, positions)
+        return unpack24(values, positions, scale, dtype)
     except ValueError as error:
         note_damage(model, name, error)
         shape = list(values.shape)
         shape[packed24_axis(values.shape, positions.shape)] *= 2
-        return values.new_zeros(shape)
+        return values.new_zeros(shape, dtype=values.dtype if scale is None else dtype)
+
+
+def _dtype_of(model: Any, name: str | None) -> torch.dtype:
+    """Return the dtype of a model's parameter, or float32 where there is none of that name."""
+    place = dict(model.named_parameters()).get(name) if model is not None else None
+    return torch.float32 if place is None else place.dtype
 
 
 def _is_falcons(layer: nn.Module) -> bool:
@@ -134,8 +151,8 @@ def _is_falcons(layer: nn.Module) -> bool:
 
 def _into_experts(model: nn.Module, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
     """The weight of a layer's experts that lies in one tensor in the file too."""
-    tensors = {name + POSITIONS * _is_positions(pattern): tensor for pattern, (tensor,) in given.items()}
-    return {key: held(model, key, tensor) for key, tensor in tensors.items()}
+    tensors = {name + _part(pattern): tensor for pattern, (tensor,) in given.items()}
+    return {key: held(model, key, tensor, tensors) for key, tensor in tensors.items()}
 
 
 def _is_own(source_patterns: list[str]) -> bool:
@@ -143,12 +160,14 @@ def _is_own(source_patterns: list[str]) -> bool:
     return source_patterns[-1].endswith("$")
 
 
-def _is_positions(pattern: str) -> bool:
-    return pattern.removesuffix("$").endswith(POSITIONS)
+def _part(pattern: str) -> str:
+    """Return the suffix that makes a pattern one of positions or of scales; "" for values."""
+    name = pattern.removesuffix("$")
+    return next((part for part in (POSITIONS, SCALE) if name.endswith(part)), "")
 
 
-def _belongs(positions: str, values: str) -> bool:
-    return positions.removesuffix("$") == values.removesuffix("$") + POSITIONS
+def _is_of(other: str, values: str, part: str) -> bool:
+    return other.removesuffix("$") == values.removesuffix("$") + part
 
 
 def _semi_structured(weight: Tensor, layer: object) -> Tensor | None:

@@ -21,6 +21,7 @@ from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.basis.permutation import channels
 from sparseforge_ds.extras.packed24 import graph_speed, speed
+from sparseforge_ds.mask import packed_values
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
 
@@ -54,6 +55,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
     found = {name: options(command) for name, command in subcommands().items()}
     expected = {
         ("export", "--format"): get_args(formats.Format),
+        ("export", "--values"): tuple(packed_values.GRIDS),
         ("export", "--dtype"): ("auto", *source.DTYPES),
         ("consolidate", "--dtype"): ("auto", *source.DTYPES),
         ("generate", "--dtype"): ("auto", *source.DTYPES),

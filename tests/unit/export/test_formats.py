@@ -14,10 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import formats
+from sparseforge_ds.export import formats, model_folder
 from sparseforge_ds.export.formats import Format, export
 from sparseforge_ds.export.open import open_source
+from sparseforge_ds.export.proof import prove_folder
+from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packing import unpack24
 from tests.conftest import ROOT
 from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
@@ -188,3 +192,103 @@ def test_a_folder_changed_since_its_export_is_no_source(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="sha256"):
             export(open_source(sparse), tmp_path / "out", format, skip_proof=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "sparse"]
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A sparse bf16 folder with a tokenizer, and the texts to measure on."""
+    folder = tmp_path_factory.mktemp("rounded")
+    model = MODELS["llama"](vocab_size=BYTE_VOCABULARY).to(torch.bfloat16)
+    model.save_pretrained(folder / "dense")
+    byte_tokenizer().save_pretrained(folder / "dense")
+    export(ModelSource(model, folder / "dense", torch.bfloat16), folder / "sparse", skip_proof=True)
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times. " * 9)
+    return folder / "sparse", folder / "text.txt"
+
+
+@pytest.mark.parametrize("values", GRIDS)
+def test_8_bit_values_are_rounded_proved_measured_and_verified(
+    rounded: tuple[Path, Path], values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sparse, text), out = rounded, tmp_path / "out"
+    how = ["--format", "packed24", "--values", values]
+    assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
+    told = capsys.readouterr().out
+    assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
+    record = json.loads((out / "sparsity.json").read_text())
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config == {"quant_method": "sparseforge_packed24", "format": 1, "values": values}
+    if values == "int8":
+        assert 0 < record["compared"]["kl"] < 0.01 and record["compared"]["text"] == str(text)
+        assert f"KL to the model without rounding {record['compared']['kl']:.5f} nats a token on " in told
+    else:
+        assert "what rounding costs was not measured; give --text TEXT" in told
+
+    # Five bits a weight, and a scale a row; what is unpacked is what was hashed.
+    stored, exact = TensorFolder(out), open_source(sparse)
+    for name, row in record["weights"].items():
+        codes, positions, scale = (stored.read(name + part) for part in ("", "_positions", "_scale"))
+        assert codes.nbytes + positions.nbytes == 5 / 8 * exact.read(name).numel()
+        assert codes.dtype == GRIDS[values] and scale.shape == (len(codes), 1)
+        dense = unpack24(codes, positions, scale, torch.bfloat16)
+        assert hash_tensor(dense) == row["sha256"] and 0 < row["error"] < (0.01 if values == "int8" else 0.04)
+        error = (dense - exact.read(name)).double().norm() / exact.read(name).double().norm()
+        assert row["error"] == pytest.approx(error.item())
+    assert main(["verify", str(out), "--json", str(tmp_path / "report.json")]) == 0
+    described = f"values: {values}, one scale a row; rounding changed a weight by "
+    assert described in told and described in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["values"] == values
+
+    # It is a source of what it computes, and is not rounded twice.
+    export(open_source(out), tmp_path / "hf", skip_proof=True)
+    dense = TensorFolder(tmp_path / "hf")
+    assert all(hash_tensor(dense.read(name)) == row["sha256"] for name, row in record["weights"].items())
+    assert main(["export", str(out), str(tmp_path / "again"), *how]) == 2
+    assert f"are {values} already, and would be rounded twice; export from what" in capsys.readouterr().err
+
+    # Scales that were changed so little that no weight changes are seen, too.
+    tensors = load_file(out / "model.safetensors")
+    first = next(iter(record["weights"]))
+    scale = tensors[first + "_scale"]
+    scale[0] = scale[0].nextafter(torch.tensor(1.0))
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(out)]) == 1
+    assert f"not the exported bytes: {first}" in capsys.readouterr().out
+    scale[0] = 0
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(out)]) == 2
+    assert f"{first}: scales are positive and finite, and 1 are not, first 0.0" in capsys.readouterr().err
+
+
+def test_flags_of_8_bit_values_that_do_not_fit(
+    rounded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse, out = str(rounded[0]), str(tmp_path / "out")
+    for flags, message in (
+        (["--values", "int8"], "--values int8: the hf format stores no 8-bit values; give --format packed24"),
+        (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),
+        (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: give a file of"),
+    ):
+        assert main(["export", sparse, out, *flags]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--values int4: use one of int8, fp8_e4m3"):
+        export(open_source(sparse), out, "packed24", values="int4")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_proof_sees_an_8_bit_weight_that_was_packed_wrong(
+    rounded: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = model_folder.round_values
+
+    def twice(values: Any, input_axis: int, dtype: Any) -> Any:
+        codes, scale = honest(values, input_axis, dtype)
+        return codes, scale * 2
+
+    source = open_source(rounded[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(model_folder, "round_values", twice)
+        (tmp_path / "wrong").mkdir()
+        model_folder.write_model(source, tmp_path / "wrong", packed=True, grid="int8")
+    with pytest.raises(ValueError, match="the proof failed: its logits differ from the source's"):
+        prove_folder(source, tmp_path / "wrong", plain=False, grid="int8")

@@ -145,7 +145,7 @@ def test_an_error_leaves_nothing(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prove(source: Source, folder: Path, plain: bool) -> dict[str, Any]:
+    def prove(source: Source, folder: Path, plain: bool, grid: str | None) -> dict[str, Any]:
         assert check_folder(folder).ok and plain and not (tmp_path / "out").exists()
         raise ValueError("not the same logits")
 
@@ -153,7 +153,7 @@ def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="not the same logits"):
         export(open_source(run), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(formats, "prove_folder", lambda source, folder, plain: {"logits": "equal"})
+    monkeypatch.setattr(formats, "prove_folder", lambda source, folder, plain, grid: {"logits": "equal"})
     export(open_source(run), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "sparsity.json").read_text())["proof"] == {"logits": "equal"}
 

@@ -118,7 +118,7 @@ def test_nothing_is_left_of_an_export_that_fails_its_proof(
     with pytest.raises(ValueError, match="the written folder does not verify"):
         export(source, tmp_path / "out", "packed24")
 
-    def spoil(source: Source, folder: Path, plain: bool) -> None:
+    def spoil(source: Source, folder: Path, plain: bool, grid: str | None) -> None:
         raise ValueError(f"{folder}: the proof failed: as it should")
 
     monkeypatch.undo()

@@ -19,6 +19,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from sparseforge_ds.extras.packed24.vllm.experts import Packed24Experts
 from sparseforge_ds.extras.packed24.vllm.linear import Packed24LinearMethod
+from sparseforge_ds.mask.packed_values import require_grid
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
 
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -67,6 +68,11 @@ class Packed24VLLMConfig(QuantizationConfig):
             raise ValueError(
                 f"{PACKED24}: the model has low-rank branches (low_rank of its quantization_config), without which its "
                 "weights compute nonsense, and which vLLM does not add; use transformers, or train without low_rank"
+            )
+        if (grid := require_grid(config.get("values"))) is not None:
+            raise ValueError(
+                f"{PACKED24}: the model has {grid} values, for which the vLLM plug-in has no layers yet; use "
+                "transformers, or serve an export without --values"
             )
         return cls(config.get("format", PACKED24_FORMAT))
 

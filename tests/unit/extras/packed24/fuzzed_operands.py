@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.experts24 import experts24
 from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packed_values import GRIDS, round_values
 from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
 
 FLOATS = sorted(VALUE_DTYPES, key=str)
@@ -40,6 +41,9 @@ def sound(operator: str, rng: random.Random) -> Operands:
         "values": torch.randn(*lead, outputs, 2 * groups).to(dtype),
         "positions": half[..., ::2] | half[..., 1::2] << 4,
     }
+    if rng.random() < 0.4:  # 8-bit values
+        grid = rng.choice(list(GRIDS.values()))
+        operands["values"], operands["scale"] = round_values(operands["values"].float(), -1, grid)
     if operator == "linear24" and rng.random() < 0.5:
         operands["bias"] = torch.randn(outputs).to(dtype)
     if lead:
@@ -51,8 +55,10 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
     """The same with one operand of another dtype, shape, device, layout or content, or with all in a foreign dtype."""
     if rng.random() < 0.2:  # as a mixture of a damaged file has them: x takes the dtype of the values
         dtype = rng.choice(OTHERS)
-        kept = {name: operands[name] for name in operands.keys() & {"positions", "ends"}}
+        kept = {name: operands[name] for name in operands.keys() & {"positions", "ends", "scale"}}
         return {name: tensor.to(dtype) for name, tensor in operands.items()} | kept
+    if "scale" in operands and rng.random() < 0.1:
+        return {name: tensor for name, tensor in operands.items() if name != "scale"}
     name = rng.choice(sorted(operands))
     tensor = operands[name]
     axis = rng.randrange(tensor.ndim)
@@ -77,7 +83,8 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
 def literal(operands: Operands, backward: bool) -> Tensor:
     """The product in float64, by `unpack24` and one row after another. ValueError for damaged positions."""
     x, values, positions = (operands[name] for name in ("x", "values", "positions"))
-    weight = unpack24(values.double(), positions)
+    weight = unpack24(values.float().double() if "scale" in operands else values.double(), positions)
+    weight = weight * operands["scale"].double() if "scale" in operands else weight
     if "ends" not in operands:
         product = x.double() @ (weight if backward else weight.mT)
         return product + operands["bias"].double() if "bias" in operands else product
@@ -98,6 +105,11 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def by_argument(operator: str, operands: Operands) -> Operands:
+    """Return operands by the names of an operator's arguments."""
+    return {"gradient" if name == "x" and "gradient" in operator else name: tensor for name, tensor in operands.items()}
+
+
 def try_case(seed: int) -> str:
     """Run one case and say what came of it: refused, or accepted with the right product."""
     rng = random.Random(seed)
@@ -108,7 +120,7 @@ def try_case(seed: int) -> str:
     if not is_sound:
         operands = damaged(operands, rng)
     try:
-        product = OPERATORS[operator](*operands.values())
+        product = OPERATORS[operator](**by_argument(operator, operands))
     except ValueError as error:
         assert not is_sound and "\n" not in str(error), f"seed {seed}: {operator}: {error}"
         return "refused"

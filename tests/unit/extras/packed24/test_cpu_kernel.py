@@ -15,8 +15,10 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packed_values import GRIDS, LARGEST
 from sparseforge_ds.mask.packing import pack24, unpack24
 from tests.conftest import ROOT
+from tests.unit.extras.packed24.test_linear24 import rounded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -27,14 +29,21 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return pack24(weight.to(dtype), -1)
 
 
-def within_bound(found: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> bool:
-    """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32."""
-    weight = unpack24(values, positions).double()
+def within_bound(
+    found: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
+) -> bool:
+    """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32.
+
+    Sums of 8-bit values may be rounded before they are scaled, which adds eps(dtype) |y64 - bias|.
+    """
+    weight = unpack24(values.double() if scale is None else values.float().double(), positions)
+    weight = weight if scale is None else weight * scale.double()
     shift = torch.zeros(len(values), dtype=torch.float64) if bias is None else bias.double()
     expected, size = x.double() @ weight.T + shift, x.double().abs() @ weight.T.abs() + shift.abs()
     sums = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     info = torch.finfo(x.dtype)
     bound = info.eps * expected.abs() + x.shape[-1] * sums * size + info.tiny
+    bound += 0 if scale is None else info.eps * (expected - shift).abs()
     return bool(((found.double() - expected).abs() <= bound).all())
 
 
@@ -60,14 +69,23 @@ def path(request: pytest.FixtureRequest) -> str:
     dtype=st.sampled_from(DTYPES),
     with_bias=st.booleans(),
     layout=st.sampled_from(["plain", "transposed", "strided", "three axes"]),
+    grid=st.sampled_from([None, *GRIDS]),
     seed=st.integers(0, 99),
 )
 def test_within_the_stated_bound_of_fp64(
-    path: str, rows: int, outputs: int, groups: int, dtype: torch.dtype, with_bias: bool, layout: str, seed: int
+    path: str,
+    rows: int,
+    outputs: int,
+    groups: int,
+    dtype: torch.dtype,
+    with_bias: bool,
+    layout: str,
+    grid: str | None,
+    seed: int,
 ) -> None:
     torch.manual_seed(seed)
     inputs = 4 * groups
-    values, positions = packed(outputs, inputs, dtype)
+    values, positions, *scale = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid)
     x = torch.randn(rows, inputs).to(dtype)
     x = {
         "plain": x,
@@ -76,9 +94,30 @@ def test_within_the_stated_bound_of_fp64(
         "three axes": x.expand(2, rows, inputs),
     }[layout]
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    found = linear24(x, values, positions, bias)
+    found = linear24(x, values, positions, bias, *scale)
     assert found.dtype == dtype and found.is_contiguous() and found.shape == (*x.shape[:-1], outputs)
-    assert within_bound(found, x, values, positions, bias)
+    assert within_bound(found, x, values, positions, bias, *scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> None:
+    """Each code in many places of a row, by both ways; small ones of fp8 also where torch flushes its own to zero."""
+    codes = torch.arange(256, dtype=torch.uint8).view(GRIDS[grid])
+    codes = codes[codes.float().isfinite() & (codes.float() >= -LARGEST[GRIDS[grid]])].view(torch.uint8)
+    kept = len(codes) // 4 * 4
+    values = torch.stack([codes.roll(shift)[:kept] for shift in range(0, len(codes), 29)]).view(GRIDS[grid])
+    positions = torch.full((1, kept // 4), 0x44, dtype=torch.uint8)  # the first two of each group
+    x = unpack24(torch.eye(kept), positions.expand(kept, -1).contiguous()).to(dtype)
+    operands = (values, positions.expand(len(values), -1), None, torch.ones(len(values), 1))
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        try:
+            products = [linear24(x, *operands), torch.cat([linear24(row[None], *operands) for row in x[::5]])]
+        finally:
+            torch.set_flush_denormal(False)
+        assert torch.equal(products[0].float(), values.float().T)
+        assert torch.equal(products[1].float(), values.float().T[::5])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
@@ -87,12 +126,15 @@ def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
     x, bias = torch.randn(75, 14336).to(dtype), torch.randn(300).to(dtype)
+    codes, places, scale = rounded(300, 14336, "int8")
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             for rows in (1, 19, 73, 75):
                 assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
+                found = linear24(x[:rows], codes, places, bias, scale)
+                assert within_bound(found, x[:rows], codes, places, bias, scale)
     finally:
         torch.set_num_threads(threads)
 

@@ -7,35 +7,47 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
+from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.packing import unpack24
-from tests.unit.extras.packed24.test_linear24 import packed
+from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
 ENDS = torch.tensor([2, 2, 5])
 """Expert 0 has two rows, 1 has none, 2 has three; of 7 rows, two belong to nobody."""
 
 
-def experts(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    values, positions = zip(*(packed(6, 20, dtype) for _ in ENDS), strict=True)
-    return torch.stack(values), torch.stack(positions)
+def experts(dtype: torch.dtype = torch.float32, grid: str | None = None) -> list[Tensor]:
+    """Return (values, positions) of all experts; with a grid also their scales."""
+    made = [packed(6, 20, dtype) if grid is None else rounded(6, 20, grid) for _ in ENDS]
+    return [torch.stack(parts) for parts in zip(*made, strict=True)]
 
 
-def dense(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    weight = unpack24(values, positions)
+def dense(x: Tensor, values: Tensor, positions: Tensor, *scale: Tensor) -> Tensor:
+    weight = unpack24(values, positions, *scale)
     return torch.cat((x[:2] @ weight[0].T, x[2:5] @ weight[2].T, x.new_zeros(2, 6)))
 
 
+def multiply(x: Tensor, parts: list[Tensor], ends: Tensor = ENDS) -> Tensor:
+    values, positions, *scale = parts
+    y: Tensor = experts24(x, values, positions, ends, *scale)
+    return y
+
+
 def test_torch_accepts_the_operator() -> None:
-    torch.library.opcheck(experts24, (torch.randn(7, 20, requires_grad=True), *experts(), ENDS))
+    x = torch.randn(7, 20, requires_grad=True)
+    codes, positions, scale = experts(grid="int8")
+    for arguments in ((x, *experts(), ENDS), (x, codes, positions, ENDS, scale)):
+        torch.library.opcheck(experts24, arguments)
 
 
-def test_numbers_and_gradients_are_those_of_dense_experts() -> None:
-    x, held = torch.randn(7, 20, requires_grad=True), experts()
-    found, expected = experts24(x, *held, ENDS), dense(x, *held)
+@pytest.mark.parametrize("grid", [None, *GRIDS])
+def test_numbers_and_gradients_are_those_of_dense_experts(grid: str | None) -> None:
+    x, parts = torch.randn(7, 20, requires_grad=True), experts(grid=grid)
+    found, expected = multiply(x, parts), dense(x, *parts)
     torch.testing.assert_close(found, expected)
     gradient = torch.randn(7, 6)
     ours, theirs = (torch.autograd.grad(y, x, gradient) for y in (found, expected))
     torch.testing.assert_close(ours, theirs)
-    assert experts24(x[:0], *held, torch.zeros(3, dtype=torch.long)).shape == (0, 6)
+    assert multiply(x[:0], parts, torch.zeros(3, dtype=torch.long)).shape == (0, 6)
 
 
 def test_experts_without_rows_are_not_read() -> None:
@@ -77,6 +89,8 @@ def test_packed_experts_are_not_trained() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"scale": torch.ones(3, 6, 1)}, "values with a scale are int8 or float8_e4m3fn, and it float32; these are"),
+        ({"scale": torch.ones(3, 6)}, r"scale of shape .3, 6. does not fit values of shape .3, 6, 10.; one a row is"),
         ({"x": torch.randn(7, 16)}, "x of shape .7, 16. does not end in the weight's 20 inputs"),
         ({"x": torch.randn(7, 20).bfloat16()}, "dtypes differ: x torch.bfloat16, values torch.float32"),
         ({"x": torch.randn(1, 7, 20)}, "are not rows and the packed weights of as many experts"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.mask.packed_values import GRIDS, round_values
 from sparseforge_ds.mask.packing import pack24, unpack24
 
 
@@ -16,19 +17,28 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> tup
     return pack24(weight.to(dtype), -1)
 
 
+def rounded(outputs: int, inputs: int, grid: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 8-bit values, their positions and scales, of rows of many sizes."""
+    values, positions = packed(outputs, inputs)
+    codes, scale = round_values(values * torch.logspace(-3, 2, outputs)[:, None], -1, GRIDS[grid])
+    return codes, positions, scale
+
+
 def test_torch_accepts_the_operator() -> None:
     x = torch.randn(3, 20, requires_grad=True)
     bias = torch.randn(6, requires_grad=True)
-    for arguments in ((x, *packed(6, 20), bias), (x, *packed(6, 20))):
+    codes, positions, scale = rounded(6, 20, "int8")
+    for arguments in ((x, *packed(6, 20), bias), (x, *packed(6, 20)), (x, codes, positions, bias, scale)):
         torch.library.opcheck(linear24, arguments)
 
 
+@pytest.mark.parametrize("grid", [None, *GRIDS])
 @pytest.mark.parametrize("rows", [(2, 3), (3,), ()])
-def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...]) -> None:
-    values, positions = packed(6, 20)
+def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...], grid: str | None) -> None:
+    values, positions, scale = (*packed(6, 20), None) if grid is None else rounded(6, 20, grid)
     x, bias = torch.randn(*rows, 20, requires_grad=True), torch.randn(6, requires_grad=True)
-    found = linear24(x, values, positions, bias)
-    expected = torch.nn.functional.linear(x, unpack24(values, positions), bias)
+    found = linear24(x, values, positions, bias, scale)
+    expected = torch.nn.functional.linear(x, unpack24(values, positions, scale), bias)
     torch.testing.assert_close(found, expected)
     gradient = torch.randn(*rows, 6)
     for one, other in zip(
@@ -39,13 +49,13 @@ def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
-    values, positions = packed(6, 20)
     x, bias = torch.randn(3, 20), torch.randn(6)
-    with torch.autocast("cpu", dtype):
-        found = linear24(x, values, positions, bias)
-        expected = torch.nn.functional.linear(x, unpack24(values, positions), bias)
-    assert found.dtype == expected.dtype == dtype
-    torch.testing.assert_close(found, expected)
+    for values, positions, *scale in (packed(6, 20), rounded(6, 20, "int8")):
+        with torch.autocast("cpu", dtype):
+            found = linear24(x, values, positions, bias, *scale)
+            expected = torch.nn.functional.linear(x, unpack24(values, positions, *scale), bias)
+        assert found.dtype == expected.dtype == dtype
+        assert (found - expected).float().norm() <= 0.01 * expected.float().norm()  # scales are not rounded to dtype
 
 
 def test_compiled_whole_with_its_gradient() -> None:
@@ -63,6 +73,9 @@ def test_a_packed_weight_is_not_trained() -> None:
     values, positions = packed(6, 20)
     with pytest.raises(ValueError, match="packed 2:4 weight cannot be trained"):
         linear24(torch.randn(3, 20), values.requires_grad_(), positions)
+    codes, positions, scale = rounded(6, 20, "int8")
+    with pytest.raises(ValueError, match="packed 2:4 weight cannot be trained"):
+        linear24(torch.randn(3, 20), codes, positions, None, scale.requires_grad_())
 
 
 @pytest.mark.parametrize(
@@ -84,3 +97,26 @@ def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], messa
     given = {"x": torch.randn(3, 20), "values": values, "positions": positions, "bias": None} | change
     with pytest.raises(ValueError, match=message):
         linear24(*given.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": torch.ones(6)}, r"scale of shape .6,. does not fit values of shape .6, 10.; one a row is .6, 1."),
+        ({"scale": torch.ones(5, 1)}, r"scale of shape .5, 1. does not fit"),
+        ({"scale": torch.ones(6, 1).double()}, "are int8 or float8_e4m3fn, and it float32; these are .*8, .*64"),
+        ({"values": torch.randn(6, 10)}, "values with a scale are int8 or float8_e4m3fn, and it float32; these are"),
+        ({"values": torch.ones(6, 10, dtype=torch.uint8)}, "values with a scale are int8 or float8_e4m3fn"),
+        ({"values": torch.ones(6, 10).to(torch.float8_e5m2)}, "values with a scale are int8 or float8_e4m3fn"),
+        ({"scale": None}, "values is torch.int8; packed weights and what they multiply are float64"),
+        ({"scale": torch.ones(6, 1, device="meta")}, "devices differ: .*scale meta"),
+        ({"scale": torch.ones(6, 1).to_sparse()}, "operands are dense tensors, here: scale torch.sparse_coo"),
+        ({"bias": torch.randn(6).bfloat16()}, "dtypes differ: x torch.float32, bias torch.bfloat16"),
+        ({"x": torch.ones(3, 20, dtype=torch.int8)}, "x is torch.int8; packed weights and what they multiply are"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(change: dict[str, Tensor | None], message: str) -> None:
+    codes, positions, scale = rounded(6, 20, "int8")
+    operands = {"x": torch.randn(3, 20), "values": codes, "positions": positions, "bias": None, "scale": scale} | change
+    with pytest.raises(ValueError, match=message):
+        linear24(*operands.values())

@@ -16,8 +16,11 @@ from transformers import AutoModelForCausalLM
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24 import merged_experts
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
+from sparseforge_ds.mask.packed_values import SCALE
 from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.families import prunable_weights
 from tests.sparse_folders import bits, write_dense, write_sparse
@@ -26,9 +29,13 @@ from tests.tiny_models import MIXTURES
 IDS = torch.arange(3, 35).view(2, 16)
 
 
-def folders(folder: Path, family: str, dtype: str = "float32") -> tuple[Path, Path]:
+def folders(folder: Path, family: str, dtype: str = "float32", grid: str | None = None) -> tuple[Path, Path]:
     """(hf, packed24)."""
     dense = write_dense(folder / "dense", family, dtype)
+    if grid is not None:
+        packed = write_sparse(folder / "packed24", dense, family, dtype, format="packed24", values=grid)
+        export(open_source(packed), folder / "hf", skip_proof=True)  # the same, unpacked
+        return folder / "hf", packed
     hf, packed = (write_sparse(folder / form, dense, family, dtype, format=form) for form in ("hf", "packed24"))
     return hf, packed
 
@@ -46,9 +53,12 @@ def experts_of(model: nn.Module) -> dict[str, Packed24Experts]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Packed24Experts)}
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_a_family(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
-    hf, folder = folders(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [*((family, None) for family in MIXTURES), ("qwen3_moe", "int8"), ("gpt_oss", "fp8_e4m3"), ("llama4_text", "int8")],
+)
+def test_a_family(tmp_path: Path, family: str, grid: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    hf, folder = folders(tmp_path, family, grid=grid)
     dense, packed = load(hf), load(folder, device_map="cpu")
     assert "unpacked" not in caplog.text
     whole = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
@@ -56,7 +66,8 @@ def test_a_family(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture)
     assert len(experts_of(packed)) * 2 == len(held) > 0
     for name, values in held.items():
         positions = packed.get_buffer(name + POSITIONS)
-        assert values.nbytes + positions.nbytes == whole[name].nbytes * (0.5 + 1 / 32)  # of fp32
+        bytes_of_value = 4 if grid is None else 1
+        assert values.nbytes + positions.nbytes == whole[name].numel() * (bytes_of_value / 2 + 1 / 8)
         assert not values.requires_grad
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
     chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
@@ -142,3 +153,14 @@ def test_damaged_folders_do_not_load(tmp_path: Path, family: str) -> None:
         for name in rest:
             del sound[name]
         refuses({}, r"mlp.experts.\w+: has shape .3, .*, not .4, ")
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_damaged_scales_do_not_load(tmp_path: Path, family: str) -> None:
+    _, folder = folders(tmp_path, family, grid="int8")
+    sound = load_file(folder / "model.safetensors")
+    scales = next(name for name in sound if ".experts." in name and name.endswith(SCALE) and "down" in name)
+    for odd in (0.0, -1.0, float("nan")):
+        save_file(sound | {scales: torch.full_like(sound[scales], odd)}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match="down_proj, expert 0: scales are positive and finite, and .* export or"):
+            load(folder)

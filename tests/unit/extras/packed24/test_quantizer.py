@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingA
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.quantizer import Packed24Config, Packed24Quantizer
 from sparseforge_ds.extras.packed24.unpacking import Packed24Conv1D
@@ -27,6 +29,8 @@ from tests.sparse_folders import bits, write_dense, write_sparse
 
 IDS = torch.arange(3, 19)[None]
 FAMILIES = {"llama-odd": Packed24Linear, "gpt2": Packed24Conv1D, "falcon": Packed24Linear}
+ROUNDED = {"llama-odd int8": Packed24Linear, "gpt2 fp8_e4m3": Packed24Conv1D}
+"""Models with 8-bit values."""
 FOLDERS = dict[str, tuple[Path, Path]]
 
 
@@ -38,6 +42,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> FOLDERS:
         folder = tmp_path_factory.mktemp(name)
         dense = write_dense(folder / "dense", name)
         made[name] = tuple(write_sparse(folder / form, dense, name, format=form) for form in ("hf", "packed24"))
+    for name in ROUNDED:
+        folder, (family, grid) = tmp_path_factory.mktemp("rounded"), name.split()
+        dense = write_dense(folder / "dense", family)
+        packed = write_sparse(folder / "packed24", dense, family, format="packed24", values=grid)
+        export(open_source(packed), folder / "hf", skip_proof=True)  # the same, unpacked
+        made[name] = (folder / "hf", packed)
     return made
 
 
@@ -50,10 +60,10 @@ def logits(model: Any) -> Tensor:
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | ROUNDED)
 def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) -> None:
     dense, packed = (load(folder) for folder in folders[name])
-    layers = [module for module in packed.modules() if isinstance(module, FAMILIES[name])]
+    layers = [module for module in packed.modules() if isinstance(module, (FAMILIES | ROUNDED)[name])]
     stored = TensorFolder(folders[name][1]).specs
     assert len(layers) == sum(name.endswith("_positions") for name in stored) > 0
     state = packed.state_dict()
@@ -65,7 +75,7 @@ def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) ->
         prunable_weights(packed, SparseForgeConfig())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES | ROUNDED)
 def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path) -> None:
     packed = load(folders[name][1])
     packed.save_pretrained(tmp_path / "again")
@@ -82,10 +92,25 @@ def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path
     assert torch.equal(logits(load(tmp_path / "dense")), logits(expected))
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_8_bit_values_stay_so_whatever_the_model_is_cast_to(folders: FOLDERS, name: str) -> None:
+    stored = TensorFolder(folders[name][1])
+    for model in (load(folders[name][1], dtype=torch.bfloat16), load(folders[name][1]).bfloat16().to("cpu")):
+        state = model.state_dict()
+        for key in (key for key in stored.specs if key.endswith("_positions")):
+            for part in ("", "_positions", "_scale"):
+                tensor = key.removesuffix("_positions") + part
+                assert torch.equal(bits(state[tensor]), bits(stored.read(tensor)))
+        assert model.get_input_embeddings().weight.dtype == logits(model).dtype == torch.bfloat16
+    torch.testing.assert_close(logits(model).float(), logits(load(folders[name][0])), rtol=0.1, atol=0.05)
+    assert set(json.loads(model.config.to_json_string())["quantization_config"]) >= {"values"}
+
+
+@pytest.mark.parametrize("name", ["llama-odd", "llama-odd int8"])
 @pytest.mark.parametrize("how", ["stored", "cast before", "asked for"])
-def test_made_dense_in_one_dtype(folders: FOLDERS, how: str) -> None:
+def test_made_dense_in_one_dtype(folders: FOLDERS, how: str, name: str) -> None:
     """Also where it is not the one of the config."""
-    packed = load(folders["llama-odd"][1], dtype=torch.float16)
+    packed = load(folders[name][1], dtype=torch.float16)
     if how == "cast before":
         packed.to(torch.float32)
     packed.dequantize(torch.float32 if how == "asked for" else None)
@@ -127,6 +152,46 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
     refuses({every[0]: spoiled[every[0]]}, f"{values}: positions of a packed weight are damaged.*; export or download")
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_damaged_8_bit_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[name][1], folder)
+    sound = load_file(folder / "model.safetensors")
+    scales = next(key for key in sorted(sound) if key.endswith("_scale"))
+    values, scale = scales.removesuffix("_scale"), sound[scales]
+    spoiled = {odd: torch.full_like(scale, odd) for odd in (0.0, -1.0, float("nan"), float("inf"))}
+    own = "I8" if "int8" in name else "F8_E4M3"
+
+    def refuses(changed: dict[str, Tensor], message: str, without: str = "") -> None:
+        tensors = {key: tensor for key, tensor in (sound | changed).items() if key != without}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=message) as raised:
+            load(folder)
+        assert "\n" not in str(raised.value)
+
+    for odd, scales_of_all in spoiled.items():
+        refuses({scales: scales_of_all}, f"{values}: scales are positive and finite, and .* are not, first {odd}")
+    refuses({scales: scale.reshape(-1)}, f"{values}: scales of shape .* do not fit values of shape .*; export or")
+    refuses({scales: scale.to(torch.bfloat16)}, f"{values}: scales stored as BF16, in a packed model of .* only F32")
+    refuses({values: sound[values].float()}, f"{values}: weight stored as F32, in a packed model of .* only {own}")
+    refuses({}, f"{values} is there without {scales}", without=scales)
+    refuses({}, f"{scales} is there without {values}_positions|shape", without=f"{values}_positions")
+    off_grid = sound[values].view(torch.uint8) * 0 + (0x80 if own == "I8" else 0x7F)
+    refuses(
+        {values: off_grid.view(sound[values].dtype)},
+        f"{values}: .* values are damaged: {'-128' if own == 'I8' else 'NaN'}",
+    )
+
+    config = json.loads((folder / "config.json").read_text())
+    for grid, message in (
+        ("int4", "values 'int4' is damaged or newer"),
+        (None, "weight stored as .*, in a packed model only"),
+    ):
+        config["quantization_config"]["values"] = grid
+        (folder / "config.json").write_text(json.dumps(config))
+        refuses({}, message)
+
+
 def test_compiled_whole(folders: FOLDERS) -> None:
     packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
@@ -135,7 +200,7 @@ def test_compiled_whole(folders: FOLDERS) -> None:
 
 def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> None:
     """One graph, no breaks and the same tokens; semi-structured tensors are not compiled."""
-    packed = load(folders["llama-odd"][1])
+    packed = load(folders["llama-odd int8"][1])
     expected = packed.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
     how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
     how._compile_all_devices = True

@@ -1,0 +1,126 @@
+"""8-bit values: exactly the nearest of their grid, by one scale a row, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparseforge_ds.mask.packed_values import GRIDS, LARGEST, require_grid, round_values
+from sparseforge_ds.mask.packing import check24, pack24, unpack24
+from tests.unit.mask.test_packing import sparse_weight
+
+ALL_CODES = torch.arange(256, dtype=torch.uint8)
+
+
+def grid_of(dtype: torch.dtype) -> Tensor:
+    """Every value of a grid, in fp64."""
+    values = ALL_CODES.view(dtype).double()
+    return values[values.isfinite() & (values.abs() <= LARGEST[dtype])].unique()
+
+
+def test_by_hand_ties_go_to_even() -> None:
+    values = torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.4, 126.6], [0, 0, 0, 0, 0, 0], [-254, 1, 3, 2, 5, 0]])
+    codes, scale = round_values(values, -1, torch.int8)
+    assert codes.tolist() == [[127, 0, 2, -2, 0, 127], [0] * 6, [-127, 0, 2, 1, 2, 0]]
+    assert scale.tolist() == [[1.0], [1.0], [2.0]]
+    codes, scale = round_values(
+        torch.tensor([[448.0, 17, 19, -0.0005, 2.0**-9, 3 * 2.0**-10]]), -1, torch.float8_e4m3fn
+    )
+    assert codes.float().tolist() == [[448, 16, 20, 0, 2.0**-9, 2.0**-8]] and scale.tolist() == [[1.0]]
+    assert not (codes.view(torch.uint8) == 0x80).any()  # -0.0
+
+
+@pytest.mark.parametrize("dtype", GRIDS.values(), ids=str)
+@given(
+    exponents=st.lists(st.integers(-149, 127), min_size=1, max_size=5),
+    kept=st.integers(1, 9),
+    input_axis=st.sampled_from([-1, -2]),
+    source=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_value_is_the_nearest(
+    dtype: torch.dtype, exponents: list[int], kept: int, input_axis: int, source: torch.dtype, seed: int
+) -> None:
+    """Of rows of any size, also so small that no scale of fp32 is: no row uses more of the grid than it has."""
+    torch.manual_seed(seed)
+    sizes = 2.0 ** torch.tensor(exponents, dtype=torch.float64)[:, None]
+    rows = torch.randn(len(exponents), 2 * kept, dtype=torch.float64) * sizes
+    values = rows.clamp(-torch.finfo(source).max, torch.finfo(source).max).to(source)
+    values = values if input_axis == -1 else values.t().contiguous()
+    codes, scale = round_values(values, input_axis, dtype)
+    assert codes.dtype == dtype and scale.dtype == torch.float32
+    assert bool((scale > 0).all() and scale.isfinite().all())
+
+    # What is rounded is a quotient in fp32.
+    found, target = codes.float().double(), (values.float() / scale).double()
+    nearest = (target[..., None] - grid_of(dtype)).abs().amin(-1)
+    assert bool(((target - found).abs() == nearest).all())
+
+    largest = values.double().abs().amax(input_axis, keepdim=True)
+    whole = largest > LARGEST[dtype] * 2.0**-126
+    assert bool((found.abs().amax(input_axis, keepdim=True) == LARGEST[dtype])[whole].all())
+    assert bool(((found * scale.double() - values.double()).abs() <= largest / 16 + 2.0**-126).all())
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize(("shape", "input_axis"), [((6, 16), -1), ((12, 5), -2), ((3, 6, 20), -1), ((3, 12, 6), -2)])
+def test_unpacked_it_is_near_and_pruned_entries_are_exactly_zero(
+    grid: str, shape: tuple[int, ...], input_axis: int
+) -> None:
+    weight = sparse_weight(shape, input_axis, torch.bfloat16)
+    values, positions = pack24(weight, input_axis)
+    codes, scale = round_values(values, input_axis, GRIDS[grid])
+    assert scale.shape == torch.Size([1 if axis == len(shape) + input_axis else n for axis, n in enumerate(shape)])
+    dense = unpack24(codes, positions, scale, torch.bfloat16)
+    assert dense.dtype == torch.bfloat16
+    assert bool((dense[weight == 0].view(torch.int16) == 0).all())
+    relative = (dense - weight).float().norm() / weight.float().norm()
+    assert relative < (0.01 if grid == "int8" else 0.04)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused(grid: str, odd: float) -> None:
+    values = torch.ones(3, 4)
+    values[1, 2] = odd
+    with pytest.raises(ValueError, match="not finite, and no scale fits its row"):
+        round_values(values, -1, GRIDS[grid])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_damaged_values_and_scales_are_refused(grid: str) -> None:
+    values, positions = pack24(sparse_weight((3, 12), -1, torch.float32), -1)
+    codes, scale = round_values(values, -1, GRIDS[grid])
+    for odd in (0.0, -1.0, float("nan"), float("inf")):
+        spoiled = scale.clone()
+        spoiled[1] = odd
+        with pytest.raises(ValueError, match="scales are positive and finite, and 1 are not, first "):
+            unpack24(codes, positions, spoiled)
+    spoiled = codes.view(torch.uint8).clone()
+    spoiled[2, 1] = 0x80 if grid == "int8" else 0xFF
+    with pytest.raises(ValueError, match="1 values are damaged: " + ("-128" if grid == "int8" else "NaN")):
+        check24(spoiled.view(codes.dtype), positions, scale)
+    for shape in ((3,), (1, 3), (3, 2), (2, 1)):
+        with pytest.raises(ValueError, match=r"scales of shape .* do not fit values of shape \(3, 6\), one a row is"):
+            unpack24(codes, positions, torch.ones(shape))
+    for odd_values, odd_scale in (
+        (codes, scale.double()),
+        (codes, scale.bfloat16()),
+        (values, scale),
+        (codes.view(torch.uint8), scale),
+    ):
+        with pytest.raises(ValueError, match="values with scales are int8 or float8_e4m3fn, scales float32; these are"):
+            unpack24(odd_values, positions, odd_scale)
+    with pytest.raises(ValueError, match="values of a packed weight are float64, float32, bfloat16 or float16, these"):
+        unpack24(codes, positions)
+
+
+@pytest.mark.parametrize("values", ["int4", 8, ["int8"], {}, ""])
+def test_a_grid_that_is_not_known_is_refused(values: object) -> None:
+    assert require_grid(None) is None and require_grid("int8") == "int8"
+    with pytest.raises(ValueError, match=f"values {values!r} is damaged or newer".replace("[", r"\[")):
+        require_grid(values)
