@@ -248,6 +248,12 @@ def published(engine: Any) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in engine.module.named_parameters()}
 
 
+def republish(forge: sf.SparseForge, hard: bool = False) -> None:
+    """Show the network the present masks, or with `hard` what they are if hardened now. Collective."""
+    forge.method.write_masters(hard)
+    forge.sharded.layout.push()
+
+
 def run(case: Case) -> dict[str, Any]:
     """Train `case.steps` steps; losses, masks and curvature after every update, and the final state. Collective."""
     engine, forge = build(case)

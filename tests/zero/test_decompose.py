@@ -24,6 +24,7 @@ from tests.zero.case import (
     my_part,
     probe_of,
     published,
+    republish,
     train_step,
 )
 
@@ -56,7 +57,7 @@ def scale_branches(engine: Any, forge: Any, factor: float) -> None:
     for name in branches(engine.module):
         shard = forge.sharded.layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
         shard.slice_of_flat(forge.sharded.layout.flats[shard.flat].data).mul_(factor)
-    forge._republish()
+    republish(forge)
 
 
 def learned(engine: Any) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         scale_branches(engine, forge, 0.7)
         expected = engine(**batch).logits.detach().float()
         decompose_into_branches(engine.module, forge.sharded)
-        forge._republish()
+        republish(forge)
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):
             problems.append(f"a second start changes the network, by up to {(expected - again).abs().max().item()}")

@@ -29,7 +29,7 @@ from sparseforge_ds.mask.kernels.codes import decode, encode
 from sparseforge_ds.model.families import BRANCH
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
-from tests.zero.case import Case, batch_at, build, probe_of, published, short, states, train_step
+from tests.zero.case import Case, batch_at, build, probe_of, published, republish, short, states, train_step
 from tests.zero.test_families import Family
 
 CASES: dict[str, tuple[str, Case]] = {
@@ -118,7 +118,7 @@ def save_runs(folder: str) -> dict[str, Any]:
             logits = engine(batch_at(0)["input_ids"]).logits
         held, hard = states(forge, "mask", "dense"), {}
         if name in UNFINISHED:
-            forge._republish(hard=True)
+            republish(forge, hard=True)
             hard = published(engine)
         results[name] = (logits, held["mask"], held["dense"], hard)
     return results

@@ -13,7 +13,18 @@ from sparseforge_ds.mask.shift import best_shift
 from sparseforge_ds.model.branch import branches
 from tests.distributed import run_distributed
 from tests.reference import groups_of
-from tests.zero.case import Case, batch_at, build, gathered, moved_by_pruning, my_part, probe_of, published, train_step
+from tests.zero.case import (
+    Case,
+    batch_at,
+    build,
+    gathered,
+    moved_by_pruning,
+    my_part,
+    probe_of,
+    published,
+    republish,
+    train_step,
+)
 
 HARDENED = {"hardening": [0.0, 0.0]}
 CASES: dict[str, Case] = {
@@ -99,10 +110,10 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         for name in branches(engine.module):
             shard = forge.sharded.layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
             shard.slice_of_flat(forge.sharded.layout.flats[shard.flat].data).mul_(0.7)
-        forge._republish()
+        republish(forge)
         expected = engine(**batch).logits.detach().float()
         shift_into_branches(engine.module, forge.sharded)
-        forge._republish()
+        republish(forge)
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):
             problems.append("a second shift changes the network")

@@ -80,7 +80,7 @@ def distilled(folder: str, **block: Any) -> dict[str, Any]:
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         loss = divided_by(self, model, inputs, *args, **kwargs)
-        if self.forge.curvature._listens:
+        if self.forge.config.measures_in_step(self.forge.step_count + 1):
             trained.append((self.forge.curvature.sums.divisor, float(inputs["num_items_in_batch"])))
         return loss
 
