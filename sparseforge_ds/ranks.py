@@ -43,6 +43,23 @@ def _patient_group() -> dist.ProcessGroup:
         ) from None
 
 
+def all_or_raise(work: Callable[[], T], gather: Callable[[str | None], list[str | None]]) -> T:
+    """Do `work` on every rank, and return its result where no rank has an error. Collective.
+
+    Args:
+        work: function that must not communicate.
+        gather: function that returns a value of every rank, in rank order, such as `Ranks.gather`.
+
+    Raises:
+        AgreedError: it was refused (ValueError), failed (OSError) or ran out of memory on some rank.
+    """
+    result, problem = _attempt(work)
+    for rank, message in enumerate(gather(problem)):
+        if message is not None:
+            raise AgreedError(message if rank == 0 else f"on rank {rank}: {message}")
+    return cast(T, result)
+
+
 class Ranks:
     """Place of this process among all; without a process group it is alone."""
 
@@ -66,22 +83,14 @@ class Ranks:
         return values
 
     def all_or_raise(self, work: Callable[[], T]) -> T:
-        """Do `work` on every rank. It must not communicate.
-
-        Raises:
-            AgreedError: it was refused (ValueError) or failed (OSError) on some rank.
-        """
-        result, verdict = _attempt(work)
-        for rank, other in enumerate(self.gather(verdict)):
-            if other is not None:
-                raise AgreedError(other if rank == 0 else f"on rank {rank}: {other}")
-        return cast(T, result)
+        """Do `work` on every rank, as the function `all_or_raise` does."""
+        return all_or_raise(work, self.gather)
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 and give its (picklable) result to every rank.
 
         Raises:
-            AgreedError: it was refused (ValueError) or failed (OSError).
+            AgreedError: it was refused (ValueError), failed (OSError) or ran out of memory.
         """
         answer: list[Any] = [_attempt(work) if self.first else None]
         if self._group is not None:
@@ -118,9 +127,10 @@ def launched_ranks() -> Iterator[Ranks]:
 
 
 def _attempt(work: Callable[[], T]) -> tuple[Any, str | None]:
+    """Return the result of `work` and None, or None and the message of its error."""
     try:
         return work(), None
     except ValueError as error:
         return None, str(error)
-    except OSError as error:
+    except (OSError, torch.OutOfMemoryError) as error:
         return None, f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.folder import newest_checkpoint, read_pointer
 from sparseforge_ds.checkpoint.pt_file import why_unreadable
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.zero.restore import together
+from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.zero.shard import ShardLayout
 
 KEY = "sparseforge"
@@ -50,7 +50,7 @@ def carry_state(
         require_finite(_describe_fallback(layout, Path(save_dir)))
         full_state = own_state if KEY in own_state else {**own_state, KEY: state_dict()}
         exclude_frozen = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
-        together(layout, lambda: _check_readable(layout, own_state, bool(exclude_frozen)))
+        all_or_raise(lambda: _check_readable(layout, own_state, bool(exclude_frozen)), layout.all_gather_object)
         return save(str(save_dir), tag, full_state, *args, **kwargs)
 
     @functools.wraps(load)
@@ -71,7 +71,9 @@ def carry_state(
                 "load_lr_scheduler_states, load_module_only and custom_load_fn; to start from the weights alone, "
                 "export them with `sparseforge consolidate` and load that model"
             )
-        checkpoint = together(layout, lambda: _read(_resolve_checkpoint(Path(load_dir), tag), layout))
+        checkpoint = all_or_raise(
+            lambda: _read(_resolve_checkpoint(Path(load_dir), tag), layout), layout.all_gather_object
+        )
         restore(checkpoint)
         # A caller saves this dict again, when our entry would be older than the forge's state.
         return str(checkpoint.folder), {key: value for key, value in checkpoint.client_state.items() if key != KEY}

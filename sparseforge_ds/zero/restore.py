@@ -7,9 +7,8 @@ have read everything. DeepSpeed's own `load_checkpoint`, which unpickles and kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,12 +16,12 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.reader import Checkpoint, Group
 from sparseforge_ds.checkpoint.zero_partitions import Number
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
+from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 from sparseforge_ds.zero.state import ShardState
 
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
 """Hyperparameters by which kinds of optimizers differ."""
-T = TypeVar("T")
 Masks = Literal["none", "moving", "frozen"]
 """Masks in a checkpoint: none before the first step, states while they move, zeros of weights once frozen."""
 
@@ -54,10 +53,10 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
         masks: kind of masks in the checkpoint.
 
     Raises:
-        ValueError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
+        AgreedError: on all ranks, with nothing changed: the checkpoint does not fit the model or the optimizer, or one
             of them cannot read it; the message names the file.
     """
-    content = together(layout, lambda: _Reader(layout, state, checkpoint, masks).read())
+    content = all_or_raise(lambda: _Reader(layout, state, checkpoint, masks).read(), layout.all_gather_object)
     # Weights, masters and buffers.
     for flat, master in zip(layout.flats, content.masters, strict=True):
         flat.data.copy_(master)
@@ -79,20 +78,6 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     engine.skipped_steps = checkpoint.skipped
     engine.micro_steps = checkpoint.step * engine.gradient_accumulation_steps()
     layout.push()
-
-
-def together(layout: ShardLayout, work: Callable[[], T]) -> T:
-    """Return the result of this rank's `work`, or raise the first ValueError of any rank on all ranks. Collective."""
-    result = None
-    problem = None
-    try:
-        result = work()
-    except (ValueError, OSError, torch.OutOfMemoryError) as error:
-        problem = str(error)
-    for message in layout.all_gather_object(problem):
-        if message is not None:
-            raise ValueError(message)
-    return cast(T, result)
 
 
 def _buffers(layout: ShardLayout) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, str] = {
     "mask": "",
     "config": "mask",
     "checkpoint": "",
-    "zero": "transformers_internals mask config checkpoint",
+    "zero": "ranks transformers_internals mask config checkpoint",
     "model": "ranks extension_locks transformers_internals mask config checkpoint zero",
     "data": "ranks config checkpoint model",
     "mask_metrics": "mask zero model",

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from sparseforge_ds.ranks import AgreedError, Ranks
 from tests.distributed import run_distributed
@@ -23,6 +24,7 @@ def _agreements():
     for work in (
         lambda: ranks.all_or_raise(lambda: fail(0, ValueError("first"))),
         lambda: ranks.all_or_raise(lambda: fail(1, ValueError("second"))),
+        lambda: ranks.all_or_raise(lambda: fail(1, torch.OutOfMemoryError("third"))),
         lambda: ranks.on_first(lambda: fail(0, OSError(28, "No space left on device"))),
     ):
         try:
@@ -35,7 +37,8 @@ def _agreements():
 
 def test_every_rank_gets_the_same_verdict():
     first, second = run_distributed(_agreements, 2)
-    rest = [{"from": 0}, "first", "on rank 1: second", "OSError: [Errno 28] No space left on device", [0, 1]]
+    rest = [{"from": 0}, "first", "on rank 1: second", "on rank 1: OutOfMemoryError: third"]
+    rest += ["OSError: [Errno 28] No space left on device", [0, 1]]
     assert first == [0, *rest]
     assert second == [10, *rest]
 
