@@ -26,7 +26,7 @@ MEANS = ("commonsense", "with_race", "with_rte")
 
 
 @dataclass(frozen=True)
-class Published:
+class PaperAccuracies:
     """The paper's accuracies of a model, by task, and by suite for means.
 
     A suite is a key of `MEANS`, or `seven` where the paper does not tell the seven tasks.
@@ -41,7 +41,7 @@ class Published:
 
 
 PUBLISHED = {
-    "llama2-7b": Published(
+    "llama2-7b": PaperAccuracies(
         dense={
             **{"arc_challenge": 43.52, "hellaswag": 57.18, "openbookqa": 31.4, "race": 39.52},
             **{"with_race": 56.43, "with_rte": 59.7},
@@ -49,14 +49,14 @@ PUBLISHED = {
         sparse={"race": 41.63, "with_race": 57.27},
         tokens="5B",
     ),
-    "opt-2.7b": Published({"seven": 47.76}, {"seven": 46.67}),
-    "qwen3-1.7b": Published({"seven": 56.51}, {"seven": 53.33}),
-    "gpt2-medium": Published({}, {"seven": 40.31}),
-    "gpt2-large": Published({}, {"seven": 42.10}),
-    "gpt2-xl": Published({}, {"seven": 44.34}),
-    "qwen3-8b": Published({"seven": 65.73}, {"seven": 63.31}),
-    "qwen3-14b": Published({"seven": 68.36}, {"seven": 65.44}),
-    "deepseek-moe-16b": Published({"seven": 59.54}, {"seven": 58.57}),
+    "opt-2.7b": PaperAccuracies({"seven": 47.76}, {"seven": 46.67}),
+    "qwen3-1.7b": PaperAccuracies({"seven": 56.51}, {"seven": 53.33}),
+    "gpt2-medium": PaperAccuracies({}, {"seven": 40.31}),
+    "gpt2-large": PaperAccuracies({}, {"seven": 42.10}),
+    "gpt2-xl": PaperAccuracies({}, {"seven": 44.34}),
+    "qwen3-8b": PaperAccuracies({"seven": 65.73}, {"seven": 63.31}),
+    "qwen3-14b": PaperAccuracies({"seven": 68.36}, {"seven": 65.44}),
+    "deepseek-moe-16b": PaperAccuracies({"seven": 59.54}, {"seven": 58.57}),
 }
 """The paper's accuracies by the name that `--paper` takes."""
 

@@ -23,7 +23,6 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.model_config import require_causal
@@ -125,11 +124,6 @@ def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
             f"--teacher {teacher.name} has a vocabulary of {teacher_size}, --model {model.name} of {model_size}; "
             "distillation needs a teacher with the same tokenizer"
         )
-
-
-def empty_model(model: Pretrained) -> PreTrainedModel:
-    """Build a model on the meta device: names and shapes, in a moment and without memory."""
-    return bare_model(model.config)
 
 
 def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ OVERFLOWS = 100
 """Steps in a row that may be skipped, as fp16 does: more than a dynamic loss scale takes to its smallest value."""
 
 
-class RunDivergedError(AgreedError):
+class TrainingDivergedError(AgreedError):
     """The loss or the weights are infinite or NaN: a result, of a learning rate that is too high."""
 
     def __init__(self, message: str, last_good_checkpoint: Path | None) -> None:
@@ -63,7 +63,7 @@ class DivergenceWatch:
             after: optimizer steps applied after it; equal to `before` where the step was skipped.
 
         Raises:
-            RunDivergedError: too many steps in a row had a loss that is not finite, or were skipped.
+            TrainingDivergedError: too many steps in a row had a loss that is not finite, or were skipped.
         """
         # Count losses that are not finite, and remember where they began.
         if math.isfinite(loss):
@@ -87,7 +87,7 @@ class DivergenceWatch:
             raise self._error(problem, after, before, lost_at=after)
 
     def check_end(self) -> None:
-        """Raise RunDivergedError where the last step of the run had a loss that is not finite."""
+        """Raise TrainingDivergedError where the last step of the run had a loss that is not finite."""
         if self._bad_losses:
             steps = self._spec.steps
             raise self._error("the run ended on a loss that is not finite", steps, steps - 1, self._lost_at)
@@ -128,7 +128,7 @@ class DivergenceWatch:
         rate_step: int,
         lost_at: int | None = None,
         cure: str = "lower --learning_rate or raise --warmup",
-    ) -> RunDivergedError:
+    ) -> TrainingDivergedError:
         """Make the error of a diverged run, which names the checkpoint to go back to.
 
         Args:
@@ -142,6 +142,6 @@ class DivergenceWatch:
         away = f"move {', '.join(folder.name for folder in newer)} elsewhere, and " if newer else ""
         back = "start again: there is no earlier checkpoint" if good is None else f"continue from {good} with --resume"
         rate = self._spec.learning_rate(rate_step)
-        return RunDivergedError(
+        return TrainingDivergedError(
             f"{problem}, at step {step} with learning rate {rate:.3g}; {cure}, and {away}{back}", good
         )

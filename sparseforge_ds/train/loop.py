@@ -43,7 +43,7 @@ def train(
 
     Raises:
         PreemptedError: some rank was asked to make room; the present step is saved.
-        RunDivergedError: the loss stays infinite or NaN.
+        TrainingDivergedError: the loss stays infinite or NaN.
         AgreedError: the text cannot be read any further; the steps until then are saved.
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
@@ -66,7 +66,7 @@ def train(
     saved_step = first_step if spec.arguments.resume else None
     if first_step == 0:
         was_ready = forge.ready
-        forge.start(probe=ProbeBatches(context, 0, 1, _sequences_of_start(context)))
+        forge.start(probe=RunProbeBatches(context, 0, 1, _sequences_of_start(context)))
         if not was_ready and spec.config.start is not None and spec.arguments.save_every and spec.steps:
             save(context, checkpoints, monitor, evaluation, 0)
             saved_step = 0
@@ -109,7 +109,7 @@ def train(
                 engine.step()
                 losses += parts
                 with watch.mask_update(before, losses):
-                    mask_updated = forge.step(probe=ProbeBatches(context, batches.position, -1))
+                    mask_updated = forge.step(probe=RunProbeBatches(context, batches.position, -1))
         step = forge.step_count
 
         # Average the losses over ranks, and learn in the same message whether any rank was asked to stop.
@@ -202,7 +202,7 @@ def _evaluate_if_due(evaluation: Evaluation, monitor: Monitor, step: int) -> Non
         monitor.write(step, scalars)
 
 
-class ProbeBatches:
+class RunProbeBatches:
     """The run's own sequences as probes of the curvature read them: the task loss, and nothing is consumed.
 
     Args:

@@ -24,7 +24,7 @@ from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.tokenization import frame_tokens
 from sparseforge_ds.model.any_family import any_family
-from sparseforge_ds.model.architecture import Architecture, describe
+from sparseforge_ds.model.architecture import Architecture, bare_model, describe
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.estimator_support import weights_to_prune
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
@@ -36,7 +36,6 @@ from sparseforge_ds.model.pretrained import (
     check_length,
     check_shapes,
     check_teacher_vocabulary,
-    empty_model,
     find_model,
 )
 from sparseforge_ds.start.block_start import check_blocks
@@ -216,9 +215,9 @@ def make_spec(
 
     # Build them without weights, and check everything that their configs and shapes tell.
     _check_sequences(arguments, parts, model, teacher)
-    empty = empty_model(model)
+    empty = bare_model(model.config)
     check_shapes(model, "--model", empty)
-    empty_teacher = None if teacher is None or teacher is model else empty_model(teacher)
+    empty_teacher = None if teacher is None or teacher is model else bare_model(teacher.config)
     if teacher is not None and empty_teacher is not None:
         check_shapes(teacher, "--teacher", empty_teacher)
     if arguments.any_family:

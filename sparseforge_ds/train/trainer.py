@@ -26,7 +26,7 @@ from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.compiler import require_compiler
 from sparseforge_ds.train.console import set_up_console
-from sparseforge_ds.train.divergence import RunDivergedError
+from sparseforge_ds.train.divergence import TrainingDivergedError
 from sparseforge_ds.train.engine import build_context
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.launcher import (
@@ -128,7 +128,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
         except PreemptedError:
             ranks.leave()
             raise
-        except RunDivergedError as error:
+        except TrainingDivergedError as error:
             if ranks.first:  # the others may not come here any more
                 good = None if error.last_good_checkpoint is None else str(error.last_good_checkpoint)
                 write_json(result_file, {"diverged": str(error), "last_good_checkpoint": good})

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.model.pretrained import Pretrained, check_shapes, empty_model, find_model
+from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.pretrained import Pretrained, check_shapes, find_model
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import BUILDERS
 
@@ -25,10 +26,10 @@ def test_what_transformers_saved_has_the_shapes_of_its_config(family: str, tmp_p
     model = BUILDERS[family]()
     model.save_pretrained(tmp_path)
     found = find_model(str(tmp_path), "--model")
-    check_shapes(found, "--model", empty_model(found))
+    check_shapes(found, "--model", bare_model(found.config))
     found.config.get_text_config().vocab_size += 1
     with pytest.raises(ValueError, match=r"--model .*: (\S+) is \(.*\) in the files, and \(.*\) by config"):
-        check_shapes(found, "--model", empty_model(found))
+        check_shapes(found, "--model", bare_model(found.config))
 
 
 def test_config_and_weights_of_different_shapes(
@@ -66,7 +67,7 @@ def test_values_of_a_config_that_no_model_has(
     other = Path(shutil.copytree(dense, tmp_path / "other"))
     write_json(other / "config.json", {**json.loads((other / "config.json").read_text()), key: value})
     with pytest.raises(ValueError, match="^--model") as refused:
-        empty_model(find_model(str(other), "--model"))
+        bare_model(find_model(str(other), "--model").config)
     assert message in str(refused.value)
     assert main(["generate", str(other), "Once"]) == 2
     said = capsys.readouterr().err
@@ -85,4 +86,4 @@ def test_a_config_in_which_a_quantization_is_no_object(dense: Path, tmp_path: Pa
 def test_a_folder_without_weights_has_no_shapes(dense: Path, tmp_path: Path) -> None:
     found = find_model(str(dense), "--model")
     bare = Pretrained("elsewhere", tmp_path, found.config)
-    check_shapes(bare, "--model", empty_model(found))
+    check_shapes(bare, "--model", bare_model(found.config))

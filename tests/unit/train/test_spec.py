@@ -13,7 +13,8 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.extras.basis.permutation.record import Permutation
-from sparseforge_ds.model.pretrained import empty_model, load_model
+from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.pretrained import load_model
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
@@ -43,7 +44,7 @@ def test_a_plan_knows_the_run(arguments):
     assert spec.teacher is spec.model
     assert len(spec.weights) == spec.coverage.weights == 14
     assert spec.coverage.of_linear == 100.0
-    assert next(empty_model(spec.model).parameters()).is_meta
+    assert next(bare_model(spec.model.config).parameters()).is_meta
     assert "leaf_module" not in spec.deepspeed["zero_optimization"]
 
 
