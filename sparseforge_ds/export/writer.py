@@ -135,6 +135,15 @@ def parse_size(text: str) -> int:
     return int(number) * units.get(unit, 1)
 
 
+def check_size(text: str) -> None:
+    """Check that a text is a size that `parse_size` takes, before work that ends in a file of that size.
+
+    Raises:
+        ValueError: the errors of `parse_size`.
+    """
+    parse_size(text)
+
+
 def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, list[int]]:
     """Return the header of a safetensors file, the offset behind it of each tensor, and that of their end."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -41,7 +41,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     scheduled_steps,
 )
 from sparseforge_ds.model.basis import keep_basis
-from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.families import check_prunable
 from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.model.sound_weights import require_finite_weights
@@ -105,7 +105,7 @@ class SparseForgeMixin(_Trainer):
         self._teacher = teacher
         self._config = resolve_block(self, sparseforge, teacher is not None)
         if self.model is not None:
-            prunable_weights(self.model, self._config)  # for its errors
+            check_prunable(self.model, self._config)
         if teacher is not None:
             if self.model is not None:
                 check_teacher(teacher, self.model, self._config)

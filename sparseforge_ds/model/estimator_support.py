@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,28 +17,27 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.architecture import without_numbers
-from sparseforge_ds.model.families import PrunableWeight, full_shape, prunable_weights
+from sparseforge_ds.model.families import PrunableWeight, full_shape
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.model.rules import matches, model_type_of, name_pattern
 
 
-def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
-    """Return `prunable_weights`, after checking that the importance of all of them can be measured.
+def check_measurable(model: nn.Module, weights: Sequence[PrunableWeight], config: SparseForgeConfig) -> None:
+    """Check that the importance of all weights can be measured.
 
     Args:
         model: of `model.architecture.bare_model`. If it cannot run on the meta device, no layer is rejected.
-        config: its importance, curvature and all that decides which weights are prunable are used.
+        weights: its `prunable_weights`.
+        config: its importance and curvature are used.
 
     Raises:
-        ValueError: the errors of `prunable_weights`; a weight that cannot be measured, with the setting that leaves it
-            out.
+        ValueError: a weight cannot be measured; the message has the setting that leaves it out.
     """
-    weights = prunable_weights(model, config)
     refuse_unmeasurable(model, weights, config)
     by_gradient = config.importance in ("fisher", "hutchinson")
     if config.importance == "magnitude" or (by_gradient and not config.curvature.per_token):
-        return weights
+        return
     linear = (nn.Linear, Conv1D)
     layers = [w.name for w in weights if not w.experts and isinstance(model.get_submodule(w.module), linear)]
     calls = _calls(model, layers)
@@ -74,7 +73,6 @@ def weights_to_prune(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         refuse(
             repeated, f"displaces outputs of layers that are called once, and that of {first}", 'importance "fisher"'
         )
-    return weights
 
 
 def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:

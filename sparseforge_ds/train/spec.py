@@ -22,11 +22,11 @@ from sparseforge_ds.config.deepspeed_config import (
 )
 from sparseforge_ds.data.mixture import Mixture
 from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.tokenization import frame_tokens
+from sparseforge_ds.data.tokenization import check_frame
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, bare_model, describe
 from sparseforge_ds.model.basis import basis_of
-from sparseforge_ds.model.estimator_support import weights_to_prune
+from sparseforge_ds.model.estimator_support import check_measurable
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.low_rank import prepare
@@ -205,7 +205,7 @@ def make_spec(
     if find is None:
         find = find_model
         model = find_model(arguments.model, "--model")
-        frame_tokens(model.tokenizer, arguments.document_frame)  # for its errors
+        check_frame(model.tokenizer, arguments.document_frame)
     else:
         model = find(arguments.model, "--model")
     teacher = None
@@ -222,7 +222,7 @@ def make_spec(
         check_shapes(teacher, "--teacher", empty_teacher)
     if arguments.any_family:
         config = any_family(empty, config)
-    weights_to_prune(empty, config)  # for its errors
+    check_measurable(empty, prunable_weights(empty, config), config)
     if arguments.document_attention:
         check_document_attention(empty, f"--model {model.name}", config)
         if teacher is not None:

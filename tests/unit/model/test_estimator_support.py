@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Pretrai
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.architecture import bare_model
-from sparseforge_ds.model.estimator_support import weights_to_prune
-from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.estimator_support import check_measurable
+from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.rules import linear_layers
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from tests.tiny_models import BUILDERS, MIXTURES, token_batch
@@ -94,6 +94,13 @@ def pasted(message: str) -> dict[str, Any]:
     """The keys that a message tells to paste."""
     keys = re.findall(r'"(?:include|exclude|allow_dense)": \[[^]]*\]', message.partition("aste ")[2])
     return {key: tuple(value) for key, value in json.loads("{" + ", ".join(keys) + "}").items()}
+
+
+def weights_to_prune(model: Any, block: SparseForgeConfig) -> list[PrunableWeight]:
+    """The prunable weights of a model, all of which can be measured."""
+    weights = prunable_weights(model, block)
+    check_measurable(model, weights, block)
+    return weights
 
 
 def pasted_until_accepted(config: Any, block: SparseForgeConfig) -> SparseForgeConfig:
