@@ -31,12 +31,12 @@ def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = 
     for start in range(0, len(target_T), size):
         rows = slice(start, start + size)
         log_q_TV = torch.log_softmax(logits_TV[rows].float(), -1)
-        columns = [-log_q_TV.gather(1, target_T[rows, None])]
+        columns = [-log_q_TV.gather(1, target_T[rows, None])[:, 0]]
         if dense_TV is not None:
             log_p_TV = torch.log_softmax(dense_TV[rows].float(), -1)
-            dense_nll_T1 = -log_p_TV.gather(1, target_T[rows, None])
+            dense_nll_T = -log_p_TV.gather(1, target_T[rows, None])[:, 0]
             # KL(p || q) = sum p (log p - log q), in place
-            kl_T1 = log_q_TV.neg_().add_(log_p_TV).mul_(log_p_TV.exp_()).sum(-1, keepdim=True)
-            columns += [kl_T1, dense_nll_T1]
-        parts.append(torch.cat(columns, 1))
+            kl_T = log_q_TV.neg_().add_(log_p_TV).mul_(log_p_TV.exp_()).sum(-1)
+            columns += [kl_T, dense_nll_T]
+        parts.append(torch.stack(columns, 1))
     return torch.cat(parts)

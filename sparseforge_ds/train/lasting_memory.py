@@ -1,4 +1,7 @@
-"""What lasts from step to step, in bytes of a rank: weights, masters, moments, our numbers, gradients, the teacher."""
+"""Memory that lasts from step to step, in bytes of a rank.
+
+It holds weights, masters, moments, the states of masks, gradients and the teacher; no activations.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.memory_settings import Settings
 
 Kinds = dict[str, int]
+"""Bytes of each kind of tensors, by its name."""
 
 _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
 
 def model_states(model: Architecture, settings: Settings, frozen: bool | None = None) -> Kinds:
-    """What lasts from step to step and belongs to the student, wherever it lies, without gradients. For the time
-    when masks are frozen, or else while they move; None: while they move, if they do in training."""
+    """Return the student's share of what lasts, on device or host, without gradients.
+
+    Args:
+        model: the student.
+        settings: of the run.
+        frozen: True for the time when masks are frozen, False while they move; None for the first of these times.
+    """
     forge = settings.forge
     frozen = settings.always_frozen if frozen is None else frozen
-    states, masked = local(model, settings, 1), local(model, settings, 1, only_masked=True)
+    states = local(model, settings, 1)
+    masked = local(model, settings, 1, only_masked=True)
     # Weights under a mask are always stepped in fp32.
     moments = 8 * masked + (4 if settings.bf16_states else 8) * (states - masked)
     return {
@@ -36,43 +46,44 @@ def model_states(model: Architecture, settings: Settings, frozen: bool | None = 
 
 
 def lasting(model: Architecture, settings: Settings, teacher: Architecture | None = None) -> Kinds:
-    """What one rank holds from step to step, wherever it lies: states, gradients and the teacher; no activations."""
+    """Return all that lasts on one rank, on device or host: states, gradients and the teacher."""
     gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
-    held = teacher_weights(teacher or model, settings) if settings.teacher else 0
+    teacher_bytes = teacher_weights(teacher or model, settings) if settings.teacher else 0
     whole = whole_gradients(model, settings)
-    return positive({**model_states(model, settings), "gradients": gradients, "fp32 gradients": whole, "teacher": held})
+    states = model_states(model, settings)
+    return positive({**states, "gradients": gradients, "fp32 gradients": whole, "teacher": teacher_bytes})
 
 
 def kept_gradients(model: Architecture, settings: Settings) -> int:
-    """Bytes of gradients between the backward pass and the step."""
+    """Return the bytes of gradients between the backward pass and the step."""
     if settings.stage == 0 or settings.whole_gradients:
         return settings.low * model.total
     return settings.gradient_bytes * local(model, settings, 1)
 
 
 def whole_gradients(model: Architecture, settings: Settings) -> int:
-    """Bytes of the fp32 gradients that DeepSpeed's BF16_Optimizer adds those of every micro-batch to."""
+    """Return the bytes of the fp32 gradients in which DeepSpeed's BF16_Optimizer sums over micro-batches."""
     return 4 * model.total if settings.whole_gradients else 0
 
 
 def teacher_weights(teacher: Architecture, settings: Settings) -> int:
-    """Bytes of a rank's part of a teacher."""
+    """Return the bytes of a rank's part of a teacher."""
     if not settings.divided_teacher:
         return settings.low * teacher.total
     return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
 
 
 def checkpoint_bytes(model: Architecture, settings: Settings, frozen: bool = False) -> int:
-    """On disk, of all ranks: masters, optimizer states, and the weights where ZeRO does not divide them."""
-    found = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
-    states = sum(found[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
+    """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights."""
+    kinds = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
+    states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
     if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
         states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
     return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)
 
 
 def local(model: Architecture, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
-    """Elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
+    """Return the elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
     sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
     if settings.stage < from_stage:
         return sum(sizes)
@@ -82,5 +93,5 @@ def local(model: Architecture, settings: Settings, from_stage: int, only_masked:
 
 
 def positive(kinds: Kinds) -> Kinds:
-    """Without the kinds that there is nothing of."""
+    """Return the kinds that have bytes."""
     return {name: size for name, size in kinds.items() if size}

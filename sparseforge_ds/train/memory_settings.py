@@ -1,4 +1,4 @@
-"""The numbers of a resolved DeepSpeed configuration that decide about memory and time."""
+"""Numbers of a resolved DeepSpeed configuration that decide about memory and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16
 
 @dataclass(frozen=True)
 class Settings:
-    """How one run is laid out over the ranks. Sizes are in elements, as in DeepSpeed."""
+    """Layout of one run over its ranks. Sizes are in elements, as in DeepSpeed."""
 
     forge: SparseForgeConfig
     stage: int
@@ -34,7 +34,7 @@ class Settings:
     optimizer_on_host: bool
     weights_on_host: bool
     fused_optimizer: bool
-    """Whether the optimizer's step needs no temporary tensors."""
+    """True if the optimizer's step needs no temporary tensors."""
     bucket: int
     """reduce_bucket_size."""
     contiguous: bool
@@ -48,7 +48,7 @@ class Settings:
     max_reuse: int
     sub_group: int
     bf16_states: bool
-    """bf16_master_weights_and_grads and bf16_optimizer_states: only what is ours is in fp32."""
+    """bf16_master_weights_and_grads and bf16_optimizer_states: only the states of masks are in fp32."""
     sequential: bool
     """stage3_allgather_sequential: each weight is gathered where it stays."""
 
@@ -69,24 +69,26 @@ class Settings:
 
     @property
     def of_master(self) -> int:
-        """Bytes of an element of the masters; in fp32 without ZeRO they are the weights themselves."""
+        """Bytes of an element of the masters; 0 in fp32 without ZeRO, where they are the weights themselves."""
         return (2 if self.bf16_states else 4) if self.stage > 0 or self.low < 4 else 0
 
     @property
     def divided_teacher(self) -> bool:
-        """Whether ZeRO-3 divides the teacher, whatever the stage of the student is."""
+        """True if ZeRO-3 divides the teacher, whatever the stage of the student is."""
         return self.teacher and self.forge.distillation is not None and self.forge.distillation.hold == "zero3"
 
     @property
     def whole_gradients(self) -> bool:
-        """Whether every rank keeps fp32 gradients of the whole model between steps, as DeepSpeed's BF16_Optimizer
-        does."""
+        """True if every rank keeps fp32 gradients of the whole model between steps.
+
+        DeepSpeed's BF16_Optimizer does.
+        """
         bf16 = self.dtype == torch.bfloat16 and self.gradient_bytes == 4
         return bf16 and self.stage == 1 and not self.optimizer_on_host
 
     @property
     def always_frozen(self) -> bool:
-        """Whether masks are fixed before the first step."""
+        """True if masks are fixed before the first step."""
         return self.forge.max_steps > 0 and self.forge.release_step == 0
 
 
@@ -98,23 +100,36 @@ def settings(
     seq_length: int,
     checkpointing: bool,
 ) -> Settings:
-    """Read them from a configuration without "auto" (`config.deepspeed_config.resolve`). Raises ValueError where
-    offload and stage disagree."""
+    """Read the settings of a run from its configuration.
+
+    Args:
+        resolved: DeepSpeed's configuration without "auto" (`config.deepspeed_config.resolve`).
+        forge: the `sparseforge` block in it.
+        ranks: number of processes.
+        seq_length: tokens of a sequence.
+        checkpointing: True if activations are computed again in the backward pass.
+
+    Raises:
+        ValueError: offload and stage disagree.
+    """
     zero = resolved.get("zero_optimization", {})
-    stage, dtype = zero_stage(resolved), training_dtype(resolved)
+    stage = zero_stage(resolved)
+    dtype = training_dtype(resolved)
+    # Offload works from a stage on.
     on_host = {}
-    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+    for key, lowest_stage in (("offload_optimizer", 1), ("offload_param", 3)):
         on_host[key] = (zero.get(key) or {}).get("device", "none") in ("cpu", "nvme")
-        if on_host[key] and stage < least:
-            raise ValueError(f"{key} works from ZeRO stage {least} on, and the stage is {stage}; leave it out")
-    accumulated = (resolved.get("data_types") or {}).get("grad_accum_dtype")
+        if on_host[key] and stage < lowest_stage:
+            raise ValueError(f"{key} works from ZeRO stage {lowest_stage} on, and the stage is {stage}; leave it out")
+    gradient_dtype = (resolved.get("data_types") or {}).get("grad_accum_dtype")
     params = resolved.get("optimizer", {}).get("params", {})
+    # Absent keys have DeepSpeed's defaults.
     return Settings(
         forge=forge,
         stage=stage,
         ranks=ranks,
         dtype=dtype,
-        gradient_bytes=dtype.itemsize if accumulated is None else _BYTES[str(accumulated)],
+        gradient_bytes=dtype.itemsize if gradient_dtype is None else _BYTES[str(gradient_dtype)],
         micro_batch=int(resolved["train_micro_batch_size_per_gpu"]),
         accumulation=int(resolved["gradient_accumulation_steps"]),
         seq_length=seq_length,
@@ -139,5 +154,5 @@ def settings(
 
 
 def leaf_suffixes(resolved: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the modules that ZeRO-3 gathers as a whole."""
+    """Return the ends of the names of modules that ZeRO-3 gathers as a whole."""
     return tuple((resolved.get("zero_optimization", {}).get("leaf_module") or {}).get("name_suffixes", ()))
