@@ -35,8 +35,8 @@ __all__ = ["ForgeError", "SparseForge"]
 class SparseForge:
     """Trains an N:M mask beside the weights of an engine by the method of its config, and keeps it frozen at the end.
 
-    Call `step` after every `engine.step`. The mask, the dense weights and the curvature are state of the engine's
-    optimizer; this object holds the step count and what can be recomputed.
+    Call `step` after every `engine.step`. Masks and dense weights are state of the engine's optimizer, and so is a
+    curvature by elements. This object holds the step count, row and column sums, and what can be recomputed.
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig, max_steps: int | None = None) -> None:
@@ -48,7 +48,7 @@ class SparseForge:
         Args:
             engine: from `deepspeed.initialize` with `model_parameters=param_groups(model, config)`.
             config: the same as was given to `prepare` and `param_groups`.
-            max_steps: optimizer steps of the whole run, where they were not known before; None for those of the config.
+            max_steps: optimizer steps of the whole run; None takes those of the config.
 
         Raises:
             ValueError: the engine or the model cannot be used, with the setting to change.
@@ -79,7 +79,7 @@ class SparseForge:
         self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         self.ready = not self._needs_start
-        """True if the first step may be made; if not, `start` comes before it."""
+        """True if the first step may be made; otherwise call `start` first."""
         # From here on a checkpoint of the engine has the forge's state.
         self.method.resume()
         self._skipped = engine.skipped_steps
@@ -111,10 +111,10 @@ class SparseForge:
     def start(self, probe: Closure | ProbeBatches | None = None) -> None:
         """Prepare the first step of a fresh run: shift weights into SLoRB's branches, and choose a starting mask.
 
-        Each is done where the config asks for it.
+        Each is done only if the config asks for it.
 
         Args:
-            probe: as in `step`; needed where a mask is chosen now, unless by `magnitude`.
+            probe: as in `step`; needed if a starting mask is chosen, by anything but `magnitude`.
 
         Raises:
             ValueError: a probe is needed, and there is none.
@@ -123,7 +123,7 @@ class SparseForge:
             return
         if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self.sharded)
-            self._republish()  # the mask is chosen by what the probe says of shifted weights
+            self._republish()  # the probe that chooses the mask must see the shifted weights
         self.method.start(probe)
         self.ready = True
         self._switch_on_branches(0)
@@ -131,14 +131,15 @@ class SparseForge:
         self._release_if_due()
 
     def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
-        """Set the divisor of a loss that is not the mean over its micro-batch's tokens, before its backward pass.
+        """Set the divisor of a loss before its backward pass, if it is not the mean over all tokens of a micro-batch.
 
-        With labels of -100 or padding it is not. The curvature then counts every token that is trained on alike.
+        With padding or labels of -100 it is not. By the divisor, the curvature weighs all trained tokens alike.
 
         Args:
-            divisor: of the sum over its tokens; for the mean over a step, its trained tokens over the engine's
-                accumulation steps.
-            micro_batches: of the step, where it may have fewer than that, as at the end of an epoch.
+            divisor: number by which the loss divides its sum over tokens. If it is a mean over the tokens of a whole
+                step, this is the step's number of trained tokens, divided by the engine's accumulation steps.
+            micro_batches: micro-batches of this step, if they may be fewer than the engine's accumulation steps, as at
+                the end of an epoch.
         """
         steps = self.engine.gradient_accumulation_steps()
         self.curvature.loss_divided_by(divisor, divisor * steps / (micro_batches or steps))
@@ -149,12 +150,12 @@ class SparseForge:
         It costs next to nothing when none is.
 
         Args:
-            probe: where `needs_probe`: runs the engine's forward on one micro-batch and returns the scalar loss, for
-                example `lambda: engine(**batch).loss`, or gives the micro-batches of several such batches. It is
-                called only when an update is due, and leaves no trace.
+            probe: needed if `needs_probe`: a function that runs the engine's forward on one micro-batch and returns the
+                scalar loss, for example `lambda: engine(**batch).loss`, or an object with several batches
+                (`ProbeBatches`). It is called only when an update is due, and leaves no trace.
 
         Returns:
-            Whether masks were updated.
+            True if masks were updated.
 
         Raises:
             ValueError: an update needs a probe, and there is none.
@@ -170,8 +171,8 @@ class SparseForge:
             raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
         if not self.ready:
             raise ForgeError(
-                "the mask is chosen, and weights are shifted, before the first step: call forge.start(probe) before "
-                "the first engine.step"
+                "the first mask of this run is not chosen, or its weights are not shifted, yet: call "
+                "forge.start(probe) before the first engine.step"
             )
         self.sharded.step += 1
         # Take what this step measured, move the masks if that is due, and show the network what changed.
@@ -200,7 +201,7 @@ class SparseForge:
         self.require_finite()
 
     def require_finite(self, cure: str = "go back to a checkpoint of before, with a lower learning rate") -> None:
-        """Check the weights, and the optimizer's state of them, one reduction over the ranks. Collective.
+        """Check that weights and their optimizer states are finite. Collective, one reduction.
 
         `finish` calls it, and so does `engine.save_checkpoint`, which would otherwise write what nobody can use.
 
@@ -208,7 +209,7 @@ class SparseForge:
             cure: end of the message.
 
         Raises:
-            DivergedError: some are infinite or NaN.
+            DivergedError: some values are infinite or NaN.
         """
         self.sharded.require_finite(cure)
 
@@ -250,31 +251,32 @@ class SparseForge:
     def state_dict(self) -> dict[str, Any]:
         """Return the client state that `engine.save_checkpoint` saves as "sparseforge": plain JSON types. Collective.
 
-        One number a weight is optimizer state already; row and column sums are here, as text. Of a frozen mask nothing
-        is saved but the zeros of the masters: a kept weight that happens to be 0 becomes -0.0 now.
+        States with one number per weight are optimizer state already; row and column sums are here, as text. A frozen
+        mask is saved as the zeros of the masters alone. This call therefore writes kept weights that are 0 as -0.0.
 
         Raises:
-            ValueError: `start` was called, no step was made yet, and W waits outside the optimizer's state: masks are
-                going to move, or masters have 16 bits.
+            ValueError: `start` was called and no step was made since, while W is not yet in the optimizer's state:
+                masks are going to move, or masters have 16 bits.
         """
         fresh = self._needs_start and self.ready and not self.step_count
         if fresh and self.config.max_steps and self.sharded.state.has_waiting_state:
             raise ValueError(
-                "a checkpoint between forge.start and the first step would not hold the weights that the starting mask "
-                "removes, or a shift takes: save after a step, or before forge.start"
+                "a checkpoint between forge.start and the first step would lose the weights that the starting mask "
+                "removes or a shift moves: save after a step, or before forge.start"
             )
         return {**self._saved.state_dict(), "started": self.ready}
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue a run in this engine, however many ranks, which ZeRO stage and which offload saved it. Collective.
+        """Continue a saved run in this engine; world size, ZeRO stage and offload may differ. Collective.
 
-        All that trains, counts or is saved is what it was, bit for bit on the same layout (DeepSpeed's own Adam on CPUs
-        differs in the last bits), and no pickle is executed.
+        On the same layout all weights, states and counters are bit for bit those of the saved run (DeepSpeed's own Adam
+        on CPUs differs in the last bits). No pickle is executed.
         `engine.load_checkpoint` calls it with a checkpoint whose bytes it has checked.
 
         Raises:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
-                ranks raise it, and nothing was changed; except where weights are not as sparse as a frozen run's.
+                ranks raise it, and nothing was changed. Only the check that a frozen run's weights have the pattern
+                comes after the change.
         """
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
@@ -288,7 +290,7 @@ class SparseForge:
         return self.method.needs_start or self.config.moves_weights_into_branches
 
     def _listen(self) -> None:
-        """Measure in the next step's passes if its mask update needs that, and forget those before."""
+        """Measure the curvature in the next step's passes if a mask update needs it; drop what was not taken."""
         self._skipped = self.engine.skipped_steps
         self.curvature.listen()
 

@@ -1,4 +1,4 @@
-"""Start of every B of SLoRB at the moment it is switched on (design eq. 13).
+"""Start of every B of SLoRB at the moment it is switched on (eq. 13).
 
 `shift_into_branches` starts before the first step, from the shift of each segment that leaves the pattern the least to
 remove (`mask/shift`); the network computes what it did. `switch_on_branches` starts as published, from what a mask

@@ -21,7 +21,7 @@ RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 class Hutchinson(Estimator):
-    """v (H v), by gradient differences (design 2.1)."""
+    """v (H v) with v at the weights, by gradient differences (eq. 2)."""
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context

@@ -1,4 +1,4 @@
-"""Standardized scores (design eqs. 3 and 4), for methods that rank by a measured importance."""
+"""Standardized scores (eqs. 3 and 4), for methods that rank by a measured importance."""
 
 from __future__ import annotations
 

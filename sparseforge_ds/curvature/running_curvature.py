@@ -1,4 +1,4 @@
-"""The running mean of the curvature (design eq. 2): what is measured, when, and how a sample enters the mean.
+"""The running mean of the curvature (eq. 2): what is measured, when, and how a sample enters the mean.
 
 A sample comes from passes of its own (`refresh`), or was measured in a training step (`listen`, `take_heard`). Its
 numbers stay on the device until scores are made.

@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters that hold low-rank branches (SLoRB, design eq. 13).
+"""PEFT LoRA adapters that hold low-rank branches (SLoRB, eq. 13).
 
 Ours is y = x (w^T + P^T B^T) with P (rank, in) a fixed sum over runs of k inputs, or learned; LoRA's is
 y = x w^T + s x A^T B^T. So lora_A is P, lora_B is B, and lora_alpha equals the rank of each layer, which makes the

@@ -81,7 +81,7 @@ def logits_of(model: Any, ids: Tensor) -> Tensor:
 
 
 def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
-    """Add the source's low-rank branches (design eq. 13) as forward hooks, in the model's dtype."""
+    """Add the source's low-rank branches (eq. 13) as forward hooks, in the model's dtype."""
 
     def hook(b_OK: Tensor, p_KI: Tensor | None) -> Any:
         """Return a hook that adds one branch; P is None if it is fixed."""

@@ -1,5 +1,7 @@
 """The paper on plain tensors: one function an equation (SparseForge, arXiv 2605.06402). Needs torch and nothing else.
 
+The numbers are those of docs/concepts/equations.md.
+
 | eq. | name | function |
 |---|---|---|
 | 1 | published weight | `effective_mask.published` |

@@ -1,4 +1,4 @@
-"""Annealing as pure functions of the optimizer step (SparseForge, arXiv 2605.06402, section 3; design eqs. 5, 7-11).
+"""Annealing as pure functions of the optimizer step (SparseForge, arXiv 2605.06402, section 3; eqs. 5, 7-11).
 
 Nothing here remembers a phase: `Schedule.dials(step)` gives the same numbers whenever and wherever it is asked, so a
 resumed run, a re-sharded run and an unbroken run cannot disagree.

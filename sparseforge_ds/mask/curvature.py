@@ -1,6 +1,6 @@
-"""Diagonal curvature of the training loss (SparseForge, arXiv 2605.06402, section 3.1; design eq. 2).
+"""Diagonal curvature of the training loss (SparseForge, arXiv 2605.06402, section 3.1; eq. 2).
 
-Free functions on plain tensors. Who runs the probe and where the tensors live is `zero.probe`'s business.
+Functions on plain tensors; `zero.probe` runs the passes that they measure.
 
 Legend of shape suffixes: T tokens, O outputs, I inputs, N rows of logits, V entries of the vocabulary.
 """
@@ -36,7 +36,7 @@ def token_fisher(grad_TO: Tensor, input_TI: Tensor, loss_scale: float = 1.0) -> 
     Args:
         grad_TO: (T, out) dL/dy, times the loss scale.
         input_TI: (T, in) x.
-        loss_scale: what the loss was multiplied by.
+        loss_scale: factor of the loss.
 
     Returns:
         (out, in) fp32.
@@ -66,11 +66,12 @@ def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_rate(tokens: Tensor, recent: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """Return how far experts' averages move to a sample over `tokens` tokens, so that every token counts alike.
+    """Return the rates at which experts' averages move to a sample, so that every token counts alike.
 
-    `accumulate` weighs samples by age alone. An expert's samples rest on more tokens or on fewer: with C the faded
-    count of those that its average rests on and N those of the sample, the rate is (1-d) N / (d C + (1-d) N), and C
-    becomes the denominator. The first sample has rate 1, so there is no bias to correct. Without tokens nothing fades.
+    `accumulate` weighs samples by age alone, but an expert's samples hold different numbers of tokens. With N tokens in
+    the sample, and C the decayed count of tokens in the average, the rate is (1-d) N / (d C + (1-d) N), and the new C
+    is the denominator. The first sample has rate 1, so there is no bias to correct. An expert without tokens keeps its
+    average and its C.
 
     Args:
         tokens: (n,) N.

@@ -1,4 +1,4 @@
-"""Curvature of a matrix from its row and column sums: what is left of a noisy estimate when noise is averaged away.
+"""Rank-one curvature of a matrix from its row and column sums, in which the noise of an estimate averages away.
 
 The diagonal of a linear layer's Hessian is close to a product: how much an output matters times how large an input is.
 Row and column sums average over hundreds of elements each, while single elements decide who survives in a group.
@@ -77,7 +77,7 @@ def rank_one(share_R: Tensor, column_C: Tensor, start: int, stop: int) -> Tensor
 
 
 def vanishes(row_R: Tensor, column_C: Tensor) -> bool:
-    """Return True if `rank_one` is 0 of a matrix that is not: all row, or all column, sums of a finite one are <= 0."""
+    """Return True if `rank_one` is 0 although the (finite) matrix is not: all row, or all column, sums are <= 0."""
     sums = torch.cat([row_R, column_C])
     one_sided = bool((row_R <= 0).all()) or bool((column_C <= 0).all())
     return one_sided and bool(sums.isfinite().all()) and bool(sums.any())

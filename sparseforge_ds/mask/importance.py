@@ -1,4 +1,4 @@
-"""Importance of a weight: score and per-matrix standardization (SparseForge, arXiv 2605.06402; design eqs. 3 and 4).
+"""Importance of a weight: score and per-matrix standardization (SparseForge, arXiv 2605.06402; eqs. 3 and 4).
 
 The statistics of a matrix are sums over all its elements on all ranks. They are arranged so that *one* reduction of a
 (matrices, 7) table serves everything, although eps is relative to a mean that is itself only known after the reduction:
@@ -61,7 +61,7 @@ def score_moments(dense: Tensor, curvature: Tensor | None) -> Tensor:
     """
     square = dense.double().square()
     positive = torch.ones_like(square) if curvature is None else curvature.double().clamp(min=0)
-    obd = positive * square
+    obd = positive * square  # the score of optimal brain damage, H W^2
     products = (torch.ones_like(square), positive, obd, square, obd.square(), obd * square, square.square())
     return torch.stack([product.sum() for product in products])
 
@@ -73,7 +73,7 @@ def magnitude_moments(moments: Tensor) -> Tensor:
 
 
 def scalings(moments: Tensor, damping: float) -> Tensor:
-    """Return what scores of all matrices are damped and standardized with, without a host sync.
+    """Return the damping, mean and 1 / std of every matrix's scores, without a host sync.
 
     Args:
         moments: (matrices, 7) fp64, summed over all ranks.

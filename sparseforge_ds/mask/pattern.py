@@ -2,10 +2,11 @@
 
 Legend of shape suffixes: G groups, M members of a group, N kept members.
 
-A matrix is seen as (out, in) when the input axis is last and (in, out) when it is first (GPT-2's Conv1D). Groups always
-compete along the *input* axis, because that is the axis which sparse tensor cores contract.
+A matrix is seen as (out, in) when the input axis is last and (in, out) when it is first (GPT-2's Conv1D). The members
+of a group are neighbours along the *input* axis, because that is the axis which sparse tensor cores contract.
 
-A *span* is the smallest run of consecutive flat elements that contains whole groups only.
+A *span* is the smallest run of consecutive flat elements that contains whole groups only (`zero.halo` calls its length
+a period).
 A shard that starts and ends on a multiple of the span can be gated without talking to any other rank.
 """
 
@@ -50,7 +51,7 @@ class NM:
         return None
 
     def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Count the flat elements that contain whole groups only: m, or m rows when the input axis comes first."""
+        """Return the elements of a span: m, or those of m rows when the input axis comes first."""
         return self.m if input_axis % len(shape) == len(shape) - 1 else self.m * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
@@ -109,7 +110,7 @@ class Block:
         return None
 
     def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Count the flat elements that contain whole tiles only: a band of `size` rows."""
+        """Return the elements of a span: those of a band of `size` rows."""
         return self.size * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:

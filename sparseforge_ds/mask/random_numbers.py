@@ -1,4 +1,4 @@
-"""Random numbers by counters: one depends on (seed, step, probe, weight, element) and on nothing else.
+"""Counter-based random numbers: each depends on (seed, step, probe, weight, element) alone.
 
 A probe is the same on any number of ranks and at any ZeRO stage, and need never be stored.
 """
@@ -48,10 +48,10 @@ def rademacher(key: int, start: int, stop: int, device: torch.device) -> Tensor:
 
 
 def rademacher_rows(key: int, first: int, rows: int, columns: int, like: Tensor) -> Tensor:
-    """Draw (rows, columns) of +-1 for rows first..first + rows of any number, in the dtype and on the device of `like`.
+    """Draw (rows, columns) of +-1, for row numbers from `first` on, in the dtype and on the device of `like`.
 
-    One hash gives 64 signs, by a table of what the 8 bits of a byte stand for: next to a matmul's output, a hash for
-    every sign would cost more than the matmul.
+    One hash gives 64 signs, which a table reads from its bytes. The signs displace a matmul's output, and a hash for
+    each of them would cost more than the matmul.
     """
     words = -(-columns // 64)
     index = torch.arange(first * words, (first + rows) * words, device=like.device, dtype=torch.int64)

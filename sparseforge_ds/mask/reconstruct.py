@@ -1,7 +1,7 @@
 """SparseGPT's layer-wise pruning (arXiv 2301.00774, section 3, algorithm 1, with n:m groups as in section 3.4).
 
-Columns are decided from left to right. Members of a group go by w^2 / [H^-1]_jj, where H^-1 is that of the columns not
-yet decided; what a pruned weight took away from the layer's output is made up for by the columns to its right.
+Columns are decided from left to right. The score of a group's member is w^2 / [H^-1]_jj, where H covers the columns
+that are not decided yet. Columns to the right of a pruned weight make up for what it took from the layer's output.
 
 Legend of shape suffixes: O outputs, I inputs.
 """
@@ -32,7 +32,7 @@ def reconstruct(
         (out, in) fp32 updated weights, pruned ones 0, and (out, in) bool of those that are kept.
     """
     weight_OI = weight_OI.clone()
-    # Without any input there is nothing to make up for.
+    # Without any input, prune by magnitude and make up for nothing.
     kept_OI = torch.empty_like(weight_OI, dtype=torch.bool)
     if not gram_II.any():
         kept_OI = top_n(weight_OI.abs().reshape(-1, m), n).view_as(weight_OI)
@@ -58,7 +58,7 @@ def reconstruct(
 
 
 def _factor(gram_II: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j over U_jj is what column j does to others."""
+    """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error."""
     hessian_II = gram_II.double()
     diagonal = hessian_II.diagonal()
     diagonal[diagonal == 0] = 1.0

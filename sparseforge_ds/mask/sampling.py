@@ -38,7 +38,7 @@ def normal(key: int, first: int, groups: int, patterns: int, device: torch.devic
 
 
 def _open(drawn: Tensor) -> Tensor:
-    """Move multiples of 2^-24 in [0, 1) half a step into (0, 1), short of 1, to which fp32 would round the last."""
+    """Move multiples of 2^-24 in [0, 1) up by half a step, into (0, 1); the clamp keeps fp32 from rounding to 1."""
     return (drawn + 2.0**-25).clamp_(max=1 - 2.0**-24)
 
 
@@ -50,7 +50,8 @@ def first_logits(noise_GK: Tensor, mask_GM: Tensor, n: int, spread: float, prior
         mask_GM: (G, M) the starting mask, n ones a row.
         n: members of a group to keep.
         spread: standard deviation of the logits.
-        prior: alpha, in such deviations per member shared with the starting mask, above the mean over the patterns.
+        prior: alpha: bonus of a pattern for each member that it shares with the starting mask, in units of `spread`;
+            the mean over the patterns is subtracted.
 
     Returns:
         (G, K).
@@ -66,7 +67,7 @@ def choice(logit_GK: Tensor, noise_GK: Tensor, scale: float, temperature: float)
 
 
 def logit_gradient(choice_GK: Tensor, grad_GM: Tensor, pattern_KM: Tensor, scale: float, temperature: float) -> Tensor:
-    """Return the gradient of the loss in the logits, from that in the mask that `choice` mixes out of the patterns.
+    """Return the gradient with respect to the logits, from that with respect to the mask that `choice` mixes.
 
     Args:
         choice_GK: (G, K) from `choice`, which was called with the same scale and temperature.

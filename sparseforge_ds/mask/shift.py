@@ -1,16 +1,16 @@
-"""Shift of every segment of weights that leaves an N:M pattern the least to remove.
+"""Shift b of each segment of weights, chosen so that an N:M pattern removes as little as possible.
 
-SLoRB's branch adds one number b to all k weights of a segment (design eq. 13). Written as w = (w - b) + b, a layer
-computes what it did before, and the pattern goes over w - b: of every group it then removes the weights that are
-nearest to b instead of those nearest to 0. b is chosen so that as little as possible is removed,
+SLoRB's branch adds one number b to all k weights of a segment (eq. 13). Written as w = (w - b) + b, a layer
+computes what it did before, and the pattern acts on w - b: in every group it removes the weights that are nearest to b
+instead of those nearest to 0. The best b solves
 
-    min over b of  sum over the groups of the segment of the M - N smallest (w - b)^2,
+    min over b of  sum over the groups of the segment of the M - N smallest (w - b)^2.
 
-which is k-means with one centre whose members are chosen group by group: given b, the nearest M - N of every group;
-given those, b is their mean. Both steps lower the sum. They start from several points, because the sum has many minima.
+This is k-means with one centre. Its members are, in every group, the M - N weights that are nearest to b; b is then
+their mean. Both steps lower the sum. They start from several points, because the sum has many minima.
 
-Of normally distributed weights, 2:4 removes 0.10 of what it removes without a shift at k = 4, 0.43 at k = 8 and 0.67 at
-k = 16. The mean of what the mask removes over the whole segment, SLoRB's published start, leaves 0.75, 0.87 and 0.94.
+With normally distributed weights, 2:4 then removes 0.10 of what it removes without a shift at k = 4, 0.43 at k = 8 and
+0.67 at k = 16. SLoRB's published start, the mean of what the mask removes from the segment, gives 0.75, 0.87 and 0.94.
 
 Shape suffixes: R segments of rows, K weights of a segment, G groups of a segment, M members of a group.
 """
@@ -25,7 +25,7 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 STARTS = 8
 """Points that the search begins from, at most: further ones gain less than 0.1% of what is removed."""
 STEPS = 2
-"""Improvements of each."""
+"""Improvement steps from each starting point."""
 
 
 def best_shift(segment_RK: Tensor, kept: int, members: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""AST: magnitude masks now and then, and an annealed decay that has no momentum (arXiv 2407.20584, section 3).
+"""AST: periodic magnitude masks, and an annealed decay without momentum (arXiv 2407.20584, section 3).
 
-The decay rises with the steps. As in the authors' optimizer, it joins the update after the first moment and so enters
-the second: u = m + lambda (1 - mask) W, v = b2 v + (1 - b2) u^2, W <- W - lr / c1 * u / (sqrt(v / c2) + eps), with c1
+The decay rises with the steps. As in the authors' optimizer, it is added after the first moment and so enters only the
+second: u = m + lambda (1 - mask) W, v = b2 v + (1 - b2) u^2, W <- W - lr / c1 * u / (sqrt(v / c2) + eps), with c1
 and c2 the bias corrections of Adam.
 """
 
@@ -29,7 +29,7 @@ class Ast(PeriodicMagnitudeMask):
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Step the weights in the place of the optimizer."""
-        # Moments and count are the optimizer's own, which creates them at its first step.
+        # Use the optimizer's own moments and step count; create them as its first step would.
         trained = self.weights.state.weights_being_trained(index)
         state = self.weights.state.partition(index)
         for key in ("exp_avg", "exp_avg_sq"):

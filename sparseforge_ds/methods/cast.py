@@ -1,8 +1,9 @@
 """CAST: dense training whose decay wears the smaller weights of every group away (arXiv 2509.25996, section 3).
 
-The network sees W itself until the mask freezes: nothing is cut off that the decay has not made small. AdamS takes
-L1 decay from masked weights only, adapted like Adam's own step, W <- W - lr lambda sign(W) / (sqrt(v / c2) + eps), not
-in its moments; here it stops at 0 instead of crossing it. Weight scaling is `model.weight_scale`.
+The network sees W itself until the mask freezes, so only weights that the decay has made small are cut off. AdamS
+applies an L1 decay to masked weights only, scaled like Adam's own step and outside of its moments:
+W <- W - lr lambda sign(W) / (sqrt(v / c2) + eps). Here W stops at 0 instead of crossing it. Weight scaling is in
+`model.weight_scale`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class Cast(PeriodicMagnitudeMask):
-    """AdamS on top of the engine's own Adam."""
+    """CAST's AdamS, on top of the engine's own Adam."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
@@ -29,7 +30,7 @@ class Cast(PeriodicMagnitudeMask):
 
     @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
-        """Fold the factors when the mask freezes; masked weights are gone by then."""
+        """Fold the factors of outputs into W when the mask freezes; the decay has removed masked weights by then."""
         self.needs_republish = self.weights.schedule.is_projection(step)
         if self.needs_republish:
             self._fold()
@@ -51,7 +52,7 @@ class Cast(PeriodicMagnitudeMask):
     def after_step(self, index: int, group: dict[str, Any]) -> None:
         state = self.weights.state.partition(index)
         if self.weights.step < self.weights.schedule.freeze_step and "exp_avg_sq" in state:
-            # Where Adam counts its steps on the device, nothing asks for the number.
+            # An Adam that counts its steps on the device needs no wait for the host.
             count = torch.as_tensor(self._steps(state, group)).double()
             correction = (1 - group["betas"][1] ** count).sqrt()
             dense = state["dense"].view(-1)
@@ -63,7 +64,7 @@ class Cast(PeriodicMagnitudeMask):
         super().after_step(index, group)
 
     def _steps(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | int:
-        """Count the steps of Adam. DeepSpeed's counts in integers, with one of a group's parameters alone."""
+        """Return Adam's step count. DeepSpeed's Adam keeps an integer, with only one of a group's parameters."""
         count: Tensor | int = state.get("step", group.get("step", 0))
         if isinstance(count, Tensor):
             return count
@@ -72,12 +73,12 @@ class Cast(PeriodicMagnitudeMask):
 
     @override
     def is_due(self, step: int) -> bool:
-        """Return whether the mask is chosen by this step; the last choice is by the last weights."""
+        """Return True if this step chooses the mask; the freeze chooses once more, from the final weights."""
         return super().is_due(step) or step == self.weights.schedule.freeze_step
 
     @torch.no_grad()
     def _fold(self) -> None:
-        """Do W <- s W, s <- 1, one layer at a time: s is sharded in another way than W, and is summed whole."""
+        """Do W <- s W, s <- 1, one layer at a time: s is sharded unlike W, so every rank gathers all of it."""
         weights = self.weights
         for name, layer in scaled_layers(weights.engine.module).items():
             scale = self._take_scale(name, layer)
@@ -89,7 +90,7 @@ class Cast(PeriodicMagnitudeMask):
             dense = weights.dense(shard)
             dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
-        self.ranking.curvature.probe.forget_gradients()  # else that of s would stay in the norm
+        self.ranking.curvature.probe.forget_gradients()  # else the gradient of s would stay in the norm
 
     def _take_scale(self, name: str, layer: Scaled) -> Tensor:
         """Return (out,) factors of a layer from all ranks, and set them to 1. Collective."""

@@ -1,8 +1,8 @@
 """MaskLLM: frozen weights, and a learned categorical over the patterns of every group (arXiv 2409.17481).
 
-The network sees m W with m a soft sample, a new one for every optimizer step. The gradient in the mask is dL/dw * W,
-which is on the shard; of groups that a boundary cuts, its chunks and the logits travel. Adam's settings are those of
-the engine's optimizer, its learning rate is that of the run.
+The network sees m W, where m is a soft sample that is drawn anew for every optimizer step. The gradient of the mask is
+dL/dw * W, which is on the shard; ranks exchange it, and the logits, of groups that a shard boundary cuts. Adam's
+settings are those of the engine's optimizer, its learning rate is that of the run.
 
 Legend of shape suffixes: G groups, M members of a group, K patterns of a group.
 """
@@ -132,7 +132,7 @@ class MaskLLM(StartingMask):
         return scale, temperature
 
     def _shards(self, index: int | None = None, empty: bool = False) -> list[Shard]:
-        """Return the shards of a master partition, or all; without those that hold nothing here."""
+        """Return the shards of a master partition, or of all; `empty` adds those without elements on this rank."""
         shards = self.weights.shards.values()
         return [s for s in shards if index in (None, s.flat) and (empty or s.numel)]
 

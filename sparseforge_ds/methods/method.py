@@ -1,8 +1,8 @@
-"""A method: a small part on the shards that all methods share.
+"""Base of the methods: the calls that a forge makes around every optimizer step.
 
-A method says which mask a partition is published with, what happens at an update and when it freezes; one that needs
-it also changes gradients before the optimizer's step or weights after it. Sharding, cut groups, checkpoints and metrics
-are none of its business.
+A method decides which mask a partition is published with, and what happens at an update and at the freeze. It may also
+change gradients before the optimizer's step, or weights after it. It works on the shards that all methods share, which
+know about cut groups, checkpoints and metrics. The steps at which masks move and freeze are its config's (`schedule`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class MaskMethod:
-    """Parts of a method, each with its default."""
+    """Base class of the methods; by default a mask never moves, and m W is published.
+
+    An `index` is that of a master partition, a flat tensor with this rank's elements of many weights.
+    """
 
     needs_republish = True
-    """True if the last `update` with metrics changed what is published, and not the optimizer's step before it."""
+    """True if `update` moves masks after the step has published, so that weights must be published once more."""
     trains_the_rest = True
     """True if weights that are not prunable are trained."""
 
@@ -48,7 +51,7 @@ class MaskMethod:
         return self.weights.state.frozen and not self.weights.state.released
 
     def start(self, probe: Closure | ProbeBatches | None) -> None:
-        """Choose what the first step of a fresh run sees. Collective."""
+        """Choose the masks that the first step of a fresh run sees. Collective."""
 
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """Do what is due after optimizer step `step`. Collective. Return metrics of the masks if they were updated."""
@@ -96,7 +99,7 @@ class MaskMethod:
                 self.publish(index, dense, None, layout.flats[index].data, self.weights.step)
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
-        """Return the gradient that the optimizer steps a master partition with, or None if it shall leave it alone.
+        """Return the gradient for the optimizer's step of a master partition; None leaves the partition as it is.
 
         `gradient` is averaged, unscaled and clipped, laid out like the master, and may be changed in place. `group` is
         the optimizer's.

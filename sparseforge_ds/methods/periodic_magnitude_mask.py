@@ -1,7 +1,7 @@
 """A mask of the largest weights that is chosen anew while training, as in SR-STE, AST and CAST.
 
-The choice is made inside the optimizer's step, from the weights that it just wrote, and is published by that step:
-nothing is gathered twice, and of cut groups only the missing members travel.
+The choice is made inside the optimizer's step, from the weights that it just wrote, and is published by that step. So
+nothing is gathered twice, and ranks exchange only the missing members of cut groups.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class PeriodicMagnitudeMask(StartingMask):
         return self.settings.decay * progress(self.weights.step, self._ramp)
 
     def pruned_runs(self, index: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield runs of a master partition's elements, and the fp32 1 - mask of each; 1 where it is padded.
+        """Yield slices of a master partition's elements, each with its fp32 1 - mask, which is 1 in the padding.
 
-        Nothing of a frozen mask is pulled any more: what it pruned is 0.
+        Once masks are frozen, a pull on pruned weights does nothing: they are 0.
         """
         state = self.weights.state
         if state.released:

@@ -1,4 +1,7 @@
-"""SparseForge: a soft mask that anneals to N:M (arXiv 2605.06402, Algorithm 1; design eqs. 1 to 11)."""
+"""SparseForge: a soft mask that anneals to N:M (arXiv 2605.06402, Algorithm 1; eqs. 1 to 11).
+
+The numbers of equations are those of docs/concepts/equations.md.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ class SoftMask(MaskMethod):
     @property
     @override
     def needs_previous_weights(self) -> bool:
-        """True if W before the step is needed: plain gradient descent needs it while masks move."""
+        """True while masks move, unless `straight_through` is set: W then keeps only its share of a step."""
         follows = not self.settings.straight_through and self._formed and self.weights.step < self.schedule.freeze_step
         return follows or super().needs_previous_weights
 
@@ -66,9 +69,9 @@ class SoftMask(MaskMethod):
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
         """Let W keep its share of the step, and write m_eff W (eqs. 1 and 10).
 
-        Plain gradient descent on the loss of m_eff W has the factor m_eff from the chain rule. Adam divides it out
-        again: pruned weights would move as far as the others, by gradients that change nothing, and so would their
-        scores. So W <- W' + m_eff (W - W'), with the mask that the gradient was taken at.
+        In plain gradient descent on the loss of m_eff W the chain rule gives the step a factor m_eff. Adam divides it
+        out again: pruned weights would move as far as others, along gradients that do not change the loss, and their
+        scores would move with them. So W <- W' + m_eff (W - W'), with the mask that the gradient was taken at.
         """
         if self.weights.state.released or not self._formed:
             super().publish(index, dense, None, out, step)
@@ -99,9 +102,9 @@ class SoftMask(MaskMethod):
         """Move all masks by one update (`mask.update.update_mask`, eqs. 3 to 9), and return metrics of them."""
         weights = self.weights
         dials = self.schedule.dials(weights.step)
-        # The first soft masks make a student differ from a teacher that it equals, and the loss has a gradient then.
+        # A student that still equals its teacher has no gradient. Masks by magnitude make the two differ.
         inputs = self.ranking.score_inputs(magnitude_without_gradient=True)
-        # Groups that a shard boundary cuts are completed by their members on other ranks, and decided on both.
+        # Fetch what cut groups lack from other ranks; every rank with a part of a group decides the whole group.
         by_elements = weights.config.keeps_elements and not weights.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
         halos = {key: weights.exchange(key) for key in keys}

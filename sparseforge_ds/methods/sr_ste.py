@@ -11,7 +11,7 @@ from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 
 
 class SrSte(PeriodicMagnitudeMask):
-    """The gradient of W is g(m W) + lambda (1 - m) W, moments and all."""
+    """SR-STE: the gradient of W is g(m W) + lambda (1 - m) W, and Adam's moments see both terms."""
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Layers with a low-rank branch (SLoRB, design eq. 13), in training and in models loaded from a packed folder.
+"""Layers with a low-rank branch (SLoRB, eq. 13), in training and in models loaded from a packed folder.
 
     y = x (w^T + P^T B^T)
 

@@ -1,4 +1,4 @@
-"""Knowledge distillation from the frozen dense model (design eq. 12), as a loss of logits.
+"""Knowledge distillation from the frozen dense model (eq. 12), as a loss of logits.
 
     L = l_task * CE(student, labels) + l_KL * T^2 * KL(softmax(teacher / T) || softmax(student / T))
 

@@ -1,4 +1,4 @@
-"""Preparation of a model for training: SLoRB's branches (design eq. 13; arXiv 2409.09099), CAST's factors, experts.
+"""Preparation of a model for training: SLoRB's branches (eq. 13; arXiv 2409.09099), CAST's factors, experts.
 
     y = x (w^T + P^T B^T)
 

@@ -1,4 +1,4 @@
-"""Soft masks that are annealed inside one decoder block, by the block's own error (design eqs. 3 to 11).
+"""Soft masks that are annealed inside one decoder block, by the block's own error (eqs. 3 to 11).
 
 This is the method of `methods.soft_mask` on whole matrices. Scores come from row and column sums of squared gradients
 of each token; the published weight is a blend of soft and hard mask, and W moves by the share m of each optimizer step.

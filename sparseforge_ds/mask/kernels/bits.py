@@ -12,7 +12,7 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.fusing import fused
 
 _GATHER = sum(1 << (56 - 7 * byte) for byte in range(8))
-"""Factor of eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, and nothing is carried."""
+"""Multiplier that gathers eight bytes of 0 or 1, read as one integer: byte i lands on bit 56 + i, without carries."""
 
 
 def octets(chunk: slice) -> slice:
@@ -67,7 +67,7 @@ def _bits_of_byte(dtype: torch.dtype) -> Tensor:
 
 
 def bits_of(packed: Tensor, count: int) -> Tensor:
-    """Unpack all at once, as a part of a fused function."""
+    """Return `unpack` without chunks, for use inside fused functions."""
     shift = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed[:, None] >> shift) & 1).view(-1)[:count] > 0
 

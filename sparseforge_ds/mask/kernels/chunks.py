@@ -24,7 +24,7 @@ def chunks(tensor: Tensor, in_place: bool = False) -> Iterator[slice]:
 
     Args:
         tensor: (n, ...) that is worked on together with a few temporaries of its size.
-        in_place: whether that needs no temporaries where it is compiled.
+        in_place: True if the work needs no temporaries once it is compiled.
     """
     length = tensor.shape[0]
     stepwise = tensor.device.type == "cpu" and not is_compiled(tensor.device)

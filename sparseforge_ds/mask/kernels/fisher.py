@@ -60,7 +60,7 @@ def _sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
 
 @fused(kernels=6, reads=2)
 def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> list[Tensor]:
-    """Return (out,) and (in,) fp32 `curvature.fisher_sums`, as one function: a call costs a host more than a kernel."""
+    """Return (out,) and (in,) fp32 `curvature.fisher_sums`, by one call: it costs the host more than a kernel."""
     row_sums = _sum_squares(grad_TO, _token_squares(input_TI))
     column_sums = _sum_squares(input_TI, _token_squares(grad_TO))
     return [row_sums, column_sums]
@@ -102,7 +102,7 @@ def weighted_squares(values_SN: Tensor, weight_S: Tensor) -> Tensor:
 
 
 def _sums_by_expert(values_SN: Tensor, length_E: Tensor) -> Tensor:
-    """Sum (E, N) over each expert's rows, in the order of the rows: without atomics, whose order is no order."""
+    """Sum (E, N) over each expert's rows, in the order of the rows; atomics would add in any order."""
     return torch.segment_reduce(values_SN, "sum", lengths=length_E.long(), axis=0, unsafe=True)
 
 

@@ -50,7 +50,7 @@ class MaskStats(NamedTuple):
     kept: Tensor | None
     """(ceil(n / 8),) packed bits, where they were asked for."""
     sums: list[Tensor]
-    """() fp64 each: m (1 - m), m, and, where there was an update before, bits of the target that changed."""
+    """() fp64 each: m (1 - m), m and, if there was an earlier update, the number of target bits that changed."""
 
 
 def update_mask_in_place(
@@ -200,7 +200,7 @@ def _update_small_groups(
 
 
 def _by_member(flat: Tensor, members: int, interleaved: int) -> list[Tensor]:
-    """Split (n,) into M tensors (S, C) to compile; into one of (M, S C) where every operation costs a call."""
+    """Split (n,) into M tensors (S, C) when compiling, else into one (M, S C): eager operations cost a call each."""
     member = flat.view(flat.numel() // (members * interleaved), members, interleaved)
     if torch.compiler.is_compiling():
         return list(member.unbind(1))
@@ -208,7 +208,7 @@ def _by_member(flat: Tensor, members: int, interleaved: int) -> list[Tensor]:
 
 
 def _in_order(member: list[Tensor], interleaved: int) -> Tensor:
-    """Return (n,) of what `_by_member` has split."""
+    """Undo `_by_member`: return (n,)."""
     if len(member) > 1:
         return torch.stack(member, dim=1).view(-1)
     rows = member[0].view(len(member[0]), -1, interleaved)

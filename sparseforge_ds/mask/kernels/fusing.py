@@ -1,4 +1,4 @@
-"""Element-wise chains as one kernel each: compiled on accelerators, step by step on a CPU unless asked for.
+"""Element-wise chains as one kernel each: compiled on accelerators, on a CPU step by step (eager) by default.
 
 A fused function is ordinary torch code, and that is what runs where it is not compiled. Both ways give the same bits on
 a CPU, sums excepted, whose order differs. To that end a body uses only operations that vector and scalar code round
@@ -46,7 +46,7 @@ _wanted: bool | None = None
 
 @contextmanager
 def compiled(on: bool | None) -> Iterator[None]:
-    """Compile everywhere (True), nowhere (False), or on accelerators only (None, as it is outside)."""
+    """Compile everywhere (True), nowhere (False), or on accelerators only (None, the default)."""
     global _wanted
     before = _wanted
     _wanted = on
@@ -89,7 +89,7 @@ def fused(
             operands = [_with_tensors(value, device, str(number)) for number, value in enumerate(args)]
             named = {key: _with_tensors(value, device, key) for key, value in kwargs.items()}
             recompile_limit, duck_shapes = _settings()
-            # Also in hooks, for which a model's compiled code stands back (`zero.layer_hooks.uncompiled`).
+            # Compile even inside hooks, where `zero.layer_hooks.uncompiled` makes the model run in eager mode.
             with recompile_limit, duck_shapes, torch.compiler.set_stance("default"):
                 return one_kernel()(*operands, **named)
 
@@ -114,12 +114,12 @@ def fused(
 
 @cache  # each that is made leaves something behind in torch for good
 def _settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the compiler's settings for our functions: how many graphs at most, and equal sizes told apart."""
+    """Return the compiler's settings for our functions: a limit of graphs, and no graph for equal sizes."""
     import torch._dynamo
     import torch.fx.experimental._config
 
-    # Rows and columns of a square matrix are as many by chance, which would make a graph of its own. What torch adds to
-    # a module of settings when it is imported, a checker does not see.
+    # A square matrix has equal sizes by chance, and would get a graph of its own. (mypy does not see what torch adds to
+    # this module at import.)
     duck_shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     return torch._dynamo.config.patch(recompile_limit=VARIANTS), duck_shapes
 
@@ -133,11 +133,11 @@ def _with_tensors(value: Any, device: torch.device, argument: str) -> Any:
 
 @lru_cache(maxsize=64)
 def _scalar(value: float, device: torch.device, argument: str) -> Tensor:
-    """Return () fp64 of a rate: one that moves at every step makes no other graph as a tensor.
+    """Return a rate as a () fp64 tensor, so that a new value needs no new graph.
 
-    Of floats, torch before 2.13 makes a graph each, in seconds of compiling, and after `VARIANTS` of them the run would
-    end. Two arguments of one value are two tensors, because a graph knows which are the same. Operands are fp32 or
-    fp64: a sum with bf16 would round it.
+    torch before 2.13 compiles a graph for every value of a float, in seconds each, and ends the run after `VARIANTS` of
+    them. Two arguments of equal value get two tensors, because a graph depends on which arguments are the same tensor.
+    Use it with fp32 or fp64 operands: a sum with bf16 would round it.
     """
     return torch.full((), value, dtype=torch.float64, device=device)
 
@@ -145,9 +145,9 @@ def _scalar(value: float, device: torch.device, argument: str) -> Tensor:
 def row_sums(values: Sequence[Tensor]) -> Tensor:
     """Return (k, rows) sums of k tensors of (n,), to be summed once more outside; a part of a fused function.
 
-    By the size that the compiler meets first it decides how many multiprocessors share a sum over everything. The graph
-    is then every size's, also in later processes, which find it on disk: after a small matrix, a single multiprocessor
-    would sum up a large one. Rows of a fixed length are as many as there is work. Step by step there is one.
+    The compiler decides by the first size that it meets how many multiprocessors share a sum. It then uses that graph
+    for all sizes, in later processes too: after a small matrix, one multiprocessor would sum up a large one. Rows of a
+    fixed length divide the work at any size. Uncompiled, there is one row.
     """
     if not torch.compiler.is_compiling():
         return torch.stack([value.sum() for value in values])[:, None]

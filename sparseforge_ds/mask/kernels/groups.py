@@ -34,9 +34,9 @@ def rank_in_group(group_GM: Tensor) -> Tensor:
 
 
 def pairwise_ranks(members: Sequence[Tensor]) -> list[Tensor]:
-    """Return how many members of its group beat each, of a tensor of each member.
+    """Count how many members of its group beat each member, given one tensor for each member.
 
-    Every pair meets once. A member starts as beaten by all earlier ones, which is how ties end.
+    Every pair is compared once. A member starts as beaten by all earlier ones, so that ties go to the lower index.
     """
     ranks: list[Any] = list(range(len(members)))
     for earlier in range(len(members)):

@@ -1,4 +1,4 @@
-"""`mask.interpolation.lerp` as parts of fused functions, and a sign that goes."""
+"""Forms of `mask.interpolation.lerp` for use inside fused functions, and removal of the sign of zeros."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def exact_lerp(start: Tensor, end: Tensor, nearer: float, offset: float) -> Tens
     Args:
         start: (...) fp32.
         end: (...) fp32.
-        nearer: a number, as a flag would make a graph for each end.
-        offset: from there.
+        nearer: 0.0 or 1.0; a flag would make one graph for each end.
+        offset: share - nearer.
     """
     gap = end - start
     if torch.compiler.is_compiling():
@@ -27,7 +27,7 @@ def exact_lerp(start: Tensor, end: Tensor, nearer: float, offset: float) -> Tens
 
 
 def exact_lerp_elementwise(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
-    """Return `lerp(start, end, share)` for a share of each element's own: (...) fp32."""
+    """Return `lerp(start, end, share)` with one share for each element: (...) fp32."""
     gap = end - start
     is_late = share >= 0.5
     near_end = end - gap * (1 - share)

@@ -34,11 +34,11 @@ def soft_step(
 ) -> None:
     """Follow an optimizer's step in place, `effective_mask.followed_step`, and publish into `out`.
 
-    Takes no top N, since masks move only at an update.
+    It computes no top N: `kept` holds it from one update to the next.
 
     Args:
         dense: (n,) fp32 W after the optimizer's step; then what is kept of it.
-        before: (n,) fp32 W' before it; `out` itself, or memory of its own.
+        before: (n,) fp32 W' before it: `out` itself, or a separate tensor.
         mask: (n,) soft mask, fp32 or codes; 0 in the padding of a partition.
         kept: (ceil(n / 8),) packed bits of the top N of `mask`.
         x_before: x of the step before, at which the gradient was taken.
@@ -85,7 +85,7 @@ def gradient_of_kept(gradient: Tensor, weight: Tensor) -> Tensor:
 def _soft_step(
     dense: Tensor, before: Tensor | None, mask: Tensor, kept: Tensor, shares: list[float], out: Tensor
 ) -> None:
-    """Follow and publish one chunk; `shares` is `split_lerp` of x_before, then of x. Without `before`, `out` is it."""
+    """Follow and publish one chunk; `shares` is `split_lerp` of x_before, then of x. `before` None: `out` holds W'."""
     soft = values_of(mask)
     hard = values_of_bits(kept, mask.numel())
     nearer_before, offset_before, nearer, offset = shares

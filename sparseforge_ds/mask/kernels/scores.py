@@ -1,4 +1,4 @@
-"""Moments and standardized scores of many elements, for each way to keep their curvature (`mask.importance`)."""
+"""Moments and standardized scores of many elements, for each form of their curvature (`mask.importance`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sparseforge_ds.mask.kernels.fusing import fused, row_sums
 
 
 class RankOne(NamedTuple):
-    """H of consecutive elements of an (R, C) matrix that is a product: formed inside a kernel, a chunk at a time."""
+    """H of consecutive elements of an (R, C) matrix as a product of two vectors, which kernels form by chunks."""
 
     share_R: Tensor
     """(R,) fp32, see `factored.shares`."""
     column_C: Tensor
     """(C,) fp32."""
     first: int
-    """First flat element of the matrix."""
+    """Index in the flat matrix of the first of these elements."""
 
 
 Curvature = Tensor | RankOne | None
@@ -35,7 +35,7 @@ class CurvatureSlice(NamedTuple):
     numbers: list[Tensor]
     """Nothing for plain magnitude, H of each element, or the factors of `RankOne`."""
     first: int
-    """First flat element of the matrix, where it is a product."""
+    """Index in the flat matrix of the first of these elements, if H is a product; else 0."""
 
 
 def curvature_slice(curvature: Curvature, inside: slice) -> CurvatureSlice:
