@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,21 @@ DocumentFrame = Literal["auto", "bos", "eos", "both"]
 
 SampleBy = Literal["document", "paragraph", "line"]
 """Unit of a .txt file that is one document, in the words of `datasets`."""
+
+SchedulerName = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "warmup_stable_decay",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+]
+"""Schedules of the learning rate, in the words of transformers, that are functions of the step alone."""
+_WITH_FLOOR = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 LossOn = Literal["all", "completion"]
 """Tokens of a record that the loss is the mean over."""
@@ -149,7 +165,24 @@ class RunArguments:
     )
     warmup: float = _flag(0.03, "share of the run over which the learning rate rises", "SHARE")
     min_lr_ratio: float = _flag(
-        0.1, "the cosine ends at this share of the peak, so that the frozen finetune still learns", "SHARE"
+        0.1,
+        "the rate ends at this share of the peak, so that the frozen finetune still learns; for cosine, "
+        "cosine_with_min_lr, cosine_warmup_with_min_lr and warmup_stable_decay",
+        "SHARE",
+    )
+    lr_scheduler_type: SchedulerName = _flag(
+        "cosine",
+        "schedule of the learning rate: cosine is ours, which begins above 0 and ends at --min_lr_ratio. The others "
+        "are transformers', by get_scheduler: linear, constant, constant_with_warmup, "
+        "warmup_stable_decay, cosine_with_restarts, cosine_with_min_lr, cosine_warmup_with_min_lr, polynomial, "
+        "inverse_sqrt",
+        "NAME",
+    )
+    lr_scheduler_kwargs: str | None = _flag(
+        None,
+        "settings of that schedule in transformers' words; warmup_stable_decay needs some, "
+        """like '{"num_decay_steps": 200}'""",
+        "JSON",
     )
     weight_decay: float | None = _flag(
         None, "AdamW's decay of matrices; default: weight_decay of the JSON's optimizer, 0 where that is auto", "WD"
@@ -277,6 +310,27 @@ class RunArguments:
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "use a share, 0 <= share <= 1"),
             ("weight_decay", decay is None or 0 <= decay <= LARGEST, f"use >= 0, at most {LARGEST:g}"),
             (
+                "min_lr_ratio",
+                self.min_lr_ratio == 0.1 or self.lr_scheduler_type in _WITH_FLOOR,
+                f"--lr_scheduler_type {self.lr_scheduler_type} has no floor; leave it out, or use one of "
+                f"{', '.join(_WITH_FLOOR)}",
+            ),
+            (
+                "warmup",
+                self.warmup == 0.03 or self.lr_scheduler_type != "constant",
+                "--lr_scheduler_type constant has no warm-up; use constant_with_warmup",
+            ),
+            (
+                "lr_scheduler_kwargs",
+                self.lr_scheduler_kwargs is None or _is_object(self.lr_scheduler_kwargs),
+                """use a JSON object, like '{"num_decay_steps": 200}'""",
+            ),
+            (
+                "lr_scheduler_kwargs",
+                self.lr_scheduler_kwargs is None or self.lr_scheduler_type != "cosine",
+                "--lr_scheduler_type cosine has --warmup and --min_lr_ratio alone; give another type",
+            ),
+            (
                 "keep_best",
                 not self.keep_best or self.eval_dataset is not None,
                 "it needs --eval_dataset, by whose perplexity the best is chosen",
@@ -305,6 +359,14 @@ class RunArguments:
 def flags(arguments: RunArguments) -> dict[str, object]:
     """Return the flags as plain JSON types, without this process's rank and those of a dry run."""
     return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
+
+
+def _is_object(text: str) -> bool:
+    """Return True if a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def _require(condition: bool, flag: str, value: object, cure: str) -> None:

@@ -92,7 +92,8 @@ def check_deepspeed(content: dict[str, Any]) -> None:
     # 1. Keys that we refuse, or that have the wrong kind of value.
     if "scheduler" in content:
         raise ValueError(
-            'remove the "scheduler" block; --learning_rate, --warmup and --min_lr_ratio set the learning rate'
+            'remove the "scheduler" block: the launcher sets the rate of every step itself, as a function of the step; '
+            "choose it by --lr_scheduler_type, --learning_rate, --warmup and --min_lr_ratio"
         )
     check_keys(content)
     experts = content.get("expert_parallel")

@@ -19,6 +19,7 @@ ALIASES = {
     "num_train_epochs": "epochs",
     **dict.fromkeys(("lr", "rate"), "learning_rate"),
     "warmup_ratio": "warmup",
+    "lr_scheduler": "lr_scheduler_type",
     "gradient_checkpointing": "activation_checkpointing",
     "attn_impl": "attn_implementation",
     "logging_steps": "log_every",

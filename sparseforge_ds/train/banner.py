@@ -44,7 +44,6 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     coverage = spec.coverage
     schedule = config.resolved_schedule
     batch = spec.deepspeed
-    rate = spec.learning_rate
     by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
     memory = memory_per_rank(spec)
     kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
@@ -67,11 +66,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ),
         *_longer_line(spec),
         *([("low rank", _branch_line(config.low_rank))] if config.low_rank else []),
-        (
-            "rate",
-            f"{rate.peak:g} after {round(rate.warmup * rate.max_steps)} warm-up steps, "
-            f"cosine to {rate.peak * rate.floor:g}",
-        ),
+        ("rate", str(spec.learning_rate)),
         (
             "batch",
             f"{batch['train_batch_size']} x {arguments.seq_length} tokens = {batch_line(batch, spec.world_size)}",

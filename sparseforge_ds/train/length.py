@@ -70,10 +70,11 @@ def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
         )
     if not scheduled < steps or reached < saved_config.release_step:
         return None
-    if spec.arguments.min_lr_ratio == 0:
+    if dataclasses.replace(spec.learning_rate, max_steps=scheduled)(scheduled) == 0:
         raise ValueError(
             f"--max_steps {steps}: the learning rate of the run in {spec.folder} ends at 0 at step "
-            f"{scheduled}, so that more steps would change nothing; give --min_lr_ratio, like 0.1"
+            f"{scheduled}, so that more steps would change nothing; give --min_lr_ratio, like 0.1, or another "
+            "--lr_scheduler_type"
         )
     return scheduled
 

@@ -133,7 +133,15 @@ class RunSpec:
     def learning_rate(self) -> LearningRate:
         """Return the learning rate as a function of the step."""
         peak = float(self.deepspeed["optimizer"]["params"]["lr"])
-        return LearningRate(peak, self.arguments.warmup, self.arguments.min_lr_ratio, self.config.max_steps)
+        arguments = self.arguments
+        return LearningRate(
+            peak,
+            arguments.warmup,
+            arguments.min_lr_ratio,
+            self.config.max_steps,
+            arguments.lr_scheduler_type,
+            arguments.lr_scheduler_kwargs,
+        )
 
 
 def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeConfig]:
@@ -250,7 +258,7 @@ def make_spec(
     leaves = leaf_suffixes(filled)
 
     text, held_out = find_texts(arguments, model)
-    return RunSpec(
+    spec = RunSpec(
         arguments=arguments,
         config=config,
         deepspeed=filled,
@@ -267,6 +275,9 @@ def make_spec(
         teacher_sizes=None if empty_teacher is None else describe(empty_teacher, (), leaves),
         world_size=world_size,
     )
+    if arguments.epochs is None:  # else the spec is made again once the steps are known
+        spec.learning_rate.check()
+    return spec
 
 
 def _check_sequences(arguments: RunArguments, parts: int, model: Pretrained, teacher: Pretrained | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -46,6 +47,33 @@ def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capfd):
         assert run_distributed(_main, 1, [*flags, "--resume", f"--max_steps={fewer}"]) == [1]
         assert f"--max_steps {fewer}: the run in {tmp_path / 'run'} is already at step 14" in capfd.readouterr().out
     assert (tmp_path / "run" / "sparseforge.json").read_text() == record
+
+
+def test_a_schedule_of_transformers_resumes_to_the_bit_and_goes_on_at_its_last_rate(tmp_path, capfd):
+    """8 steps, the last 4 again after a resume, and 10: warm-up, plateau and decay of transformers."""
+    more = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 4}'}
+    flags = flags_of(tmp_path, deepspeed_json(1), warmup=0.25, log_every=1, keep_checkpoints=0, **more)
+    train(*flags)
+    said = capfd.readouterr().out
+    assert '0.001 after 2 warm-up steps, warmup_stable_decay {"num_decay_steps": 4} of transformers to' in said
+    assert [float(rate) for rate in re.findall(r"lr (\S+)", said)[:5]] == [1e-4, 5.5e-4, 1e-3, 1e-3, 1e-3]
+    record = json.loads((tmp_path / "run" / "sparseforge.json").read_text())["run"]
+    assert {name: record[name] for name in more} == more
+    checkpoints = tmp_path / "run" / "checkpoints"
+    straight = states(checkpoints / "step_000008")
+    shutil.rmtree(checkpoints / "step_000008")
+    train(*flags, "--resume")
+    assert differences(straight, states(checkpoints / "step_000008")) == []
+    capfd.readouterr()
+    train(*flags, "--resume", "--max_steps=10")
+    rates = re.findall(r"lr (\S+)", capfd.readouterr().out)
+    assert len(set(rates)) == 1 and 1e-4 < float(rates[0]) < 1e-3
+    # Where transformers cannot make the schedule, the run ends before it begins.
+    short = flags_of(
+        tmp_path, deepspeed_json(1), output_dir=tmp_path / "other", lr_scheduler_type="warmup_stable_decay"
+    )
+    assert run_distributed(_main, 1, short) == [1]
+    assert "required positional argument: 'num_decay_steps'" in capfd.readouterr().out
 
 
 def test_what_cannot_become_longer(tmp_path, capfd):

@@ -35,6 +35,8 @@ PINNED = {
     "learning_rate": None,
     "warmup": 0.03,
     "min_lr_ratio": 0.1,
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": None,
     "weight_decay": None,
     "save_every": 500,
     "keep_checkpoints": 2,
@@ -94,7 +96,9 @@ def test_every_flag_is_parsed():
         "--max_steps 7 --global_batch 16 --micro_batch 2 --gradient_accumulation_steps 8 "
         "--seq_length 64 --sequence_parallel 4 --output_dir o "
         "--learning_rate 1e-4 "
-        "--warmup 0.1 --min_lr_ratio 0.2 --weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
+        "--warmup 0.1 --min_lr_ratio 0.2 --lr_scheduler_type warmup_stable_decay "
+        '--lr_scheduler_kwargs {"num_decay_steps":2} '
+        "--weight_decay 0.01 --save_every 5 --keep_checkpoints 3 --log_every 1 "
         "--eval_dataset h --eval_split dev --eval_sequences 8 --eval_every 6 --keep_best --report_to wandb mlflow "
         "--project p "
         "--seed 9 --resume --resume_other_data --allow_dense *.a *.b "
@@ -124,6 +128,8 @@ def test_every_flag_is_parsed():
         1e-4,
         0.1,
         0.2,
+        "warmup_stable_decay",
+        '{"num_decay_steps":2}',
         0.01,
         5,
         3,
@@ -157,11 +163,11 @@ def test_flags_of_transformers_stand_for_ours():
     line = (
         "--deepspeed_config=a.json --model_name_or_path m --per_device_train_batch_size 2 --lr 1e-4 --warmup-ratio=0.1 "
         "--gradient_accumulation_steps 4 --num_train_epochs 2 --logging_steps=5 --save_steps 7 --save_total_limit 1 "
-        "--gradient_checkpointing --dataset_name d --resume_from_checkpoint"
+        "--gradient_checkpointing --dataset_name d --lr_scheduler linear --resume_from_checkpoint"
     )
     ours = "--deepspeed a.json --model m --micro_batch 2 --learning_rate 1e-4 --warmup 0.1"
     ours += " --gradient_accumulation_steps 4 --epochs 2 --log_every 5 --save_every 7 --keep_checkpoints 1"
-    ours += " --activation_checkpointing --dataset d --resume"
+    ours += " --activation_checkpointing --dataset d --lr_scheduler_type linear --resume"
     assert parse_arguments(line.split()) == parse_arguments(ours.split())
 
 
@@ -194,6 +200,11 @@ def test_other_data_is_accepted_only_when_resuming():
         ("learning_rate", "inf", "value > 0"),
         ("warmup", "1.0", "share"),
         ("min_lr_ratio", "1.5", "share"),
+        ("min_lr_ratio", "0.2 --lr_scheduler_type linear", "linear has no floor; leave it out, or use one of cosine"),
+        ("warmup", "0.1 --lr_scheduler_type constant", "use constant_with_warmup"),
+        ("lr_scheduler_kwargs", "[1] --lr_scheduler_type linear", "use a JSON object"),
+        ("lr_scheduler_kwargs", "{ --lr_scheduler_type linear", "use a JSON object"),
+        ("lr_scheduler_kwargs", "{}", "cosine has --warmup and --min_lr_ratio alone"),
         ("weight_decay", "-1", ">= 0"),
         ("save_every", "-1", ">= 0"),
         ("keep_checkpoints", "-1", ">= 0"),
@@ -208,7 +219,7 @@ def test_other_data_is_accepted_only_when_resuming():
 )
 def test_impossible_values_name_flag_and_cure(flag, value, cure):
     with pytest.raises(ValueError, match=f"--{flag} .*not valid") as caught:
-        parse_arguments(["--deepspeed", "a.json", f"--{flag}", value])
+        parse_arguments(["--deepspeed", "a.json", f"--{flag}", *(value.split() or [""])])
     assert cure in str(caught.value)
 
 

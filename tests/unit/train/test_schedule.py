@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from typing import get_args
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import get_scheduler
 
+from sparseforge_ds.config.arguments import SchedulerName
 from sparseforge_ds.train.schedule import LearningRate
 
 
@@ -30,3 +38,62 @@ def test_the_rate_is_positive_and_bounded_and_has_one_peak(warmup, floor, max_st
     top = values.index(max(values))
     assert values[: top + 1] == sorted(values[: top + 1])
     assert values[top:] == sorted(values[top:], reverse=True)
+
+
+def test_the_default_has_the_rates_of_all_runs_so_far():
+    rate = LearningRate(peak=4e-3, warmup=0.03, floor=0.1, max_steps=400)
+    assert str(rate) == "0.004 after 12 warm-up steps, cosine to 0.0004"
+    for step in range(420):
+        progress = min(1.0, (step - 12) / 387)
+        cosine = 4e-3 * (0.1 + (1 - 0.1) * 0.5 * (1 + math.cos(math.pi * progress)))
+        assert rate(step) == (4e-3 * (step + 1) / 13 if step < 12 else cosine)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in get_args(SchedulerName) if kind != "cosine"])
+def test_the_other_rates_are_those_of_transformers_to_the_bit(kind):
+    settings = {"num_decay_steps": 8, "min_lr_ratio": 0.2} if kind == "warmup_stable_decay" else {}
+    settings = {"min_lr_rate": 0.2} if "min_lr" in kind else settings
+    rate = LearningRate(4e-3, 0.1, 0.2, 40, kind, json.dumps(settings))
+    rate.check()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=4e-3)
+    scheduler = get_scheduler(kind, optimizer, 4, 40, settings)
+    rates = []
+    for _ in range(40):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert [rate(step) for step in range(40)] == rates
+    assert [rate(step) for step in reversed(range(40))] == rates[::-1]  # whatever was asked before
+    assert rate(60) == rates[-1]  # a longer run goes on at the last rate
+    # The floor of the flag is that of schedules with a floor.
+    without = LearningRate(4e-3, 0.1, 0.2, 40, kind, json.dumps({k: v for k, v in settings.items() if "min" not in k}))
+    assert without(39) == rate(39)
+
+
+def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
+    decay = '{"num_decay_steps": 20}'
+    stable = LearningRate(1e-3, 0.1, 0.1, 100, "warmup_stable_decay", decay)
+    assert str(stable).startswith(
+        f"0.001 after 10 warm-up steps, warmup_stable_decay {decay} of transformers to 0.0001"
+    )
+    assert stable(10) == stable(79) == 1e-3 > stable(90)
+    assert str(LearningRate(1e-3, 0.03, 0.1, 100, "constant")) == "0.001, constant of transformers to 0.001"
+    for kind, settings, said in (
+        (
+            "warmup_stable_decay",
+            None,
+            "missing 1 required positional argument: 'num_decay_steps'; correct its settings, like",
+        ),
+        (
+            "warmup_stable_decay",
+            '{"num_decay_steps": 95}',
+            "10 steps of warm-up and 95 of decay are more than the run's 100",
+        ),
+        ("warmup_stable_decay", '{"num_decay_steps": "x"}', "correct its settings"),
+        ("linear", '{"num_cycles": 2}', "unexpected keyword argument 'num_cycles'"),
+        ("polynomial", '{"lr_end": 1}', "transformers says lr_end"),
+        ("cosine_with_min_lr", '{"min_lr": 0.01}', "settings must keep it within 0 and 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+            LearningRate(1e-3, 0.1, 0.1, 100, kind, settings).check()
+        assert str(refusal.value).startswith(f"--lr_scheduler_type {kind}")
