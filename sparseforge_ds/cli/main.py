@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
+    advise,
     bench,
     card,
     compare,
@@ -50,6 +51,7 @@ COMMANDS = (
     evaluate,
     card,
     plan,
+    advise,
     compare,
     bench,
 )

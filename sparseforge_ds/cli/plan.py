@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
         from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.extras.planner.dry_run import find_config_only, plan_run
-        from sparseforge_ds.extras.planner.machine import GIB, GPUS, Gpu, Machine
+        from sparseforge_ds.extras.planner.machine import GIB, GPUS, Machine
         from sparseforge_ds.train.banner import spec_rows, table
         from sparseforge_ds.train.spec import Hardware, make_spec
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             peak = _positive(args.gpu)
         except (ValueError, argparse.ArgumentTypeError):
             raise ValueError(f"--gpu {args.gpu}: known are {', '.join(GPUS)}; or give its TFLOPS") from None
-        gpu = Gpu(half=peak, single=peak, memory=GPUS["h100"].memory)
+        gpu = GPUS["h100"]._replace(half=peak, single=peak)
     memory = args.gpu_memory or gpu.memory
     if not 0 < args.mfu <= 1:
         raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")

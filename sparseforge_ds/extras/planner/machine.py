@@ -19,6 +19,8 @@ class Gpu(NamedTuple):
     """Peak in fp32, without TF32, which torch leaves off for matrix products."""
     memory: float
     """GiB of device memory; what ECC and the driver take of it is for the reserve."""
+    bandwidth: float
+    """GB a second of the device memory."""
 
     def peak(self, dtype: torch.dtype) -> float:
         """Of a run that computes in this dtype, in 10^12 operations a second."""
@@ -26,12 +28,12 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    "a100": Gpu(312.0, 19.5, 80),
-    "h100": Gpu(989.0, 67.0, 80),
-    "h200": Gpu(989.0, 67.0, 141),
-    "b200": Gpu(2250.0, 75.0, 180),
-    "l40s": Gpu(362.0, 91.6, 48),
-    "v100": Gpu(125.0, 15.7, 32),
+    "a100": Gpu(312.0, 19.5, 80, 2039.0),
+    "h100": Gpu(989.0, 67.0, 80, 3350.0),
+    "h200": Gpu(989.0, 67.0, 141, 4800.0),
+    "b200": Gpu(2250.0, 75.0, 180, 8000.0),
+    "l40s": Gpu(362.0, 91.6, 48, 864.0),
+    "v100": Gpu(125.0, 15.7, 32, 900.0),
 }
 """By name, SXM and the largest memory where there are several; B200 is that of an HGX board."""
 

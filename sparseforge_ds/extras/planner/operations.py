@@ -22,16 +22,20 @@ def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -
     return 2.0 * model.active + 4 * heads * width * _keys(text, seq_length)
 
 
+def kinds_of_layers(text: PretrainedConfig) -> list[str]:
+    """Return the kind of every layer that has attention over the sequence, in the words of `layer_types`."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        window = getattr(text, "sliding_window", None)
+        kinds = [f"{'sliding' if window else 'full'}_attention"] * int(text.num_hidden_layers)
+    return [kind for kind in kinds if kind not in _WITHOUT]
+
+
 def _keys(text: PretrainedConfig, seq_length: int) -> float:
     """How many tokens one sees in the mean, summed over the layers; those of a kind that is not known see all."""
     window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        kinds = [f"{'sliding' if window else 'full'}_attention"] * int(text.num_hidden_layers)
     seen = 0.0
-    for kind in kinds:
-        if kind in _WITHOUT:
-            continue
+    for kind in kinds_of_layers(text):
         if kind == "chunked_attention":
             seen += min(chunk or seq_length, seq_length) / 2
         else:

@@ -146,7 +146,7 @@ def test_tokens_are_the_steps_of_the_schedule(capsys: pytest.CaptureFixture[str]
     text = capsys.readouterr().out
     assert re.search(r"schedule .*frozen \d+-977\n", text) and "977 steps of 1,024 tokens" in text
     assert plan(*arguments, "--tokens", "1M", "--max_steps", "400") == 2
-    assert "--tokens 1000000 and --max_steps 400 both say how long" in capsys.readouterr().err
+    assert "--tokens 1000000 and --max_steps 400 both set the length" in capsys.readouterr().err
 
 
 def test_a_gpu_has_the_peak_of_the_dtype_and_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

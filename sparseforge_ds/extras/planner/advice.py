@@ -1,0 +1,237 @@
+"""Memory and decode speed of a model dense and 2:4, in 16, 8 and 4 bits, from its config.json alone.
+
+A decode step reads every weight and the cache once, so that its least time is its bytes over the bytes a second that
+the matrix products reach. These shares of the memory's bandwidth are measured on single products, never on whole
+models, so that whole models can be compared with what is predicted here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.planner.machine import GPUS, Gpu
+from sparseforge_ds.extras.planner.operations import kinds_of_layers
+from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.families import prunable_weights
+
+MEASURED_SHAPES = ((14336, 4096), (4096, 14336), (17408, 5120))
+"""Outputs and inputs of the products that were measured."""
+MEASURED = {
+    1: (111.5, 75.3),
+    2: (111.1, 74.5),
+    4: (110.4, 75.6),
+    8: (113.1, 80.5),
+    16: (114.1, 86.8),
+    32: (114.7, 112.5),
+    64: (119.7, 208.4),
+    128: (125.2, 258.3),
+    256: (163.8, 333.6),
+}
+"""Rows of the input, and microseconds of all three products on an H200, dense by cuBLAS and 2:4 by our kernels, in
+bf16. They are sums over the shapes of the table in docs/results/gpu.md, under "The packed product"."""
+MEASURED_ON = "h200"
+_HALF = 16
+
+FORMATS = {
+    ("dense", 16): 16.0,
+    ("2:4", 16): 9.0,
+    ("dense", 8): 8.0,
+    ("2:4", 8): 5.0,
+    ("dense", 4): 4.25,
+    ("2:4", 4): 3.25,
+}
+"""Bits a weight by kind and bits of a value. A 2:4 weight has half a value and one bit of its position; at 4 bits, 64
+weights share a scale of 16 bits. Scales of 8-bit rows are too few to count."""
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Numbers that one sequence position of a model holds and reads. Weights are counted in elements."""
+
+    pruned: int
+    """Elements that 2:4 and few bits apply to."""
+    pruned_read: float
+    """Elements of these that one step reads; fewer than all where tokens choose experts."""
+    other: int
+    """Elements that stay dense in 16 bits: embeddings, head, norms, routers."""
+    other_read: int
+    """Elements of these that one step reads: all but a table of embeddings that is not the head as well."""
+    cache: int
+    """Bytes of keys and values of all sequences, in 16 bits."""
+
+    def held(self, bits: float) -> float:
+        """Bytes in memory with `bits` a pruned weight."""
+        return self.pruned * bits / 8 + self.other * _HALF / 8 + self.cache
+
+    def read_of_pruned(self, bits: float) -> float:
+        """Bytes of pruned weights that a step reads."""
+        return self.pruned_read * bits / 8
+
+    @property
+    def read_of_others(self) -> float:
+        """Bytes that a step reads beside pruned weights."""
+        return self.other_read * _HALF / 8 + self.cache
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One format of a model on a GPU."""
+
+    kind: str
+    bits: int
+    """Bits of a value."""
+    bits_a_weight: float
+    held: float
+    """Bytes of weights and cache in memory."""
+    seconds: float
+    """Least time of a decode step."""
+    over_16_bits: float
+    """Speed over the dense model in 16 bits."""
+    over_same_bits: float
+    """Speed over the dense model in as many bits."""
+
+
+def model_bytes(config: PretrainedConfig, batch: int, context: int) -> ModelBytes:
+    """Count what a model holds and what a decode step reads.
+
+    Args:
+        config: of a causal language model.
+        batch: sequences that are decoded together.
+        context: tokens of each, whose keys and values are read.
+
+    Raises:
+        ValueError: no model can be built, or its family is not in the table.
+    """
+    model = bare_model(config, torch.bfloat16)
+    text = config.get_text_config()
+    weights = prunable_weights(model, SparseForgeConfig())
+    pruned = sum(weight.numel for weight in weights)
+    of_experts = sum(weight.numel for weight in weights if weight.experts)
+    other = sum(parameter.numel() for parameter in model.parameters()) - pruned
+    # Rows of a separate table of embeddings are all that a step reads of it.
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_head = head is None or head.weight is embeddings.weight
+    return ModelBytes(
+        pruned=pruned,
+        pruned_read=pruned - of_experts + of_experts * _share_of_experts(text, batch),
+        other=other,
+        other_read=other if is_head else other - embeddings.weight.numel(),
+        cache=batch * _cache_of_sequence(text, context),
+    )
+
+
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return a config cut to some decoder layers.
+
+    Raises:
+        ValueError: the model has fewer layers, or none is asked for.
+    """
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    if not 1 <= layers <= text.num_hidden_layers:
+        raise ValueError(f"--layers {layers} is not valid: the model has {text.num_hidden_layers}; use 1 to that many")
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return cut
+
+
+def advise(model: ModelBytes, gpu: Gpu, batch: int) -> list[Advice]:
+    """Return the formats with their memory and the speed that their bytes allow, as in `FORMATS`."""
+    seconds = {}
+    for (kind, bits), bits_a_weight in FORMATS.items():
+        rate = gpu.bandwidth * 1e9 * share_of_bandwidth(kind, batch)
+        dense_rate = gpu.bandwidth * 1e9 * share_of_bandwidth("dense", batch)
+        seconds[kind, bits] = model.read_of_pruned(bits_a_weight) / rate + model.read_of_others / dense_rate
+    return [
+        Advice(
+            kind=kind,
+            bits=bits,
+            bits_a_weight=bits_a_weight,
+            held=model.held(bits_a_weight),
+            seconds=seconds[kind, bits],
+            over_16_bits=seconds["dense", _HALF] / seconds[kind, bits],
+            over_same_bits=seconds["dense", bits] / seconds[kind, bits],
+        )
+        for (kind, bits), bits_a_weight in FORMATS.items()
+    ]
+
+
+def share_of_bandwidth(kind: str, batch: int) -> float:
+    """Return the share of an H200's bandwidth that products reached, with the measured rows next above the batch.
+
+    Raises:
+        ValueError: no product with so many rows was measured.
+    """
+    rows = next((rows for rows in MEASURED if rows >= batch), None)
+    if batch < 1 or rows is None:
+        raise ValueError(f"--batch {batch} is not valid: products were measured with 1 to {max(MEASURED)} rows")
+    microseconds = MEASURED[rows][0 if kind == "dense" else 1]
+    elements = sum(outputs * inputs for outputs, inputs in MEASURED_SHAPES)
+    return elements * FORMATS[kind, _HALF] / 8 / (microseconds * 1e-6) / (GPUS[MEASURED_ON].bandwidth * 1e9)
+
+
+def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
+    """Yield a table for people, and what it says.
+
+    Args:
+        advices: rows of `advise`.
+        batch: sequences that are decoded together.
+        memory: GiB of the GPU.
+    """
+    yield "| format | bits a weight | GB held | tokens/s, at most | over dense, same bits | over dense, 16 bits | |"
+    yield "|---|---:|---:|---:|---:|---:|---|"
+    for row in advices:
+        basis = f"measured on {MEASURED_ON}" if row.bits == _HALF else "assumed"
+        if row.held > memory * 2**30:
+            basis += ", does not fit"
+        cells = (
+            f"{row.kind}, {row.bits} bits",
+            f"{row.bits_a_weight:g}",
+            f"{row.held / 1e9:.2f}",
+            f"{batch / row.seconds:,.0f}",
+            f"{row.over_same_bits:.2f}x",
+            f"{row.over_16_bits:.2f}x",
+            basis,
+        )
+        yield f"| {' | '.join(cells)} |"
+    by_format = {(row.kind, row.bits): row for row in advices}
+    sparse, dense8, sparse8 = by_format["2:4", 16], by_format["dense", 8], by_format["2:4", 8]
+    yield ""
+    memory_share = sparse.held / by_format["dense", 16].held
+    yield f"2:4 in 16 bits: {sparse.over_16_bits:.2f}x decoding, {memory_share:.2f} of the memory."
+    if dense8.over_16_bits > sparse.over_16_bits:
+        yield (
+            f"Dense in 8 bits is faster by its bytes: {dense8.over_16_bits:.2f}x. Where 8 bits suffice, quantize; "
+            f"2:4 on top would give {sparse8.over_same_bits:.2f}x, with a kernel that reads 8-bit 2:4 values."
+        )
+
+
+def _share_of_experts(text: PretrainedConfig, batch: int) -> float:
+    """Return the expected share of experts that a batch chooses, each token by itself and all experts alike."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if experts is None or chosen is None:
+        return 1.0
+    return float(1 - (1 - min(chosen / experts, 1.0)) ** batch)
+
+
+def _cache_of_sequence(text: PretrainedConfig, context: int) -> int:
+    """Return the bytes of keys and values of one sequence; layers without a growing cache count nothing."""
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    numbers = 2 * (getattr(text, "num_key_value_heads", None) or heads) * width
+    if getattr(text, "qk_nope_head_dim", None):  # latent attention, whose cache transformers keeps expanded
+        numbers = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+    reach = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    tokens = sum(min(getattr(text, reach.get(kind, ""), None) or context, context) for kind in kinds_of_layers(text))
+    return int(tokens * numbers * _HALF / 8)

@@ -1,0 +1,135 @@
+"""`sparseforge advise`: its table is that of the results, and its speed-ups are near those that were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3MoeConfig
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.extras.planner.advice import FORMATS, MEASURED, advise, model_bytes, share_of_bandwidth, with_layers
+from sparseforge_ds.extras.planner.machine import GPUS
+from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.model.model_config import read_model_config
+from tests.conftest import ROOT
+from tests.unit.extras.planner.published_configs import qwen3_14b
+
+RESULTS = (ROOT / "docs" / "results" / "gpu.md").read_text()
+LLAMA = "meta-llama/Llama-2-7b-hf"
+EIGHT_LAYERS = [LLAMA, "--layers", "8", "--gpu", "h200", "--context", "256"]
+
+
+def _advice(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main(["advise", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_measured_products_are_those_of_the_results() -> None:
+    table = RESULTS.partition("## The packed product")[2].partition("On the H100")[0]
+    cells = re.findall(r"^\| (\d+) \|(.*)\|$", table, flags=re.MULTILINE)
+    sums = {
+        int(rows): tuple(
+            sum(map(float, times)) for times in zip(*re.findall(r"([\d.]+) / ([\d.]+),", row), strict=True)
+        )
+        for rows, row in cells
+    }
+    assert {rows: pytest.approx(sums[rows]) for rows in MEASURED} == MEASURED
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_whole_model_gains_what_is_predicted(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model that was measured as a whole, from products that were measured by themselves."""
+    ((dense, packed, gain),) = re.findall(
+        rf"^\| decode, tokens/s \| {batch} \| ([\d,]+) \| ([\d,]+) \| \*\*([\d.]+)\*\* \|", RESULTS, flags=re.MULTILINE
+    )
+    found = _advice(capsys, *EIGHT_LAYERS, "--batch", str(batch))
+    rows = {(row["kind"], row["bits"]): row for row in found["formats"]}
+    predicted = rows["2:4", 16]["over_16_bits"]
+    assert predicted == pytest.approx(float(gain), rel=0.05)
+    # The page on hardware has both, and the error.
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    error = predicted / float(gain) - 1
+    assert f"| {batch} | {predicted:.2f}x | {gain}x | {error:+.1%} |" in page
+    for row, measured in ((rows["dense", 16], dense), (rows["2:4", 16], packed)):
+        tokens = row["tokens_per_second"]
+        share = float(measured.replace(",", "")) / tokens
+        assert 0.65 < share < 0.8 and f"{tokens:,.0f} | {measured} | {share:.2f} |" in page
+
+
+def test_memory_is_what_was_resident(capsys: pytest.CaptureFixture[str]) -> None:
+    ((dense, packed),) = re.findall(r"MB resident \| \| ([\d,]+) \| ([\d,]+) \| 0.62", RESULTS)
+    found = _advice(capsys, *EIGHT_LAYERS)
+    held = {(row["kind"], row["bits"]): row["held"] - found["model"]["cache"] for row in found["formats"]}
+    assert held["dense", 16] / 1e6 == pytest.approx(float(dense.replace(",", "")), abs=1)
+    assert held["2:4", 16] / 1e6 == pytest.approx(float(packed.replace(",", "")), abs=1)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, num_attention_heads=4, head_dim=16)
+    one, many = model_bytes(config, 1, 8), model_bytes(config, 64, 8)
+    experts = 2 * 8 * 3 * 64 * 32
+    assert one.pruned - one.pruned_read == pytest.approx(experts * 6 / 8)
+    assert many.pruned_read == pytest.approx(many.pruned)
+    assert many.cache == 64 * one.cache
+
+
+def test_sliding_windows_and_shared_embeddings() -> None:
+    full = model_bytes(qwen3_14b(num_hidden_layers=4), 1, 4096)
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    windows = model_bytes(qwen3_14b(num_hidden_layers=4, layer_types=kinds, sliding_window=1024), 1, 4096)
+    assert windows.cache == full.cache * (1 + 3 / 4) / 4
+    tied = model_bytes(qwen3_14b(num_hidden_layers=1, tie_word_embeddings=True), 1, 1)
+    assert tied.other_read == tied.other
+    assert with_layers(qwen3_14b(), 3).num_hidden_layers == 3
+
+
+def test_bits_of_a_packed_weight_are_those_of_the_format() -> None:
+    import torch
+
+    weight = torch.tensor([[1.0, 2.0, 0.0, 0.0] * 4] * 2, dtype=torch.bfloat16)
+    assert sum(part.nbytes for part in pack24(weight, -1)) * 8 / weight.numel() == FORMATS["2:4", 16]
+
+
+def test_every_card_has_a_bandwidth_and_2_4_gains_nothing_in_large_batches() -> None:
+    model = model_bytes(with_layers(read_model_config(LLAMA), 1), 64, 1)
+    for gpu in GPUS.values():
+        (dense, sparse, *_) = advise(model, gpu, 64)
+        assert sparse.over_16_bits < 0.7 and dense.seconds > 0
+    assert share_of_bandwidth("2:4", 17) == share_of_bandwidth("2:4", 32), "the next rows that were measured"
+
+
+def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen3_14b().save_pretrained(tmp_path)
+    assert main(["advise", str(tmp_path / "config.json"), "--gpu", "L40S", "--context", "32768", "--batch", "8"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "on l40s, batch 8, 32,768 tokens",
+        "| 2:4, 16 bits | 9 |",
+        "| 2:4, 8 bits | 5 |",
+        "| assumed",
+        "2:4 in 16 bits:",
+    ):
+        assert part in text
+    assert "measured on h200, does not fit |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpu h10", "--gpu h10: did you mean h100? known are a100, h100, h200, b200, l40s"),
+        ("--gpu v100", "--gpu v100: it has no sparse tensor cores; use one of a100"),
+        ("--batch 0", "--batch 0 is not valid: products were measured with 1 to 256 rows"),
+        ("--batch 512", "--batch 512 is not valid: products were measured with 1 to 256 rows"),
+        ("--context 0", "--context 0 is not valid: use an integer >= 1"),
+        ("--layers 33", "--layers 33 is not valid: the model has 32; use 1 to that many"),
+        ("--gpus 3", "--gpus: unknown flag; did you mean --gpu?"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", LLAMA, *arguments.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
