@@ -153,7 +153,7 @@ def test_the_pages_say_no_more_than_the_tables() -> None:
     differences = [other - demo[ours][seed] for seed, other in demo["naive_retrain_sparsegpt"].items()]
     assert abs(statistics.mean(differences)) < statistics.stdev(differences) and "draw (the demo's)" in methods
     start = means["stories_start"]["block_start", 40]
-    assert f"({defaults[ours, 150]:.3f}) cost about as much as 40 steps behind a start ({start:.3f})" in methods
+    assert f"({defaults[ours, 150]:.3f}) cost about as much as 40 steps after a start ({start:.3f})" in methods
 
 
 def test_every_choice_with_the_defaults_is_inside_its_grid() -> None:
