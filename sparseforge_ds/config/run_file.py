@@ -71,6 +71,8 @@ def read_run_file(path: str) -> RunFile:
         elif flag not in _HINTS:
             raise UnknownKeyError(key)
         else:
+            if flag == "lr_scheduler_kwargs" and isinstance(value, dict):
+                value = json.dumps(value)  # an object of YAML is plainer than JSON in a text
             is_single = _HINTS[flag] == list[str] and isinstance(value, str)
             values[flag] = convert([value] if is_single else value, _HINTS[flag], f"{name}: {key}")
     if inline is not None:

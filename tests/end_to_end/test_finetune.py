@@ -8,9 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from sparseforge_ds.cli.main import main
-from tests.sparse_folders import write_dense, write_sparse
+from sparseforge_ds.export.run_source import RunSource
+from sparseforge_ds.integrations.mask_callback import MaskKeeperCallback
+from tests.distributed import run_distributed
+from tests.end_to_end.test_train import flags_of, train
+from tests.sparse_folders import sparse_model, write_dense, write_sparse
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
+from tests.tiny_models import tiny_llama
 
 _SCRIPT = """
 import json, sys
@@ -143,3 +151,41 @@ def test_lora_leaves_its_base_alone_and_is_merged_with_the_error(
         f"model.layers.{layer}.{part}.weight" for layer in range(2) for part in ("self_attn.q_proj", "mlp.down_proj")
     }
     assert main(["verify", str(out / "merged")]) == 0, capsys.readouterr().out
+
+
+def _refusals(folder: str) -> list[str]:
+    """What the callback says to a trainer at ZeRO-2 and ZeRO-3."""
+    said = []
+    for stage in (2, 3):
+        settings = {key: value for key, value in deepspeed_json(stage).items() if key != "sparseforge"}
+        settings["train_batch_size"] = "auto"
+        args = TrainingArguments(
+            f"{folder}/trainer", deepspeed=settings, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        row = torch.arange(8)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+            data = [{"input_ids": row, "labels": row}] * 8
+            Trainer(model=model, args=args, train_dataset=data, callbacks=[MaskKeeperCallback()]).train()
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_under_deepspeed_the_cure_of_the_refusal_keeps_the_zeros(tmp_path: Path) -> None:
+    shape = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
+    zeros: dict[str, torch.Tensor] = {}
+    write_model(tmp_path / "model", sparse_model(tiny_llama(**shape), zeros))
+    ((flat, whole),) = run_distributed(_refusals, 1, str(tmp_path))
+    cure = 'train it with SparseForge or SparseForgeTrainer and {"method": "naive_retrain", "importance": "magnitude"}'
+    assert flat.startswith("optimizer is DeepSpeedZeroOptimizer") and cure in flat
+    assert "is partitioned by ZeRO-3" in whole and cure in whole
+    # Follow it.
+    write_text(tmp_path / "text.jsonl", documents=200)
+    content = deepspeed_json(2, method="naive_retrain", importance="magnitude", distillation=None)
+    train(*flags_of(tmp_path, content))
+    source = RunSource(tmp_path / "run" / "checkpoints" / "step_000008")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, zero in zeros.items():
+        trained = source.read(name)
+        assert torch.equal(trained == 0, zero) and not torch.equal(trained, dense.get_parameter(name)), name

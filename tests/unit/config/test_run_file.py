@@ -23,6 +23,8 @@ learning_rate: 1e-4      # YAML 1.1 would read text
 project: yes             # and here true
 per-device-train-batch-size: 2
 keep_best: true
+lr_scheduler_type: warmup_stable_decay
+lr_scheduler_kwargs: {num_decay_steps: 4}
 eval_dataset: stdlib:heldout
 resume: auto
 deepspeed: {json}
@@ -56,6 +58,8 @@ def test_a_file_has_flags_and_block_and_the_path_of_the_rest(run_file, tmp_path)
         project="yes",
         micro_batch=2,
         keep_best=True,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs='{"num_decay_steps": 4}',
         eval_dataset="stdlib:heldout",
         resume="auto",
         config=path,
