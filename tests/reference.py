@@ -102,7 +102,7 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
     part = block["curvature"]
     factored = part["factored"]
     if factored is None:
-        factored = block["importance"] not in ("magnitude", "wanda") and part["per_token"]
+        factored = block["importance"] != "magnitude" and (block["importance"] == "wanda" or part["per_token"])
     if not factored:
         return curvature
     rows, columns = shape

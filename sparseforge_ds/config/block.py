@@ -105,7 +105,7 @@ class SparseForgeConfig:
     def factored(self) -> bool:
         """Return True if scores use the product of the curvature's row and column sums."""
         chosen = self.curvature.per_token if self.curvature.factored is None else self.curvature.factored
-        return self.keeps_curvature and self.importance != "wanda" and chosen
+        return self.keeps_curvature and (self.importance == "wanda" or chosen)
 
     @property
     def moves_weights_into_branches(self) -> bool:
@@ -128,7 +128,7 @@ class SparseForgeConfig:
     @property
     def keeps_sums(self) -> bool:
         """Return True if row and column sums of the curvature are measured and kept, and no elements."""
-        return self.keeps_curvature and self.factored and self.curvature.per_token
+        return self.factored and (self.importance == "wanda" or self.curvature.per_token)
 
     @property
     def keeps_elements(self) -> bool:

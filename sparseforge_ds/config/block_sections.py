@@ -53,7 +53,7 @@ class CurvatureConfig:
     output, false one for every weight, as the paper does."""
     factored: bool | None = None
     """Replace each matrix's curvature in the score by the product of its row and column sums, in which noise averages
-    away. null: as `per_token`. true needs `fisher` or `hutchinson`."""
+    away. null: as `per_token`. Wanda's always is that product, and takes no false."""
     radius: float | None = None
     """`hutchinson`: step of the gradient difference. With `per_token` it is relative to the RMS of a token's outputs,
     and null is 0.1. Without, it is relative to the RMS of the matrix, and null is 1e-3 in fp32, 1e-2 in fp16, 1e-1 in

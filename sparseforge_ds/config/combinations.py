@@ -120,6 +120,12 @@ def check_combinations(config: SparseForgeConfig) -> None:
     )
     _require(
         config,
+        config.importance != "wanda" or config.curvature.factored is not False,
+        "curvature.factored",
+        'importance "wanda" is exactly the product of row and column sums; leave it out',
+    )
+    _require(
+        config,
         not config.curvature.factored or config.factored,
         "curvature.factored",
         f'importance "{config.importance}" has no curvature to take row and column sums of; leave it out, or use '

@@ -4,12 +4,12 @@ By row and column sums, from which the default scores are made (`SumsEstimator`)
 
     fisher          squared gradients per token, by layer hooks in the training step itself or in passes of their own
     hutchinson      v (H v) by a central gradient difference, v at the outputs of layers
+    wanda           mean squared input of each column (arXiv 2306.11695), forward only
 
-By elements, one fp32 number a weight (`Estimator`): `curvature.factored` or `per_token` false, and wanda:
+By elements, one fp32 number a weight (`Estimator`), where `curvature.factored` or `per_token` is false:
 
     hutchinson      v at the weights (the paper's, eq. 2)
     fisher
-    wanda           mean squared input of each column (arXiv 2306.11695), forward only
 
 Of a routed expert it is the mean over the tokens that the expert saw, on all ranks; zero where it saw none.
 """
@@ -48,7 +48,6 @@ def estimator_of(context: EstimatorContext, config: SparseForgeConfig) -> Estima
     kinds: dict[str, Callable[[EstimatorContext, SparseForgeConfig], Estimator]] = {
         "hutchinson": Hutchinson,
         "fisher": SquaredGradients,
-        "wanda": InputNorms,
     }
     return kinds[config.importance](context, config)
 
@@ -59,4 +58,9 @@ def sums_of(context: EstimatorContext, config: SparseForgeConfig) -> SumsEstimat
     Raises:
         ValueError: it cannot work on some prunable weight.
     """
-    return (OutputHutchinson if config.importance == "hutchinson" else FisherSums)(context, config)
+    kinds: dict[str, Callable[[EstimatorContext, SparseForgeConfig], SumsEstimator]] = {
+        "hutchinson": OutputHutchinson,
+        "fisher": FisherSums,
+        "wanda": InputNorms,
+    }
+    return kinds[config.importance](context, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -139,6 +139,18 @@ class EstimatorContext:
         """Count the tokens of a layer's fused experts, once for both of their weights."""
         if parameter == "down_proj":
             self.expert_load.add(self.expert_load.layers[layer], stop_E.diff(prepend=stop_E.new_zeros(1)))
+
+    def agree_on_counts(self, tokens: Mapping[str, float]) -> Tensor:
+        """Return (matrices,) fp64 tokens of all ranks, of an expert those that it saw. Collective.
+
+        Args:
+            tokens: of this rank at the layer of each weight, by its name; those of experts are in `expert_load`.
+        """
+        of_matrices = [tokens[name] for name, rows in self.matrices.rows.items() for _ in rows]
+        counts = torch.tensor(of_matrices, dtype=torch.float64, device=self.layout.device)
+        self.layout.all_reduce(counts)
+        self.expert_load.agree()
+        return self.expert_load.spread(self.expert_load.counted, counts)
 
     def divide(self, diagonal: Diagonal, by: list[float]) -> None:
         """Divide what belongs to an expert by the number in its row; what belongs to none stays."""

@@ -89,12 +89,6 @@ class ExpertLoad:
             self.matrices.layout.all_reduce(self.counted)
             self._read = None
 
-    def take(self, counts: dict[str, Tensor]) -> None:
-        """Take over the counts of a refresh that are known already, by weight name."""
-        for name, rows in self.rows.items():
-            self.counted[rows.start : rows.stop] = counts[name]
-        self._read = None
-
     def fade(self, rate_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
         """Take the tokens of this refresh into those of the run, and into those that fade with the curvature's mean.
 

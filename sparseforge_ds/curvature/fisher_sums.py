@@ -86,15 +86,10 @@ class FisherSums(SumsEstimator):
     @override
     def finish(self) -> tuple[AxisSums, Tensor]:
         """Return the sums and how many tokens they count; 0 also for a layer without a token on any rank."""
-        context = self.context
         sums = self._sums
         assert sums is not None
         self._sums = None
-        tokens = [self._tokens[name] for name, rows in context.matrices.rows.items() for _ in rows]
-        counts = torch.tensor(tokens, dtype=torch.float64, device=context.layout.device)
-        context.layout.all_reduce(counts)
-        context.expert_load.agree()
-        return sums, context.expert_load.spread(context.expert_load.counted, counts)
+        return sums, self.context.agree_on_counts(self._tokens)
 
     def _add(self, name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
         """Add the sums of a linear layer's tokens."""

@@ -206,9 +206,7 @@ class Ranking:
         ]
         vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.matrix_sums(row))]
         idle: set[int] = set()
-        if (
-            self.curvature.running is not None or self.weights.config.importance == "wanda"
-        ):  # others may not have been heard
+        if self.curvature.running is not None:  # others may not have been heard
             idle = {row for row in bad if heard[row] and totals[row] == 0 and row not in vanished}
         if not any(totals):  # of a loss without any gradient nothing is known
             idle = set()

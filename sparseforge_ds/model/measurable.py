@@ -48,7 +48,8 @@ def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], con
             f"({len(unmeasurable)} in all) has no such layer; "
             'use "curvature": {"per_token": false}, which displaces weights, or importance "fisher"'
         )
+    importance = 'importance "fisher" with ' if config.importance == "wanda" else ""
     raise ValueError(
         f"{unmeasurable[0]} ({len(unmeasurable)} in all) belongs to no linear layer, so the tokens that reach it are "
-        'not seen; use "curvature": {"factored": false}, which squares gradients of whole batches there'
+        f'not seen; use {importance}"curvature": {{"factored": false}}, which squares gradients of whole batches there'
     )

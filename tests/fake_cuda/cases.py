@@ -12,8 +12,6 @@ OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4}
 """With shards on the host, factors and scalings come down from the device as well, each in one copy."""
 EXCHANGE = "zero/halo.py:exchange (copy to the host)"
 """What cut groups lack travels between devices: with shards on the host every exchange ends in one copy."""
-CALLED = "curvature/input_norms.py:refresh (tolist)"
-"""Wanda asks once a refresh whether every layer was called, so that all ranks stop where one was not."""
 UPLOADS = {"first": 1, "ordinary": 0}
 """Copies from the host in a moment, with the states on the device: the host waits for these as well. The
 first step may be heard, and its numbers of tokens are one."""

@@ -244,7 +244,7 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
             where = (case.stage, case.sparseforge.importance, in_training, said)
             assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
         assert called_on_one == "no error"
-        assert called_on_none.startswith("ValueError: model.layers.0.mlp.down_proj.weight: its layer was not called")
+        assert "no usable curvature for 3 of 7 matrices" in called_on_none and "mlp.down_proj.weight" in called_on_none
         for said in singular:
             assert said.startswith("ValueError") and "_proj.weight" in said and "reconstruction) = 1e-30" in said, said
 

@@ -140,7 +140,7 @@ def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
 def as_kept(reference: ReferenceForge, name: str) -> Tensor:
     """The curvature of a weight as the forge keeps it: its elements, or the product of its row and column sums."""
     part = reference.config["curvature"]
-    if not part["per_token"] or part["factored"] is False or reference.config["importance"] in ("magnitude", "wanda"):
+    if not part["per_token"] or part["factored"] is False or reference.config["importance"] == "magnitude":
         return reference.curvature[name].clone()
     return torch.tensor(reference.score_takes(name), dtype=torch.float64)
 

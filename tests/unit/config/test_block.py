@@ -62,13 +62,16 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"importance": "hutchinson", "curvature": {"factored": False}},
         ["sparseforge.curvature.factored", "false", '"per_token": false'],
     ),
+    (
+        {"importance": "wanda", "curvature": {"factored": False}},
+        ["sparseforge.curvature.factored", "false", "product of row and column sums", "leave it out"],
+    ),
     *(
         (
             {**block, "curvature": {"factored": True}},
             ["sparseforge.curvature.factored = true", f'importance "{block["importance"]}"', "leave it out"],
         )
         for block in (
-            {"importance": "wanda"},
             {"importance": "magnitude"},
             {"method": "naive_retrain", "importance": "sparsegpt"},
         )
