@@ -197,7 +197,7 @@ def measure(
             judged["running mean"] = running
         for average, diagonal in judged.items():
             for form, of in (("elements", None), ("shrunk", shrunk), ("factored", factored)):
-                if form == "elements" and estimate.name.startswith("outputs"):
+                if form == "elements" and estimate.name.startswith(("outputs", "wanda")):
                     continue  # only sums are measured
                 if form == "shrunk" and not estimate.name.startswith("weights"):
                     continue

@@ -63,7 +63,6 @@ ESTIMATES: tuple[Estimate, ...] = (
     Exact("weights, exact, one block", "block"),
     Exact("weights, exact, one layer", "layer"),
     Own("fisher, per token", "fisher"),
-    Own("fisher, per batch", "fisher", _BY_WEIGHTS),
     Own("fisher, per token, bf16", "fisher", {}, "bfloat16"),
     Own("wanda", "wanda"),
 )

@@ -365,10 +365,8 @@ class ReferenceForge:
                 sample = self._output_difference(batches, probe)
             elif kind == "hutchinson":
                 sample = self._gradient_difference(batches, probe)
-            elif self.config["curvature"]["per_token"]:
-                sample = self._per_token(batches)
             else:
-                sample = self._squared_mean_gradient(batches)
+                sample = self._per_token(batches)
             for name in total:
                 total[name] += sample[name].double() / probes
         return total
@@ -507,15 +505,6 @@ class ReferenceForge:
         finally:
             for module in modules.values():
                 del module.forward
-
-    def _squared_mean_gradient(self, batches: list[Batch]) -> dict[str, Tensor]:
-        total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
-        for batch in batches:
-            loss = self.loss(self.model, batch)
-            found = torch.autograd.grad(loss, [self.model.get_parameter(name) for name in total])
-            for name, gradient in zip(total, found, strict=True):
-                total[name] += gradient.double().flatten() / len(batches)
-        return {name: value.square() for name, value in total.items()}
 
     @torch.no_grad()
     def _mean_square_inputs(self, batches: list[Batch]) -> dict[str, Tensor]:

@@ -48,9 +48,9 @@ class CurvatureConfig:
     damping: float = 1e-4
     """eps of the score (eq. 3), relative to the mean curvature of the matrix."""
     per_token: bool = True
-    """Measure per token in linear layers, with far less noise. `fisher`: true squares the gradient
-    of every token, false that of the whole probe batch. `hutchinson`: true draws one random sign for every token and
-    output, false one for every weight, as the paper does."""
+    """Measure per token in linear layers, with far less noise. `hutchinson`: true draws one random sign for every
+    token and output, false one for every weight, as the paper does. `fisher` squares the gradient of every token, and
+    takes no false."""
     factored: bool | None = None
     """Replace each matrix's curvature in the score by the product of its row and column sums, in which noise averages
     away. null: as `per_token`. Wanda's always is that product, and takes no false."""

@@ -111,7 +111,13 @@ def _check_start(config: SparseForgeConfig) -> None:
 
 def check_combinations(config: SparseForgeConfig) -> None:
     """Raise ValueError for keys that exclude each other."""
-    # 1. Row and column sums.
+    # 1. Tokens, and row and column sums.
+    _require(
+        config,
+        config.importance != "fisher" or config.curvature.per_token,
+        "curvature.per_token",
+        'importance "fisher" squares the gradient of every token; leave it out, or use importance "hutchinson"',
+    )
     _require(
         config,
         config.importance != "hutchinson" or not config.curvature.per_token or config.curvature.factored is not False,

@@ -78,7 +78,7 @@ class RunningCurvature:
         # Each weight must belong to a layer that can be measured, and to one alone.
         module = weights.engine.module
         refuse_unmeasurable(module, weights.prunable.values(), config)
-        if config.importance == "wanda":
+        if config.importance != "hutchinson":
             refuse_shared(module, weights.prunable.values(), "be measured", '"importance": "magnitude"')
         elif config.curvature.per_token:
             refuse_shared(module, weights.prunable.values(), "be measured", '"curvature": {"per_token": false}')

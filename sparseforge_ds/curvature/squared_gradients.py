@@ -23,12 +23,8 @@ class SquaredGradients(Estimator):
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context
-        self.per_token = config.curvature.per_token
-        self.modules = context.modules if self.per_token else {}
-        self.fused = context.fused if self.per_token else {}
-        self.per_batch = (
-            set(context.shards) - set(self.modules) - (set(context.expert_load.rows) if self.fused else set())
-        )
+        self.per_batch = set(context.shards) - set(context.modules) - set(context.expert_load.rows)
+        """Weights of no linear layer, whose tokens are not seen."""
 
     @override
     def refresh(
@@ -77,9 +73,8 @@ class SquaredGradients(Estimator):
             passes = batches.passes(probe)
             divisor = divisor_of(batches, probe)
             with (
-                token_gradients(self.modules, on_tokens) if self.modules else nullcontext(),
-                expert_tokens(self.fused, on_experts) if self.fused else nullcontext(),
-                nullcontext() if self.per_token else context.counting(),
+                token_gradients(context.modules, on_tokens) if context.modules else nullcontext(),
+                expert_tokens(context.fused, on_experts) if context.fused else nullcontext(),
             ):
                 if not self.per_batch:
                     context.probe.activations(passes)
@@ -90,5 +85,5 @@ class SquaredGradients(Estimator):
         if not self.per_batch and not context.probe.usable(*total.values()):
             return False
         context.expert_load.agree()
-        context.divide(total, context.expert_load.read()[0] if self.per_token else context.expert_load.shares)
+        context.divide(total, context.expert_load.read()[0])
         return True

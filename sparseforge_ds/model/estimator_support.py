@@ -35,13 +35,13 @@ def check_measurable(model: nn.Module, weights: Sequence[PrunableWeight], config
         ValueError: a weight cannot be measured; the message has the setting that leaves it out.
     """
     refuse_unmeasurable(model, weights, config)
-    by_gradient = config.importance in ("fisher", "hutchinson")
-    if config.importance == "magnitude" or (by_gradient and not config.curvature.per_token):
+    by_weights = config.importance == "hutchinson" and not config.curvature.per_token
+    if config.importance == "magnitude" or by_weights:
         return
     linear = (nn.Linear, Conv1D)
     layers = [w.name for w in weights if not w.experts and isinstance(model.get_submodule(w.module), linear)]
     calls = _calls(model, layers)
-    other = '"curvature": {"per_token": false}' if by_gradient else 'importance "magnitude"'
+    other = '"curvature": {"per_token": false}' if config.importance == "hutchinson" else 'importance "magnitude"'
     model_type = model_type_of(model)
 
     def refuse(names: list[str], cause: str, other: str = other) -> None:

@@ -25,12 +25,11 @@ def refuse_unmeasurable(model: nn.Module, weights: Iterable[PrunableWeight], con
     linear = (nn.Linear, Conv1D)
     # Squares of each token's elements are summed over ranks, which must all have called the layer.
     if not config.keeps_sums:
-        squares_tokens = config.importance == "fisher" and config.curvature.per_token
         listed = [w.name for w in weights if w.experts and isinstance(model.get_submodule(w.module), linear)]
-        if squares_tokens and listed:
+        if config.importance == "fisher" and listed:
             raise ValueError(
                 f"{listed[0]} ({len(listed)} in all) belongs to an expert that some ranks never call, so its "
-                'curvature cannot be summed over ranks; use "curvature": {"factored": null}, or "per_token": false'
+                'curvature cannot be summed over ranks by elements; use "curvature": {"factored": null}'
             )
         return
     # Hutchinson displaces outputs of layers that every token passes, which routed experts have not.

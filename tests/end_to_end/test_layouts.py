@@ -146,7 +146,6 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
 
 PASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {
     "fisher of elements": {"curvature": {"factored": False}},
-    "fisher of batches": {"curvature": {"per_token": False}},
     "fisher of two batches": {"curvature": {"source": "probe", "probes": 2}},
     "wanda of six sequences": {"importance": "wanda", "curvature": {"sequences": 6}},
     # Differences of gradients are rounded: a large step and damping leave the rounding no say.

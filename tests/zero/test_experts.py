@@ -219,7 +219,7 @@ def train(case: Case, detour: Detour) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("config", [{}, {"curvature": {"per_token": False}}, {"importance": "wanda"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"importance": "wanda"}], ids=str)
 def test_an_expert_that_never_sees_a_token_goes_by_magnitude(config: dict[str, Any]) -> None:
     case = Case(stage=0, config=config)
     (alone,) = run_distributed(train, 1, case, Detour(0))

@@ -271,7 +271,7 @@ def test_dense_models_count_nothing(results: dict[str, tuple[dict[str, Any], ...
     [
         {"importance": "magnitude"},
         {"importance": "wanda"},
-        {"importance": "fisher", "curvature": {"per_token": False}, "pattern": "4:8"},
+        {"importance": "fisher", "curvature": {"factored": False}, "pattern": "4:8"},
     ],
     ids=["magnitude", "wanda", "fisher-4:8"],
 )
@@ -427,14 +427,5 @@ def test_experts_in_a_list_train_like_fused_ones(text: str, stage: int) -> None:
 def test_elements_per_token_of_experts_in_a_list_are_refused() -> None:
     model = Family("olmoe", listed=True).model()
     config = sf.SparseForgeConfig.from_dict({"curvature": {"factored": False}})
-    with pytest.raises(ValueError, match='experts.0.gate_proj.weight .*in a list of modules.*"per_token": false'):
+    with pytest.raises(ValueError, match='experts.0.gate_proj.weight .*by elements; use .*"factored": null'):
         refuse_unmeasurable(model, prunable_weights(model, config), config)
-
-
-def test_experts_in_a_list_train_by_whole_gradients() -> None:
-    case = replace(ZERO3, config={"curvature": {"per_token": False}})
-    family = Family("olmoe", listed=True)
-    both = run_distributed(_train, 2, case, family)
-    _check_frozen(both[1])
-    (alone,) = run_distributed(_train, 1, replace(case, stage=0), family)
-    _check_same(both[0], alone)

@@ -50,7 +50,6 @@ FP32: dict[str, Case] = {
     "block16": Case(model="llama_tiles", config={"pattern": "block16"}),
     "conv1d": Case(model="gpt2"),
     "conv1d-wanda-gas-clip": Case(model="gpt2", config={"importance": "wanda"}, gas=2, clip=0.1),
-    "2:4-batch-fisher-clip": Case(config={"curvature": {"per_token": False}, **EXCLUDE_K}, clip=0.1, gas=2),
     "2:4-hardening-from-0": Case(config={"method": {"hardening": [0.0, 0.6], "update_every": 3}, **EXCLUDE_K}),
     "2:4-hard": Case(config={"method": {"hard": True}, **EXCLUDE_K}),
     "2:4-fixed": Case(config={"method": {"hardening": [0.0, 0.0]}, **EXCLUDE_K}, steps=4),

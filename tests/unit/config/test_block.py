@@ -117,6 +117,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"curvature": {"first_probes": 0}}, ["sparseforge.curvature.first_probes", ">= 1"]),
     ({"curvature": {"damping": -1e-3}}, ["sparseforge.curvature.damping", ">= 0"]),
     ({"curvature": {"radius": 0}}, ["sparseforge.curvature.radius", "null or a value > 0"]),
+    ({"curvature": {"per_token": False}}, ["sparseforge.curvature.per_token", "false", "leave it out", "hutchinson"]),
     ({"curvature": {"per_token": 1}}, ["sparseforge.curvature.per_token", "true or false"]),
     ({"low_rank": {"k": 1}}, ["sparseforge.low_rank.k", "1", ">= 2"]),
     ({"low_rank": {"start": 2}}, ["sparseforge.low_rank.start", "0 <= start <= 1"]),

@@ -147,10 +147,8 @@ def test_layers_that_no_token_passes_are_named_with_the_cure(family: str) -> Non
     assert set(cured.exclude) > set(block.exclude)
     weights = weights_to_prune(bare_model(config), cured)
     assert len(weights) < len(prunable_weights(bare_model(config), block))
-    for other in ({"importance": "magnitude"}, {"curvature": replace(block.curvature, per_token=False)}):
-        assert weights_to_prune(bare_model(config), replace(block, **other)) == prunable_weights(
-            bare_model(config), block
-        )
+    by_magnitude = replace(block, importance="magnitude")
+    assert weights_to_prune(bare_model(config), by_magnitude) == prunable_weights(bare_model(config), block)
 
 
 @pytest.mark.parametrize("importance", ["fisher", "wanda", "hutchinson"])
@@ -174,8 +172,7 @@ def test_a_weight_of_several_layers_is_refused() -> None:
     weights = weights_to_prune(bare_model(config), replace(block, **pasted(str(raised.value))))
     assert weights and not any(".shared_transformer." in weight.name for weight in weights)
     assert weights_to_prune(bare_model(config), pasted_until_accepted(config, SparseForgeConfig()))
-    with_gradients = replace(block, curvature=replace(block.curvature, per_token=False))
-    assert len(weights_to_prune(bare_model(config), with_gradients)) > len(weights)
+    assert len(weights_to_prune(bare_model(config), replace(block, importance="magnitude"))) > len(weights)
 
 
 def test_layers_that_are_called_twice_are_refused_by_hutchinson() -> None:
