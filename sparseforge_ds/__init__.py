@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from sparseforge_ds.model.any_family import any_family
     from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
     from sparseforge_ds.model.family_table import Published, Row, register_family
-    from sparseforge_ds.model.groups import param_groups
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import prepare
+    from sparseforge_ds.model.param_groups import param_groups
     from sparseforge_ds.model.registration import register_model_classes
     from sparseforge_ds.model.teacher import Teacher
 
@@ -35,7 +35,7 @@ _WHERE = {
     "distillation_loss": "model.distill",
     "keep_mask": "integrations.mask_keeper",
     "loss_in_head": "model.head",
-    "param_groups": "model.groups",
+    "param_groups": "model.param_groups",
     "prepare": "model.low_rank",
     "register_family": "model.family_table",
     "register_model_classes": "model.registration",

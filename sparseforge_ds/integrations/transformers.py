@@ -42,8 +42,8 @@ from sparseforge_ds.integrations.trainer_settings import (
 )
 from sparseforge_ds.model.basis import keep_basis
 from sparseforge_ds.model.families import check_prunable
-from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.param_groups import param_groups
 from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
 from sparseforge_ds.model.teacher import Teacher

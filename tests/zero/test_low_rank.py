@@ -16,8 +16,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import coverage, prunable_weights
-from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.param_groups import param_groups
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 

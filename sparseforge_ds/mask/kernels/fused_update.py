@@ -23,9 +23,9 @@ from sparseforge_ds.mask.importance import standardized_score
 from sparseforge_ds.mask.kernels.bits import octets, pack, set_bits
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
+from sparseforge_ds.mask.kernels.exact_lerp import exact_lerp, split_lerp
 from sparseforge_ds.mask.kernels.fusing import fused, row_sums
 from sparseforge_ds.mask.kernels.groups import SMALL, pairwise_ranks
-from sparseforge_ds.mask.kernels.interpolation import exact_lerp, split_lerp
 from sparseforge_ds.mask.kernels.scores import Curvature, curvature_elements, curvature_slice
 from sparseforge_ds.mask.pattern import NM, Pattern, top_n
 from sparseforge_ds.mask.update import penalize, soft_gate, update_mask

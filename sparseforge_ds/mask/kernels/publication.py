@@ -9,8 +9,8 @@ from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.bits import keep_in_place, octets, values_of_bits
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import values_of
+from sparseforge_ds.mask.kernels.exact_lerp import exact_lerp, exact_lerp_elementwise, split_lerp, without_sign
 from sparseforge_ds.mask.kernels.fusing import fused
-from sparseforge_ds.mask.kernels.interpolation import exact_lerp, exact_lerp_elementwise, split_lerp, without_sign
 
 
 def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:

@@ -19,8 +19,8 @@ from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.branch import Branch, add_branch, branch_rank, branches
 from sparseforge_ds.model.families import FAMILIES, prunable_weights
-from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.param_groups import param_groups
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.model.families import FAMILIES, prunable_weights
-from sparseforge_ds.model.groups import param_groups
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.param_groups import param_groups
 from tests.tiny_models import tiny_llama, tiny_qwen3
 from tests.unit.model.test_families import BUILDERS
 
