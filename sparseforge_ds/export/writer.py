@@ -135,7 +135,7 @@ def parse_size(text: str) -> int:
     return int(number) * units.get(unit, 1)
 
 
-def check_size(text: str) -> None:
+def check_shard_size(text: str) -> None:
     """Check that a text is a size that `parse_size` takes, before work that ends in a file of that size.
 
     Raises:
