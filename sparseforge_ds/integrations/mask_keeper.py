@@ -149,8 +149,9 @@ class MaskKeeper:
         if lost:
             name, count = next(iter(lost.items()))
             raise ValueError(
-                f"{name}: {count:,} pruned entries are not 0 (and {len(lost) - 1} more such weights); something has "
-                "changed the weights outside the optimizers of keep_mask: give it all of them, or call project()"
+                f"{name}: {count:,} pruned entries are not 0 (and {len(lost) - 1} more such weights): another "
+                "optimizer, a checkpoint or a merged adapter has changed them; give keep_mask all optimizers, or "
+                "call project()"
             )
 
     def project(self) -> dict[str, float]:

@@ -73,6 +73,20 @@ for label, run in {"lost": lost.train, "dense": lambda: trainer("dense", type(lo
     except ValueError as error:
         report[label] = str(error)
 
+# The loop that the guide shows, around a compiled model and with loss scaling.
+model = AutoModelForCausalLM.from_pretrained(folder)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+keeper = keep_mask(torch.compile(model, backend="eager"), optimizer)
+scaler = torch.amp.GradScaler("cpu")
+with torch.autocast("cpu", torch.bfloat16):
+    loss = torch.compile(model, backend="eager")(input_ids=token_NS[:2], labels=token_NS[:2]).loss
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+scaler.step(optimizer)
+keeper.check()
+model.save_pretrained(out / "loop")
+
 # LoRA on the frozen base by a trainer, merged and projected.
 try:
     import peft
@@ -125,7 +139,7 @@ def test_a_trainer_keeps_the_pattern_and_resumes_to_the_bit(
 ) -> None:
     out, report = tuned
     assert report["kept"].startswith("2:4 kept in 14 weights, with ") and report["unequal"] == []
-    for folder in ("whole", "whole/checkpoint-4", "resumed/checkpoint-4"):
+    for folder in ("whole", "whole/checkpoint-4", "resumed/checkpoint-4", "loop"):
         assert main(["verify", str(out / folder)]) == 0, capsys.readouterr().out
 
 
