@@ -1,4 +1,4 @@
-"""What came out of a run: the exported model, whether it is sparse, its perplexity, and where its mask lies."""
+"""Evaluation of a run: its exported model, the sparsity of its weights, and its perplexity."""
 
 from __future__ import annotations
 
@@ -20,43 +20,50 @@ from sparseforge_ds.extras.studies.texts import Texts
 
 
 class Evaluator:
-    """Measures models, all in the same way; several threads may use it."""
+    """Measurements of models, all under the same conditions. Several threads may use it.
+
+    Args:
+        config: the comparison.
+        texts: its held-out texts.
+        pruned: block whose pattern and layers the magnitude baseline has.
+    """
 
     def __init__(self, config: CompareConfig, texts: Texts, pruned: SparseForgeConfig) -> None:
-        """`pruned` says which weights of the dense model the magnitude baseline prunes, and into which pattern."""
         self.config = config
         self.texts = texts
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model)
         self.pruned = pruned
-        self._documents = {"validation": texts.validation, "test": texts.test, **texts.others}
+        self._documents = {"validation": texts.validation, "test": texts.test, **texts.other_texts}
         self._held_out = {"validation": config.validation_text, "test": config.test_text, **config.other_texts}
         self._dtype = "auto"
         self._dense: PreTrainedModel | None = None
-        self._loading = threading.Lock()  # transformers sets what is global while it loads
+        self._loading = threading.Lock()  # transformers changes global state while it loads a model
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What a perplexity depends on besides the model."""
+        """Conditions that a perplexity depends on, besides the model."""
         protocols = [text.protocol for text in self._held_out.values()]
         return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
 
     def baselines(self, known: dict[str, Any]) -> dict[str, Any]:
-        """Measure the dense model, then the same after magnitude pruning, on every text.
+        """Measure the dense model, and the same model after magnitude pruning, on every text.
 
         Args:
-            known: what an earlier start has measured; nothing is measured again.
+            known: measurements of an earlier start, which are not repeated.
 
         Returns:
-            `dense_<text>` and `magnitude_<text>`, a perplexity each, `magnitude_<text>_kl`, and the dtype that all
-            models are measured in.
+            Perplexities `dense_<text>` and `magnitude_<text>`, KL divergences `magnitude_<text>_kl`, and the dtype that
+            all models are measured in.
         """
         if not known:
+            # The dense model first: it must compute a finite loss.
             dense = self._dense_model()
             known = {"dtype": str(dense.dtype).removeprefix("torch.")}
             try:
                 known |= {f"dense_{text}": self._score(dense, text, None).perplexity for text in self._documents}
             except NotFiniteError as error:
                 raise ValueError(f"model {self.config.model}: {error}") from None
+            # Then a pruned copy, compared with the dense model.
             pruned = load_model(self.config.model, "auto")
             prune_by_magnitude(pruned, self.pruned.parsed_pattern, self.pruned)
             for text in self._documents:
@@ -66,17 +73,18 @@ class Evaluator:
         return known
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
-        """Make a model of a run, which checks every group of it; what `sparsity.json` says, in sums."""
-        if not (out / "sparsity.json").exists():  # else an earlier start was interrupted just after it
+        """Export the model of a run, which checks every group, and return the totals of its `sparsity.json`."""
+        if not (out / "sparsity.json").exists():  # an earlier start may have been interrupted after the export
             export(open_source(str(run_folder), None, self._dtype), out, workers=1, skip_proof=True)
         record = json.loads((out / "sparsity.json").read_text())
         weights = record["weights"].values()
-        groups, nonzeros = (sum(weight[key] for weight in weights) for key in ("groups", "nonzeros"))
+        groups = sum(weight["groups"] for weight in weights)
+        nonzeros = sum(weight["nonzeros"] for weight in weights)
         zeros = 1 - nonzeros / sum(math.prod(weight["shape"]) for weight in weights)
         return {"pattern": record["pattern"], "weights": len(weights), "groups": groups, "zeros": zeros}
 
     def measure(self, folder: Path, *texts: str) -> dict[str, float]:
-        """Measure an exported model on some of the texts.
+        """Measure an exported model on the named texts.
 
         Returns:
             `<text>_perplexity`, and `<text>_kl`, the KL divergence to the dense model in nats a token.
@@ -101,7 +109,7 @@ class Evaluator:
         return self._dense
 
     def _score(self, model: PreTrainedModel, text: str, dense: PreTrainedModel | None) -> Perplexity:
-        """Score one of the texts, beside the dense model where one is given."""
+        """Measure perplexity on one text, and the KL divergence to `dense` if it is not None."""
         protocol = self._held_out[text].protocol
         assert protocol is not None  # `read_config` has decided it
         scoring = Scoring(protocol, self.config.evaluation_length, batch_size=self.config.evaluation_batch)

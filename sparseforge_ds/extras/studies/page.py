@@ -1,4 +1,4 @@
-"""What is made of the rows: a table, figures, and both in one HTML page, a file that can be sent to somebody."""
+"""Pages of a comparison: a Markdown table, the figures, and one self-contained HTML page with all of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from sparseforge_ds.extras.studies.figures import Drawn, draw
+from sparseforge_ds.extras.studies.figures import Figure, draw
 from sparseforge_ds.extras.studies.records import write_text
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.summary import (
@@ -24,7 +24,7 @@ from sparseforge_ds.extras.studies.summary import (
 
 
 def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], notes: list[str]) -> str:
-    """Write `table.md`, the figures and `index.html`, and return the first."""
+    """Write `table.md`, the figures and `index.html`, and return the content of `table.md`."""
     lines = summarize(rows, config.compared_with)
     table = markdown(lines, rows, config, notes)
     write_text(out / "table.md", table)
@@ -45,12 +45,11 @@ def page(
     title: str,
     tables: Sequence[Table],
     words: Sequence[str],
-    figures: Sequence[Drawn],
+    figures: Sequence[Figure],
     config: str,
     commands: Sequence[str],
 ) -> str:
-    """The page: paragraphs of words, the tables of `studies.summary` (a cell in ** is bold), and the PNG files
-    themselves."""
+    """Render the HTML page: paragraphs, tables (a cell in ** is bold), and the PNG files embedded."""
     loader = FileSystemLoader(Path(__file__).parent)
     template = Environment(loader=loader, autoescape=True).get_template("comparison.html")
     images = [(figure, base64.b64encode(figure.path.read_bytes()).decode()) for figure in figures]

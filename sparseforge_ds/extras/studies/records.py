@@ -1,4 +1,4 @@
-"""What is known of each run of a comparison, as files that are there whole or not at all, and the rows made of it."""
+"""Records of the runs of a comparison, written atomically, and the rows of `results.jsonl` made of them."""
 
 from __future__ import annotations
 
@@ -12,71 +12,82 @@ from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.extras.studies.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 
-_FOUND = ("diverged", "sparsity", "seconds", "resumed")
+_OUTCOMES = ("diverged", "sparsity", "seconds", "resumed")
+"""Keys of a record that a row repeats, besides the measurements."""
 
 
 class Records:
-    """`OUT/records`: a file for each run with what it was to be and what it came to."""
+    """Folder `OUT/records`, with a file for the settings and the outcome of each run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, name: str, wanted: dict[str, Any]) -> dict[str, Any]:
-        """The record of a run, begun if there is none. Raises ValueError where a run of this name was made otherwise,
-        so that it does not belong to this comparison."""
+        """Return the record of a run, and begin one if there is none.
+
+        Args:
+            name: the run.
+            wanted: settings that it depends on, as JSON.
+
+        Raises:
+            ValueError: the run was started with other settings.
+        """
         wanted = json.loads(json.dumps(wanted))
         record = self.read(name)
         if record is None:
             record = {"wanted": wanted}
             self.write(name, record)
         if record["wanted"] != wanted:
-            before, now = record["wanted"], wanted
-            differing = [key for key in sorted(set(before) | set(now)) if before.get(key) != now.get(key)]
+            before = record["wanted"]
+            differing = [key for key in sorted(set(before) | set(wanted)) if before.get(key) != wanted.get(key)]
             raise ValueError(
                 f"{self.folder.parent}: the run {name} was started with other settings ({', '.join(differing)}); give "
                 "another --out, or remove this folder. Methods, seeds, budgets and learning rates may be added to a "
-                "comparison, but what a run depends on may not change"
+                "comparison, but settings of its runs may not change"
             )
         return record
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record, if there is one."""
+        """Return the record of a run, or None if there is none."""
         path = self.folder / f"{name}.json"
         try:
             content = json.loads(path.read_text())
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise ValueError(f"{path}: damaged ({error}); remove it, and the run is made again") from None
+            raise ValueError(f"{path}: damaged ({error}); remove it to repeat the run") from None
         return dict(content)
 
     def write(self, name: str, record: dict[str, Any]) -> None:
-        """Keep a record."""
+        """Write the record of a run."""
         write_text(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
 
 def settled(record: Mapping[str, Any]) -> bool:
-    """Whether a run is trained and measured, or known to diverge."""
+    """Return True if a run is trained and measured, or has diverged."""
     return "validation_perplexity" in record or "diverged" in record
 
 
 def write_rows(
     out: Path, config: CompareConfig, baselines: dict[str, Any], records: Records, chosen: Mapping[tuple[str, int], Run]
 ) -> list[dict[str, Any]]:
-    """Write `results.jsonl`, with a row for the dense model, for magnitude pruning, and for every run that is done."""
+    """Write and return `results.jsonl`: rows for the dense model, magnitude pruning, and every settled run."""
+    # The baselines.
     rows: list[dict[str, Any]] = []
     row: dict[str, Any]
     texts = ("validation", "test", *config.other_texts)
     measured = [f"{text}_{figure}" for text in texts for figure in ("perplexity", "kl")]
-    for kind, name, which in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
+    for kind, name, baseline in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
         row = {"kind": kind, "method": name, "run": None, "seed": None, "steps": 0, "tokens": 0}
         row |= {"learning_rate": None, "decides": False, "chosen": False}
-        row |= {f"{text}_perplexity": baselines[f"{which}_{text}"] for text in texts}
-        # A study of before has measured no KL.
-        row |= {f"{text}_kl": 0.0 if which == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
+        row |= {f"{text}_perplexity": baselines[f"{baseline}_{text}"] for text in texts}
+        # Studies of earlier releases have measured no KL.
+        row |= {f"{text}_kl": 0.0 if baseline == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
         rows.append({**row, "seconds": None, "command": None})
-    deciding, untrained = selection_runs(config), one_shot_runs(config)
+    # The runs that are done so far.
+    deciding = selection_runs(config)
+    untrained = one_shot_runs(config)
     counting = result_runs(config, chosen) if chosen else []
     for run in unique([*deciding, *untrained, *counting]):
         record = records.read(run.name) or {}
@@ -97,7 +108,7 @@ def write_rows(
             and replace(chosen[run.method.name, run.steps], seed=run.seed) == run,
             "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
-            **{key: record.get(key) for key in (*measured, *_FOUND)},
+            **{key: record.get(key) for key in (*measured, *_OUTCOMES)},
             "settings": run.method.block,
             "flags": run.method.flags,
             "command": run.command(config, out / "runs" / run.name),
@@ -108,6 +119,6 @@ def write_rows(
 
 
 def write_text(path: Path, content: str) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file atomically."""
     with atomic_file(path) as file:
         file.write(content.encode())

@@ -1,4 +1,4 @@
-"""The runs of a comparison: which there are, what each is called, and the command that makes it."""
+"""Runs of a comparison: their list, their names and their commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_TRAINING = 1e-12
 
 @dataclass(frozen=True)
 class Run:
-    """A training of one method. Its name says everything that distinguishes it from the others of a comparison."""
+    """One training, or one pruning, of a method. Its name is unique within a comparison."""
 
     method: Method
     learning_rate: float
@@ -25,17 +25,17 @@ class Run:
     steps: int
     trained: bool = True
     decay: float | None = None
-    """Instead of the block's."""
+    """Value of `method.decay` in place of the block's; None: the block's."""
 
     @property
     def name(self) -> str:
-        """Of its files."""
-        rate = f"-lr{self.learning_rate:g}" if self.trained else ""
-        rate += "" if self.decay is None else f"-decay{self.decay:g}"
-        return f"{self.method.name}{rate}-seed{self.seed}-steps{self.steps}"
+        """File stem of this run."""
+        rates = f"-lr{self.learning_rate:g}" if self.trained else ""
+        rates += "" if self.decay is None else f"-decay{self.decay:g}"
+        return f"{self.method.name}{rates}-seed{self.seed}-steps{self.steps}"
 
     def deepspeed(self, config: CompareConfig) -> dict[str, Any]:
-        """The DeepSpeed JSON."""
+        """Return the content of the run's DeepSpeed JSON."""
         content = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", **config.base}
         return {
             **content,
@@ -44,7 +44,7 @@ class Run:
         }
 
     def flags(self, config: CompareConfig) -> dict[str, Any]:
-        """Run flags that decide what comes out."""
+        """Return the run flags that decide the result."""
         return {
             "model": config.model,
             "dataset": config.train_text,
@@ -57,38 +57,38 @@ class Run:
         }
 
     def arguments(self, config: CompareConfig, folder: Path) -> list[str]:
-        """The launcher's command line for a run folder."""
-        where = {"deepspeed": folder.with_name(f"{folder.name}.json"), "output_dir": folder}
+        """Return the arguments of `launch/train.py` for a run folder."""
+        paths = {"deepspeed": folder.with_name(f"{folder.name}.json"), "output_dir": folder}
         saves = {"save_every": config.save_every, "keep_checkpoints": 1}
-        flags: dict[str, Any] = {**where, **self.flags(config), **saves}
+        flags: dict[str, Any] = {**paths, **self.flags(config), **saves}
         words = []
         for flag, value in flags.items():
-            if value is not None and value is not False:  # null: the flag's own default
+            if value is not None and value is not False:  # None: the flag's own default
                 values = value if isinstance(value, list) else [] if value is True else [value]
                 words += [f"--{flag}", *map(str, values)]
         return words
 
     def command(self, config: CompareConfig, folder: Path) -> str:
-        """What one would type."""
+        """Return the shell command that repeats the run."""
         words = ["deepspeed", "--num_gpus", str(config.ranks), "launch/train.py", *self.arguments(config, folder)]
         return shlex.join(words)
 
 
 def selection_runs(config: CompareConfig) -> list[Run]:
-    """Runs that decide a learning rate and a decay: none where there is nothing to choose from."""
+    """Return the runs that decide learning rates and decays; methods with one candidate have none."""
     grids = [_grid(config, method, steps) for steps in config.deciding_budgets for method in config.methods.values()]
     return [run for grid in grids if len(grid) > 1 for run in grid]
 
 
 def one_shot_runs(config: CompareConfig) -> list[Run]:
-    """Runs that prune and do not train; the seed decides the text that they are calibrated on."""
+    """Return the runs that prune without training; the seed decides their calibration text."""
     return [
         Run(method, NO_TRAINING, seed, 0, trained=False) for method in config.one_shot.values() for seed in config.seeds
     ]
 
 
 def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], Run]) -> list[Run]:
-    """Runs that count: those chosen for every method and budget, with all seeds."""
+    """Return the runs whose results are reported: the chosen ones of every method and budget, with all seeds."""
     return [
         replace(chosen[name, steps], seed=seed)
         for steps in config.budgets
@@ -101,10 +101,12 @@ def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple
     """Choose the learning rate and decay of every method at every budget, by runs with the first seed.
 
     Args:
-        validation: the figure that decides (`choose_by`), by the name of a run; infinite of one that diverged.
+        config: the comparison.
+        validation: the deciding measurement (`choose_by`) by run name; infinite if the run diverged.
 
     Returns:
-        The run with the lowest figure, by method and budget. A budget that decides nothing has those of the smallest.
+        The run with the lowest measurement, by method and budget. Budgets without runs of their own take the choice at
+        the smallest budget.
 
     Raises:
         ValueError: all runs of a method have diverged.
@@ -122,6 +124,7 @@ def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple
 
 
 def _grid(config: CompareConfig, method: Method, steps: int) -> list[Run]:
+    """Return a run with the first seed for every learning rate and decay of a method."""
     return [
         Run(method, rate, config.seeds[0], steps, decay=decay)
         for rate in method.learning_rates
@@ -130,10 +133,10 @@ def _grid(config: CompareConfig, method: Method, steps: int) -> list[Run]:
 
 
 def at_the_edge(grid: Sequence[float], value: float | None) -> bool:
-    """Whether a better value may lie outside of a sorted grid; there is none below 0."""
+    """Return True if a better value may lie outside a sorted grid; 0 is the least possible value."""
     return len(grid) > 1 and (value == grid[-1] or value == grid[0] != 0)
 
 
 def unique(runs: Iterable[Run]) -> list[Run]:
-    """Each run once, in the order of first mention."""
+    """Return the runs without repetitions, in their order."""
     return list({run.name: run for run in runs}.values())

@@ -1,14 +1,14 @@
-"""A comparison from CONFIG to its folder; whatever is there already is not made again.
+"""One comparison, from CONFIG to its folder; finished parts are not repeated.
 
 OUT/
-  config.json      CONFIG as it was given
+  config.json      copy of CONFIG
   results.jsonl    a row for each run
   table.md         the summary, with the learning rates that were tried
   index.html       table and figures on one page
   figures/         PNG files
-  records/         what each run was to be and what it came to
-  runs/            its DeepSpeed JSON, log and TensorBoard folder
-  models/          its exported model
+  records/         settings and outcome of each run
+  runs/            DeepSpeed JSON, log and TensorBoard folder of each run
+  models/          exported model of each run
   data/            the token cache of all runs
 """
 
@@ -47,24 +47,32 @@ _BASELINES = "baselines"
 
 
 class Study:
-    """One comparison, in its folder; `text` is CONFIG as it was given.
+    """One comparison, in its folder.
 
-    Raises ValueError as `check_methods`, before it makes the folder.
+    Args:
+        config: the parsed CONFIG.
+        out: the folder.
+        text: content of the file CONFIG.
+
+    Raises:
+        ValueError: `read_texts` or `check_methods` refuses the CONFIG; the folder is not yet made then.
     """
 
     def __init__(self, config: CompareConfig, out: Path, text: str) -> None:
         self.config = config
         self.out = out
         self.text = text
-        divided = max(1, (os.cpu_count() or 1) // (config.workers * config.ranks))
-        threads = config.threads or _threads() or divided
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that are started
+        # Threads of this process and of those that it starts.
+        fair_share = max(1, (os.cpu_count() or 1) // (config.workers * config.ranks))
+        threads = config.threads or _threads() or fair_share
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
+        # Everything that can be refused, before the first file is written.
         self.texts = read_texts(config)
-        self.checked = check_methods(config)
-        self.evaluator = Evaluator(config, self.texts, self.checked[config.compared_with].config)
+        self.checks = check_methods(config)
+        self.evaluator = Evaluator(config, self.texts, self.checks[config.compared_with].config)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
@@ -73,42 +81,54 @@ class Study:
             (out / name).mkdir(parents=True, exist_ok=True)
 
     def run(self) -> str:
-        """Do what is missing, and write everything; returns the table.
+        """Do the parts that are missing, write all pages, and return the table.
 
-        Raises ValueError where a run failed; the others are saved, and the same command goes on.
+        Raises:
+            ValueError: a run failed. The others have saved, and the same command continues.
         """
         config = self.config
         with _locked(self.out):
             write_text(self.out / "config.json", self.text)
-            self.baselines = self._baselines()
-            deciding, untrained = selection_runs(config), one_shot_runs(config)
+            self.baselines = self._measure_baselines()
+            # First the runs that decide learning rates, and those that need none.
+            deciding = selection_runs(config)
+            untrained = one_shot_runs(config)
             self._do_all([*deciding, *untrained], {run.name for run in untrained})
+            # Then choose by the validation text alone.
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
-            figure = f"validation_{config.choose_by}"
-            validation = {name: record.get(figure, math.inf) for name, record in records.items()}
+            criterion = f"validation_{config.choose_by}"
+            validation = {name: record.get(criterion, math.inf) for name, record in records.items()}
             self.chosen = choose(config, validation)
             counting = result_runs(config, self.chosen)
+            # Models of candidates that lost are not needed; the others are measured on the test text.
             names = {run.name for run in [*counting, *untrained]}
             for name in records.keys() - names:
                 shutil.rmtree(self.out / "models" / name, ignore_errors=True)
             self._do_all(counting, names)
             return write_pages(self.out, config, self._write_rows(), self.texts.notes)
 
-    def _baselines(self) -> dict[str, Any]:
+    def _measure_baselines(self) -> dict[str, Any]:
+        """Measure the dense and the magnitude-pruned model, or read the record of an earlier start."""
         pruned = self.evaluator.pruned
-        files = self.checked[self.config.compared_with].files["model_files"]
+        files = self.checks[self.config.compared_with].files["model_files"]
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
         wanted = {"model": self.config.model, "model_files": files, **wanted, **self.evaluator.conditions}
         record = self.records.open(_BASELINES, wanted)
-        found = self.evaluator.baselines(record.get("found", {}))
-        self.records.write(_BASELINES, {**record, "found": found})
-        return found
+        measured = self.evaluator.baselines(record.get("found", {}))
+        self.records.write(_BASELINES, {**record, "found": measured})
+        return measured
 
     def _do_all(self, runs: list[Run], counting: set[str]) -> None:
-        """All of them, some at a time; the first failure stops the others, which save."""
+        """Do all runs, `workers` at a time; the first failure stops the others, which save.
+
+        Args:
+            runs: the runs, possibly with repetitions.
+            counting: names of those that are measured on the test text.
+        """
         runs = unique(runs)
-        for run in runs:  # a wrong one is found before any of them starts
+        for run in runs:  # a record with other settings is refused before any run starts
             self.records.open(run.name, self._wanted(run))
+        # A slot is a worker's share of the GPUs.
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.config.workers):
             slots.put(slot)
@@ -136,11 +156,13 @@ class Study:
                 raise
 
     def _do(self, run: Run, counts: bool, slot: int) -> str:
-        """One run: trained, exported, verified, measured; only what is missing of it. Returns a line to show, or ""."""
+        """Train, export and measure one run, as far as it is not done, and return a line about it, or ""."""
         record = self.records.open(run.name, self._wanted(run))
-        folder, model = self.out / "runs" / run.name, self.out / "models" / run.name
+        folder = self.out / "runs" / run.name
+        model = self.out / "models" / run.name
         news = []
         untested = counts and "test_perplexity" not in record and "diverged" not in record
+        # Train; also again, if the model to test was removed.
         if not settled(record) or (untested and not (model / "sparsity.json").exists()):
             write_text(folder.with_name(f"{run.name}.json"), json.dumps(run.deepspeed(self.config), indent=2) + "\n")
             record = {"wanted": record["wanted"], **self._train(run, folder, model, slot)}
@@ -148,6 +170,7 @@ class Study:
             shown = "validation {validation_perplexity:.4g}, KL {validation_kl:.4g}"
             news.append("diverged" if "diverged" in record else shown.format(**record))
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        # Measure on the texts that decide nothing.
         if untested and "diverged" not in record:
             try:
                 record |= self.evaluator.measure(model, "test", *self.config.other_texts)
@@ -161,50 +184,56 @@ class Study:
         return f"{run.name}: {', '.join(news)}" if news else ""
 
     def _train(self, run: Run, folder: Path, model: Path, slot: int) -> dict[str, Any]:
+        """Train and export one run, measure it on the validation text, and return its outcome."""
         try:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
         except RunDivergedError as error:
             return {"diverged": str(error)}
-        if not resumed:  # of an earlier run of this name, whose record was removed
+        if not resumed:  # the model may be of an earlier run of this name, whose record was removed
             shutil.rmtree(model, ignore_errors=True)
-        # The trainer knows the seconds of its last start alone.
+        # After a resume the trainer reports the seconds of its last start alone.
         seconds = None if resumed else result.get("seconds")
-        found = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
+        outcome = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
         try:
-            return found | self.evaluator.measure(model, "validation")
+            return outcome | self.evaluator.measure(model, "validation")
         except NotFiniteError as error:
-            return found | {"diverged": f"validation text: {error}"}
+            return outcome | {"diverged": f"validation text: {error}"}
 
     def _wanted(self, run: Run) -> dict[str, Any]:
-        config = self.config
-        measured = {"dtype": self.baselines["dtype"], **self.evaluator.conditions}
-        json_of_run = run.deepspeed(config)
-        # What the block means, too: defaults may change between two releases that go on with one study.
-        meant = json.loads(json.dumps(SparseForgeConfig.from_dict(json_of_run["sparseforge"]).comparable()))
-        files = self.checked[run.method.name].files
-        of_run = {**run.flags(config), **files, "json": json_of_run, "meant": meant, "ranks": config.ranks}
-        return {**of_run, "measured": measured}
+        """Return everything that a run's outcome depends on, as its record keeps it."""
+        conditions = {"dtype": self.baselines["dtype"], **self.evaluator.conditions}
+        content = run.deepspeed(self.config)
+        # The parsed block too: defaults may change between two releases that continue one study.
+        block = json.loads(json.dumps(SparseForgeConfig.from_dict(content["sparseforge"]).comparable()))
+        return {
+            **run.flags(self.config),
+            **self.checks[run.method.name].files,
+            "json": content,
+            "meant": block,
+            "ranks": self.config.ranks,
+            "measured": conditions,
+        }
 
     def _write_rows(self) -> list[dict[str, Any]]:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)
 
 
 def _threads() -> int | None:
-    """Those that OMP_NUM_THREADS asks for."""
-    given = os.environ.get("OMP_NUM_THREADS") or None
-    if given is not None and not (given.isdecimal() and int(given)):
-        raise ValueError(f"OMP_NUM_THREADS={given}: use an integer >= 1, or unset it")
-    return None if given is None else int(given)
+    """Return the threads that OMP_NUM_THREADS asks for, or None if it is unset."""
+    value = os.environ.get("OMP_NUM_THREADS") or None
+    if value is not None and not (value.isdecimal() and int(value)):
+        raise ValueError(f"OMP_NUM_THREADS={value}: use an integer >= 1, or unset it")
+    return None if value is None else int(value)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second comparison out of the folder."""
+    """Lock the folder against a second comparison."""
     with open(open_own_file(folder / ".lock", os.O_WRONLY), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"{folder}: a comparison is at work in it; wait for its end, or give another --out"
+                f"{folder}: a comparison is running in it; wait for its end, or give another --out"
             ) from None
         yield

@@ -1,4 +1,4 @@
-"""Means and deviations over seeds, differences seed by seed, and the tables and words that say them."""
+"""Summary over seeds: means, deviations, differences seed by seed, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from sparseforge_ds.extras.studies.settings import CompareConfig
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
 _KINDS = ("dense", "one_shot", "result")
-"""In the order of the table; a run that only decided a learning rate, `tried`, has no line."""
+"""Kinds of rows in the order of the table; `tried`, a run that only decided a learning rate, has no line."""
 _EDGE = " (edge)"
 _MEASURED = ["validation_perplexity", "test_perplexity"]
 
 
 def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
-    """A line for every method at every budget, baselines first, then by budget and mean test perplexity.
+    """Summarize the seeds of every method at every budget in one line.
 
     Returns:
-        kind, method, steps, tokens, learning_rate, at_the_edge (the smallest or the largest of the grid was chosen),
-        decay and decay_at_the_edge (where there was a grid of them), seeds, seconds (mean of the training time), and
-        `validation`, `test` and `behind`, each a mean with its sample standard deviation beside it (`test_deviation`,
-        NaN for a single number). `behind` is the test perplexity minus that of the reference with the same seed and
-        budget. `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured. A mean
-        with a diverged run is not finite.
+        Lines with baselines first, then by budget and mean test perplexity. Columns: kind, method, steps, tokens,
+        learning_rate, at_the_edge (the smallest or the largest of the grid was chosen), decay and decay_at_the_edge
+        (if there was a grid of decays), seeds, seconds (mean training time).
+
+        `validation`, `test` and `behind` are means, each with its sample standard deviation (`test_deviation`, NaN for
+        a single number). `behind` is the test perplexity minus the reference's with the same seed and budget.
+        `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured. A mean with a
+        diverged run is not finite.
     """
+    # Columns that older studies lack get their defaults.
     table = pd.DataFrame(rows)
     table = table[table["kind"].isin(_KINDS)].reset_index(drop=True)
     # JSON has no infinity: a run that diverged has null.
@@ -41,12 +44,14 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
     divergences = [name for name in table.columns if name.endswith("_kl") and table[name].notna().any()]
     table[divergences] = table[divergences].astype(float).fillna(math.inf)
-    of_reference = table[(table["kind"] == "result") & (table["method"] == reference)]
+    # Differences to the reference, seed by seed.
+    reference_rows = table[(table["kind"] == "result") & (table["method"] == reference)]
     against = table[["seed", "steps"]].merge(
-        of_reference[["seed", "steps", "test_perplexity"]], on=["seed", "steps"], how="left"
+        reference_rows[["seed", "steps", "test_perplexity"]], on=["seed", "steps"], how="left"
     )
     compared = (table["kind"] == "result") & (table["method"] != reference)
     table["behind"] = (table["test_perplexity"] - against["test_perplexity"]).where(compared)
+    # One line for all seeds.
     lines = table.groupby(["kind", "method", "steps"], sort=False, observed=True).agg(
         tokens=("tokens", "first"),
         learning_rate=("learning_rate", "first"),
@@ -68,7 +73,7 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
 
 
 def spread(mean: float, deviation: float, sign: str = "") -> str:
-    """5.287 ± 0.012; a difference (`sign`) that is not known is empty."""
+    """Format a mean and its deviation, like "5.287 ± 0.012"; `sign` is "+" for differences, which may be unknown."""
     if not math.isfinite(mean):
         return "" if sign else "diverged"
     return f"{mean:{sign}.4g}" + ("" if math.isnan(deviation) else f" ± {deviation:.2g}")
@@ -76,29 +81,29 @@ def spread(mean: float, deviation: float, sign: str = "") -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text."""
+    """A table with cells of text."""
 
     head: list[str]
     rows: list[list[str]]
 
     def __str__(self) -> str:
-        """Markdown."""
+        """Format the table as Markdown."""
         lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
         return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def markdown(lines: pd.DataFrame, rows: Sequence[Row], config: CompareConfig, notes: Sequence[str]) -> str:
-    """The page `table.md`, with notes about the texts."""
+    """Return the content of `table.md`, with notes about the texts."""
     tried = selection_table(rows, config)
-    listed = "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
+    note_list = "".join(f"\n- {note}" for note in notes) + ("\n" if notes else "")
     legend = "\n".join(legend_lines(lines, config)) + "\n"
     results = "\n".join(map(str, results_tables(lines, config)))
-    return f"{results}\n{legend}{listed}\n" + (f"\n{tried}" if tried else "")
+    return f"{results}\n{legend}{note_list}\n" + (f"\n{tried}" if tried else "")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a pruned matrix; 1 is dense."""
+    """Inference cost of a pruned matrix relative to the dense matrix."""
 
     bytes: float
     multiplications: float
@@ -108,33 +113,33 @@ DENSE = Cost(1.0, 1.0)
 
 
 def inference_cost(config: SparseForgeConfig) -> Cost:
-    """Kept values and their places, and B of a low-rank branch, by the config's pattern and `low_rank`.
+    """Count kept values, their positions, and B of a low-rank branch, for the block's pattern and `low_rank`.
 
-    Places take the fewest bits of naming the members that are kept, those that are not, or a bit for every member: for
-    2:4 what packed24 stores. Products with zeros are counted as skipped, sums of inputs as free, and B as where k
-    divides the inputs.
+    Positions take the shortest of three codes: the kept members, the pruned ones, or a bit for every member; packed24
+    stores as many for 2:4. Products with zeros are skipped, sums of inputs are free, and k divides the inputs of B.
     """
-    n, m = config.parsed_pattern.kept, config.parsed_pattern.members
-    places = min(m, min(n, m - n) * math.ceil(math.log2(m)))
+    n = config.parsed_pattern.kept
+    m = config.parsed_pattern.members
+    position_bits = min(m, min(n, m - n) * math.ceil(math.log2(m)))
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
-    return Cost((16 * n + places) / (16 * m) + branch, n / m + branch)
+    return Cost((16 * n + position_bits) / (16 * m) + branch, n / m + branch)
 
 
 def cost_of(line: Any, config: CompareConfig) -> Cost:
-    """What the model of a line costs at inference."""
+    """Return the inference cost of the method of a summary line."""
     if line.kind == "dense":
         return DENSE
     if line.method in config.one_shot:
-        method, steps = config.one_shot[line.method], 0
+        block = config.block(config.one_shot[line.method], 0)
     elif line.kind == "one_shot":  # magnitude
         return inference_cost(replace(config.pruned, low_rank=None))
     else:
-        method, steps = config.methods[line.method], line.steps
-    return inference_cost(SparseForgeConfig.from_dict(config.block(method, steps)))
+        block = config.block(config.methods[line.method], line.steps)
+    return inference_cost(SparseForgeConfig.from_dict(block))
 
 
 def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
-    """A row for every line of the summary; those that cost another thing than the reference in a table of their own."""
+    """Lay out every line of the summary; methods with another cost than the reference get a table of their own."""
     head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
     texts = [text for text in ("test", *config.other_texts) if f"{text}_kl" in lines]
     head += [f"test minus {config.compared_with}", *(f"KL {text}" for text in texts), "training"]
@@ -172,16 +177,16 @@ def _cells(line: Any, cost: Cost, dense: float, texts: Sequence[str]) -> list[st
 
 
 def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
-    """What one must know to read the table."""
-    first, one = config.seeds[0], len(config.seeds) == 1
-    over = f"of seed {first} alone" if one else "mean ± sample standard deviation over seeds"
+    """Return the sentences that explain the table."""
+    first = config.seeds[0]
+    over = f"of seed {first} alone" if len(config.seeds) == 1 else "mean ± sample standard deviation over seeds"
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
         f"order. Learning rates, and decays where there is a grid of them, were chosen {_by(config)}on the validation "
         f"text, at {_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
         "seed.",
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
-        "values of 16 bits and the places of what is kept; products with zeros are skipped.",
+        "values of 16 bits and the positions of kept values; products with zeros are skipped.",
     ]
     if any(f"{text}_kl" in lines for text in ("test", *config.other_texts)):
         legend.append("KL is the mean of KL(dense || model) over the tokens of a text, in nats; 0 is the dense model.")
@@ -190,22 +195,24 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     if len(config.patterns) > 1:
         legend.append(f"One-shot magnitude has the pattern of {config.compared_with}, {config.pruned.pattern}.")
     if lines[["at_the_edge", "decay_at_the_edge"]].any(axis=None):
-        legend.append("(edge): the smallest or the largest of the grid; a better one may lie outside.")
+        legend.append("(edge) marks the smallest or the largest value of the grid; a better one may lie outside.")
     return legend
 
 
 def selection_table(rows: Sequence[Row], config: CompareConfig) -> Table | None:
-    """Lay out what every learning rate, and decay, that was tried came to on the validation text."""
+    """Lay out the validation result of every learning rate and decay that was tried, or return None without any."""
     tried = pd.DataFrame([row for row in rows if row["decides"]])
     if tried.empty:
         return None
+    # A table line for every method, decay and budget; a column for every learning rate.
     tried["shown"] = [_tried(row, config) for row in tried.to_dict("records")]
     decays = tried["decay"].astype(float) if "decay" in tried else pd.Series(math.nan, tried.index)
     names = zip(tried["method"], decays, strict=True)
     tried["tuned"] = [name if math.isnan(decay) else f"{name}, decay {decay:g}" for name, decay in names]
     cells = tried.pivot(index=["tuned", "steps"], columns="learning_rate", values="shown").fillna("")
-    figure = "KL" if config.choose_by == "kl" else "perplexity"
-    head = [f"validation {figure} at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
+    criterion = "KL" if config.choose_by == "kl" else "perplexity"
+    head = [f"validation {criterion} at learning rate", "steps", *(f"{rate:g}" for rate in cells.columns)]
+    # Lines by budget, then in the order of CONFIG.
     order = list(config.methods)
     rank = {tuned: order.index(method) for tuned, method in zip(tried["tuned"], tried["method"], strict=True)}
     lines = dict.fromkeys(zip(tried["tuned"], tried["steps"], strict=True))

@@ -117,7 +117,7 @@ def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert second.head[0] == "method, at another cost"
     assert [cells[:3] for cells in second.rows] == [["branched", "0.8125", "0.75"]]
     text = markdown(summarize(rows, "ours"), rows, config, [])
-    assert f"{first}\n{second}" in text and "(edge): the smallest or the largest" in text
+    assert f"{first}\n{second}" in text and "(edge) marks the smallest or the largest" in text
     assert "| cast, decay 0.2 | 40 | 4.6 |" in text
 
 

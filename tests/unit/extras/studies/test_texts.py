@@ -34,13 +34,13 @@ def test_nothing_is_in_two_texts_unsaid(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have 1 documents in common, first 'story 2'"):
         read_texts(config_of(tmp_path, [0, 3], [2, 4], ["other"]))
     texts = read_texts(config_of(tmp_path, [0, 3], [3, None], ["story 4", "other", "story 5"]))
-    assert texts.notes == ["2 of 3 documents of the test text stand in the training text too."]
+    assert texts.notes == ["2 of 3 documents of the test text are in the training text too."]
     packed = tmp_path / "train.jsonl.gz"
     packed.write_bytes(gzip.compress((tmp_path / "train.jsonl").read_bytes()))
     of_packed = replace(config_of(tmp_path, [0, 3], [3, None], ["other"]), train_text=str(packed))
     assert read_texts(of_packed).notes == texts.notes
     of_hub = replace(of_packed, train_text="allenai/c4:en")
-    assert read_texts(of_hub).notes == ["Whether held-out documents stand in allenai/c4:en too was not checked."]
+    assert read_texts(of_hub).notes == ["Whether allenai/c4:en contains held-out documents was not checked."]
 
 
 def test_documents_that_are_not_there(tmp_path: Path) -> None:
@@ -69,5 +69,5 @@ def test_the_embedded_training_text_is_compared_too(tmp_path: Path) -> None:
     held_out = {"path": "stdlib:train", "documents": [0, 2]}
     config = read_config(write(tmp_path, train_text="stdlib", validation_text=held_out))
     assert _also_in_training(config, {"validation": read_documents("stdlib:train", "text", 2)}) == [
-        "2 of 2 documents of the validation text stand in the training text too."
+        "2 of 2 documents of the validation text are in the training text too."
     ]

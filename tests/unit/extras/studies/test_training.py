@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer, _result_of, _wait_for
+from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer, _read_result, _wait_for
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
     trainer, log = Trainer(1, 1, None), tmp_path / "run.log"
-    trainer._judge([0, 0], {}, log)
+    trainer._check_outcome([0, 0], {}, log)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
-        trainer._judge([-9, 0], {}, log)
+        trainer._check_outcome([-9, 0], {}, log)
     log.write_text("step 1/9  loss 1\nerror: --seq_length 4096 is too long\nmore\n")
     with pytest.raises(ValueError, match="the run run failed: --seq_length 4096 is too long; its log is .*run.log"):
-        trainer._judge([1, 1], {}, log)
+        trainer._check_outcome([1, 1], {}, log)
     with pytest.raises(RunDivergedError, match="^the loss is nan, at step 3"):
-        trainer._judge([1, 1], {"diverged": "the loss is nan, at step 3"}, log)
+        trainer._check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log)
     with pytest.raises(StoppedError):
-        trainer._judge([143, 143], {}, log)
+        trainer._check_outcome([143, 143], {}, log)
     trainer.stop()
     with pytest.raises(StoppedError):
-        trainer._judge([1, -15], {}, log)
+        trainer._check_outcome([1, -15], {}, log)
 
 
 def test_the_result_of_a_run(tmp_path: Path) -> None:
-    assert _result_of(tmp_path) == {}
+    assert _read_result(tmp_path) == {}
     (tmp_path / "result.json").write_text('{"seconds": 3}')
-    assert _result_of(tmp_path) == {"seconds": 3}
+    assert _read_result(tmp_path) == {"seconds": 3}
 
 
 def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,10 +46,10 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFi
         threading.Timer(0.3, release).start()
         _wait_for(lock)
         assert released.is_set()
-    assert "an earlier start of this run is saving still" in capsys.readouterr().out
+    assert "an earlier start of this run is still saving" in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ValueError, match="ranks = 2: a run of so many needs as many GPUs, and there are 1"):
+    with pytest.raises(ValueError, match="ranks = 2: every rank needs a GPU of its own, and there are 1"):
         Trainer(2, 1, None)
