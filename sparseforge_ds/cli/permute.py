@@ -118,7 +118,7 @@ def _find(
     with large_imports():
         from sparseforge_ds.evaluate.calibration import calibration_windows
         from sparseforge_ds.evaluate.finished_model import load_model
-        from sparseforge_ds.extras.basis.permutation.activations import find_by_activations
+        from sparseforge_ds.extras.basis.permutation.input_squares import find_by_activations
 
     sequences = 32 if args.sequences is None else args.sequences
     batches = calibration_windows(args.model, dense.config, args.text, sequences, args.seq_length)

@@ -1,1 +1,1 @@
-"""Which channels of a model can change places without changing what it computes, and the order that suits a pattern."""
+"""Permutation of a model's channels that keeps its function, in the order that suits a pattern."""

@@ -1,14 +1,14 @@
-"""Which channels of a model can be reordered without changing its function, as a table by family.
+"""Table of the channels that can be reordered without changing a model's function, by family.
 
-A channel is one number of a hidden vector. Where one tensor computes a vector and others read it, channel by channel,
-the order is free: reorder the rows of the first and the columns of the others alike. The rows here name all tensors
-that have such a vector along an axis. The channels of queries and keys have no row: no prunable weight reads them.
+A channel is one number of a hidden vector. If one tensor computes the vector and others read it channel by channel, the
+order is free: reorder the rows of the first and the columns of the others alike. A row here names all tensors that have
+such a vector along an axis. Channels of queries and keys have no row, since no prunable weight reads them.
 """
 
 from __future__ import annotations
 
 from sparseforge_ds.extras.basis.permutation.channel_rows import (
-    Along,
+    ChannelAxis,
     Channels,
     FamilyChannels,
     experts,
@@ -56,15 +56,15 @@ _LATENT_HEADS = (
 
 
 _NORMS = tuple(
-    along
+    axis
     for name in (
         "norm",
         "layers.*.input_layernorm",
         "layers.*.post_attention_layernorm",
-        *(f"layers.*.{place}_feedforward_layernorm" for place in ("pre", "post")),
+        *(f"layers.*.{position}_feedforward_layernorm" for position in ("pre", "post")),
         *(f"layers.*.post_{part}_layernorm" for part in ("self_attn", "mlp")),
     )
-    for along in norm(name)
+    for axis in norm(name)
 )
 _QKV = tuple(f"{_AT}.{name}_proj" for name in "qkv")
 _LATENT_QKV = (f"{_AT}.q_proj", f"{_AT}.q_a_proj", f"{_AT}.kv_a_proj_with_mqa")
@@ -78,8 +78,8 @@ _OTHERS = (
     "layers.*.mlp.gate.e_score_correction_bias",
 )
 _FUSED_RESIDUAL = (
-    Along("layers.*.mlp.experts.gate_up_proj", -1, shared),
-    Along("layers.*.mlp.experts.down_proj", -2, shared),
+    ChannelAxis("layers.*.mlp.experts.gate_up_proj", -1, shared),
+    ChannelAxis("layers.*.mlp.experts.down_proj", -2, shared),
 )
 
 
@@ -89,19 +89,25 @@ def _decoder(
     routers: tuple[str, ...] = (),
     latent: bool = False,
 ) -> FamilyChannels:
-    """A family of Llama's kind.
+    """Return the channels of a family with Llama's block structure.
 
-    `listed` is where files have its routed experts, and their layers: gate, up, down.
+    Args:
+        mlps: modules of the gated MLPs in a layer.
+        listed: module of routed experts in files, with the names of their gate, up and down layers; None: no experts.
+        routers: layers that route tokens to experts.
+        latent: True for latent attention (MLA).
     """
+    # Attention and dense MLPs.
     reads = [*(_LATENT_QKV if latent else _QKV), *(f"layers.*.{router}" for router in routers)]
     reads += [f"layers.*.{mlp}.{name}" for mlp in mlps for name in ("gate_proj", "up_proj")]
     writes = [f"{_AT}.o_proj", *(f"layers.*.{mlp}.down_proj" for mlp in mlps)]
     rows = [*map(gated, mlps), *(_LATENT_HEADS if latent else (_HEADS,))]
+    # Routed experts.
     if listed is not None:
-        where, gate, up, down = listed
-        rows.append(experts(*listed))
-        reads += [f"layers.*.{where}.*.{name}" for name in (gate, up)]
-        writes.append(f"layers.*.{where}.*.{down}")
+        module, gate, up, down = listed
+        rows.append(experts(module, gate, up, down))
+        reads += [f"layers.*.{module}.*.{name}" for name in (gate, up)]
+        writes.append(f"layers.*.{module}.*.{down}")
     more = _NORMS if listed is None else (*_NORMS, *_FUSED_RESIDUAL)
     return FamilyChannels((*rows, residual(tuple(reads), tuple(writes), more)), _OTHERS)
 
@@ -122,7 +128,7 @@ _OPT = FamilyChannels(
             (*_QKV, "layers.*.fc1", "project_out"),
             (f"{_AT}.out_proj", "layers.*.fc2", "project_in"),
             (
-                Along("embed_positions.weight", -1),
+                ChannelAxis("embed_positions.weight", -1),
                 *norm("layers.*.self_attn_layer_norm"),
                 *norm("layers.*.final_layer_norm"),
                 *norm("final_layer_norm"),
@@ -139,28 +145,36 @@ _GPT2 = FamilyChannels(
         Channels(
             "h.*.mlp",
             "mlp",
-            (Along("h.*.mlp.c_fc.weight", -1), Along("h.*.mlp.c_fc.bias", -1), Along("h.*.mlp.c_proj.weight", -2)),
+            (
+                ChannelAxis("h.*.mlp.c_fc.weight", -1),
+                ChannelAxis("h.*.mlp.c_fc.bias", -1),
+                ChannelAxis("h.*.mlp.c_proj.weight", -2),
+            ),
         ),
         Channels(
             "h.*.attn.values",
             "heads",
             (
-                Along("h.*.attn.c_attn.weight", -1, values_of_fused),
-                Along("h.*.attn.c_attn.bias", -1, values_of_fused),
-                Along("h.*.attn.c_proj.weight", -2, each_head),
+                ChannelAxis("h.*.attn.c_attn.weight", -1, values_of_fused),
+                ChannelAxis("h.*.attn.c_attn.bias", -1, values_of_fused),
+                ChannelAxis("h.*.attn.c_proj.weight", -2, each_head),
             ),
         ),
         Channels(
             "residual",
             "residual",
             (
-                *(Along(f"{name}.weight", -1) for name in ("wte", "wpe", "lm_head")),
+                *(ChannelAxis(f"{name}.weight", -1) for name in ("wte", "wpe", "lm_head")),
                 *norm("h.*.ln_1"),
                 *norm("h.*.ln_2"),
                 *norm("ln_f"),
-                Along("h.*.attn.c_attn.weight", -2),
-                Along("h.*.mlp.c_fc.weight", -2),
-                *(Along(f"h.*.{name}.c_proj.{kind}", -1) for name in ("attn", "mlp") for kind in ("weight", "bias")),
+                ChannelAxis("h.*.attn.c_attn.weight", -2),
+                ChannelAxis("h.*.mlp.c_fc.weight", -2),
+                *(
+                    ChannelAxis(f"h.*.{name}.c_proj.{kind}", -1)
+                    for name in ("attn", "mlp")
+                    for kind in ("weight", "bias")
+                ),
             ),
         ),
     ),
@@ -196,9 +210,11 @@ _PHI3 = FamilyChannels(
 
 
 def _query_key_value(layer: str, attention: str, names: tuple[str, ...], norms: tuple[str, ...]) -> FamilyChannels:
-    """GPT-NeoX and Falcon."""
-    at, up, down = f"{layer}.{attention}", f"{layer}.mlp.dense_h_to_4h", f"{layer}.mlp.dense_4h_to_h"
-    more = tuple(along for name in norms for along in norm(name))
+    """Return the channels of a family with a fused `query_key_value` layer: GPT-NeoX and Falcon."""
+    at = f"{layer}.{attention}"
+    up = f"{layer}.mlp.dense_h_to_4h"
+    down = f"{layer}.mlp.dense_4h_to_h"
+    more = tuple(axis for name in norms for axis in norm(name))
     return FamilyChannels(
         (
             plain(up, "dense_4h_to_h"),
@@ -267,4 +283,4 @@ CHANNELS: dict[str, FamilyChannels] = {
     "smollm3": _LLAMA,
     "starcoder2": _STARCODER2,
 }
-"""Keyed by the `model_type` of the model's config."""
+"""Channels of each family, by the `model_type` of the model's config."""

@@ -1,4 +1,4 @@
-"""A dense model's folder, and the one of the same function whose channels are in another order."""
+"""Folder of a dense model, and its copy with permuted channels."""
 
 from __future__ import annotations
 
@@ -27,27 +27,30 @@ from sparseforge_ds.model.sound_weights import require_float_weights
 
 
 class DenseFolder:
-    """The weights of a dense model in files, whose channels have the order that they were trained in. Raises ValueError
-    where it cannot be read, stores a weight as no float, is sparse or permuted already, or has an adapter."""
+    """Weights of a dense model in files, with their channels in the original order.
+
+    Raises:
+        ValueError: the folder cannot be read, stores a weight as no float, is sparse or permuted already, or has an
+            adapter.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.model_type = str(read_model_config(self.folder).get("model_type"))
-        for file, what in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (PERMUTATION, "is permuted")):
+        for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (PERMUTATION, "is permuted")):
             if (self.folder / file).exists():
-                raise ValueError(f"{folder}: {what} already ({file}); start from the dense model that it was made of")
+                raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
         self.config = load_config(self.folder, str(folder)).get_text_config()
         self.tensors = TensorFolder(self.folder)
         dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
         require_float_weights(dtypes, self.folder, str(folder))
         self.specs, self.unused = divide(self.tensors.specs, read_model_config(self.folder))
-        """Of the tensors that the model has; and names of others, which transformers does not load, and which are not
-        written again."""
+        """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that the model has."""
+        """Shapes of the model's tensors."""
         return {name: spec.shape for name, spec in self.specs.items()}
 
     def require_channels(self) -> None:
@@ -55,14 +58,17 @@ class DenseFolder:
         dimensions(self.model_type, self.config, self.shapes, "all")
 
     def weights(self, config: SparseForgeConfig, shapes: dict[str, tuple[int, ...]]) -> list[PrunableWeight]:
-        """Those that will be in the pattern, under their names in the files.
+        """Return the weights that `config` prunes, under their names in the files.
 
-        `shapes` are of the model in memory, whose names the globs mean.
+        Args:
+            config: the block.
+            shapes: shapes of the model in memory, to whose names the block's globs refer.
         """
+        # A file name may lack the prefix of the model in memory.
         names = {name: part.memory_name for name, part in published_tensors(self.model_type, shapes).items()}
-        names |= {name.partition(".")[2]: of for name, of in names.items()}
-        held = {name: of for name, of in names.items() if name in self.specs and name != of}
-        return prunable_names(self.model_type, self.shapes, config, held)
+        names |= {name.partition(".")[2]: in_memory for name, in_memory in names.items()}
+        renamed = {name: in_memory for name, in_memory in names.items() if name in self.specs and name != in_memory}
+        return prunable_names(self.model_type, self.shapes, config, renamed)
 
     def find(
         self,
@@ -71,7 +77,7 @@ class DenseFolder:
         shapes: dict[str, tuple[int, ...]],
         device: torch.device | str = "cpu",
     ) -> Permutation:
-        """The permutation by magnitude; arguments as of `weights` and `find_permutation`."""
+        """Find the permutation by magnitude; arguments are those of `weights` and `find_permutation`."""
         return find_permutation(
             self.tensors.read,
             self.shapes,
@@ -89,7 +95,7 @@ class DenseFolder:
         max_shard_size: str = "5GB",
         workers: int | None = None,
     ) -> None:
-        """Write the model with its channels in their new order, and the permutation beside it, one tensor at a time."""
+        """Write the model with permuted channels, one tensor at a time, and the permutation's record beside it."""
         reorder = Reordering(permutation, self.model_type, self.config, self.shapes)
 
         def make(name: str) -> dict[str, Tensor]:

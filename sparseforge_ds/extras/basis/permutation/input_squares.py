@@ -1,4 +1,4 @@
-"""Mean squares of what prunable weights are given, by which their score is Wanda's (arXiv 2306.11695)."""
+"""Mean squares of the inputs of prunable weights, for Wanda's score (arXiv 2306.11695)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -21,13 +21,24 @@ from sparseforge_ds.zero.layer_hooks import layer_inputs
 def input_squares(
     model: PreTrainedModel, weights: Iterable[PrunableWeight], batches: Iterable[Tensor]
 ) -> dict[str, Tensor]:
-    """Mean square of every input of every weight, fp32 on the CPU: (in,), or (experts, in) of fused experts.
+    """Measure the mean square of every input of every weight.
 
-    Of an expert that no token goes to, the mean square of its layer's other inputs. Batches are (B, S) token ids.
-    Raises ValueError where the inputs of a weight cannot be seen.
+    Args:
+        model: the dense model.
+        weights: its prunable weights.
+        batches: (B, S) token ids, one forward pass each.
+
+    Returns:
+        fp32 on the CPU by weight: (in,), or (experts, in) of fused experts. An expert without tokens gets the mean
+        square over its layer's tokens.
+
+    Raises:
+        ValueError: the inputs of a weight cannot be observed.
     """
     device = model.device
-    modules, fused, sums = {}, {}, {}
+    modules: dict[str, nn.Module] = {}
+    fused: dict[str, nn.Module] = {}
+    sums: dict[str, Tensor] = {}  # (experts or 1, inputs + 1): sums of squares, then the number of tokens
     for weight in weights:
         module = model.get_submodule(weight.module)
         sums[weight.name] = torch.zeros(
@@ -38,7 +49,7 @@ def input_squares(
         elif (why := why_unhookable(module)) is None:
             fused[weight.module] = module
         else:
-            raise ValueError(f"permute: the inputs of {weight.name} cannot be seen: it {why}; score by magnitude")
+            raise ValueError(f"permute: the inputs of {weight.name} cannot be observed: it {why}; score by magnitude")
 
     def on_layer(name: str, input_TI: Tensor) -> None:
         sums[name][0, :-1] += input_TI.float().square().sum(0)
@@ -54,6 +65,7 @@ def input_squares(
         total[:, :-1].index_add_(0, expert_S, input_SI.float().square())
         total[:, -1].index_add_(0, expert_S, torch.ones(len(input_SI), device=device))
 
+    # The hooks sum over all passes.
     training = model.training
     model.eval()
     with layer_inputs(modules, on_layer), expert_tokens(fused, on_experts, gradients=False) if fused else nullcontext():
@@ -66,7 +78,7 @@ def input_squares(
 def find_by_activations(
     model: PreTrainedModel, batches: Iterable[Tensor], config: SparseForgeConfig, settings: SearchSettings
 ) -> Permutation:
-    """`find_permutation` of a whole model in memory, by Wanda's score."""
+    """Find the permutation of a model in memory by Wanda's score; see `find_permutation`."""
     weights = prunable_weights(model, config)
     squares = input_squares(model, weights, batches)
     parameters = dict(model.named_parameters())
@@ -83,7 +95,7 @@ def find_by_activations(
 
 
 def _mean(total: Tensor) -> Tensor:
-    """Of (experts or 1, inputs + 1) sums, the last of which counts."""
-    everywhere = total.sum(0)
-    mean = torch.where(total[:, -1:] > 0, total[:, :-1] / total[:, -1:].clamp(min=1), everywhere[:-1] / everywhere[-1])
+    """Divide (experts or 1, inputs + 1) sums by their last column, the number of tokens."""
+    layer = total.sum(0)
+    mean = torch.where(total[:, -1:] > 0, total[:, :-1] / total[:, -1:].clamp(min=1), layer[:-1] / layer[-1])
     return mean if len(mean) > 1 else mean[0]

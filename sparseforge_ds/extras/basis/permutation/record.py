@@ -1,4 +1,4 @@
-"""A permutation of a model's channels, and what is kept of it beside the model."""
+"""Permutation of a model's channels, and its record beside the model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ from sparseforge_ds.model.basis import FORMAT, PERMUTATION
 
 @dataclass(frozen=True)
 class Permutation:
-    """New orders of the channels of a model. Raises ValueError where one of them leaves a channel out."""
+    """New orders of the channels of a model.
 
-    which: str
-    """The dimensions that were asked for; key of `PARTS`."""
+    Raises:
+        ValueError: an order leaves a channel out.
+    """
+
+    selection: str
+    """Dimensions that the search could move; key of `PARTS`."""
     index_BC: Mapping[str, Tensor]
-    """(blocks, channels) a dimension: for every channel the one that takes its place."""
+    """Order of each dimension, (blocks, channels): entry c is the old number of the channel at position c."""
     facts: Mapping[str, Any]
-    """Plain JSON: how it was found, and what it gained."""
+    """Settings and gain of the search, as plain JSON."""
 
     def __post_init__(self) -> None:
         for name, index_BC in self.index_BC.items():
-            whole = torch.arange(index_BC.shape[-1], device=index_BC.device).expand_as(index_BC)
-            if index_BC.dim() != 2 or not torch.equal(index_BC.sort(-1).values, whole):
+            all_channels = torch.arange(index_BC.shape[-1], device=index_BC.device).expand_as(index_BC)
+            if index_BC.dim() != 2 or not torch.equal(index_BC.sort(-1).values, all_channels):
                 raise ValueError(f"{name} is no order of channels; permute again")
 
     @property
     def sha256(self) -> str:
-        """Of all orders."""
+        """Hash of all orders."""
         digest = hashlib.sha256()
         for name, index_BC in sorted(self.index_BC.items()):
             digest.update(f"{name} {tuple(index_BC.shape)}\n".encode())
@@ -43,6 +47,6 @@ class Permutation:
         return digest.hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write how the order was found, and its sha256, beside the model whose channels are in it."""
-        content = {"format": FORMAT, "dimensions": self.which, "sha256": self.sha256, **self.facts}
+        """Write the settings and gain of the search, and the orders' sha256, beside the permuted model."""
+        content = {"format": FORMAT, "dimensions": self.selection, "sha256": self.sha256, **self.facts}
         write_json(folder / PERMUTATION, content)

@@ -1,4 +1,4 @@
-"""A permutation applied to the tensors of one model, one at a time."""
+"""Application of a permutation to the tensors of one model, one at a time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from sparseforge_ds.extras.basis.permutation.record import Permutation
 
 
 class Reordering:
-    """A permutation on the tensors of one model, under whatever names of them; arguments as of `dimensions`."""
+    """Permutation of the tensors of one model; the arguments are those of `dimensions`.
+
+    Raises:
+        ValueError: the permutation is of another model.
+    """
 
     def __init__(
         self, permutation: Permutation, model_type: str, config: Any, shapes: Mapping[str, tuple[int, ...]]
     ) -> None:
         self._axes: dict[str, list[tuple[Axis, Tensor]]] = defaultdict(list)
-        found = dimensions(model_type, config, shapes, permutation.which)
-        sizes = {name: (held.blocks, held.channels) for name, held in found.items()}
+        by_name = dimensions(model_type, config, shapes, permutation.selection)
+        sizes = {name: (dimension.blocks, dimension.channels) for name, dimension in by_name.items()}
         if sizes != {name: tuple(index_BC.shape) for name, index_BC in permutation.index_BC.items()}:
-            raise ValueError("the permutation is one of another model: it has other channels")
-        for name, held in found.items():
-            for axis in held.axes:
+            raise ValueError(
+                "the permutation is of another model, with other channels; use the model that it was found for"
+            )
+        for name, dimension in by_name.items():
+            for axis in dimension.axes:
                 self._axes[axis.tensor].append((axis, permutation.index_BC[name]))
 
     @property
@@ -33,7 +39,7 @@ class Reordering:
         return list(self._axes)
 
     def __call__(self, name: str, value: Tensor) -> Tensor:
-        """A tensor of the model with its channels in their new order."""
+        """Return a tensor of the model with its channels in their new order."""
         for axis, index_BC in self._axes.get(name, ()):
             value = axis.reorder(value, index_BC)
         return value

@@ -1,1 +1,1 @@
-"""Rotations of a model's hidden vectors that leave its function as it is, and those in which a pattern costs least."""
+"""Rotation of a model's hidden vectors that keeps its function, into the basis in which a pattern costs least."""

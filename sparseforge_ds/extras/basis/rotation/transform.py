@@ -1,4 +1,4 @@
-"""Rotations of a model's hidden vectors, applied to its parameters."""
+"""Application of rotations of hidden vectors to a model's parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sparseforge_ds.extras.basis.permutation.channels import Axis
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream
 
 Rotations = Mapping[str, Tensor]
-"""(blocks, C, C) orthogonal, by the name of a dimension; new channel j is the sum over i of channel i times [i, j]."""
+"""Orthogonal matrices (blocks, C, C) by dimension; new channel j is the sum over i of channel i times entry [i, j]."""
 
 
-def turned(value: Tensor, axis: Axis, rotation_BCC: Tensor) -> Tensor:
-    """A tensor with the channels of an axis rotated; positions that hold no channel stay."""
+def rotate_axis(value: Tensor, axis: Axis, rotation_BCC: Tensor) -> Tensor:
+    """Return a tensor with the channels of an axis rotated; positions without a channel stay as they are."""
     moved = value.movedim(axis.axis, -1)
     if moved.shape[-1] == rotation_BCC.shape[-1]:  # in fused experts the residual stream is a whole axis of each
         return (moved @ rotation_BCC[0]).movedim(-1, axis.axis)
@@ -31,7 +31,7 @@ def turned(value: Tensor, axis: Axis, rotation_BCC: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rotate_model(model: PreTrainedModel, stream: Stream, rotations: Rotations) -> None:
-    """Rotate the hidden vectors of a model in place; afterwards its norms have gains of 1. Its head must be untied."""
+    """Rotate the hidden vectors of a model with an untied head in place; afterwards its norms have gains of 1."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         axes = list(stream.axes(name))
@@ -41,28 +41,29 @@ def rotate_model(model: PreTrainedModel, stream: Stream, rotations: Rotations) -
             continue
         if not axes:
             continue
+        # A norm's bias is divided by the gain, and its readers are multiplied by it.
         value = parameter.float()
         if owner in stream.gains:
             value = value / stream.gains[owner]
         elif name in stream.norm_of:
-            value = scaled(value, residual_axis(axes), stream.gains[stream.norm_of[name]])
+            value = absorb_gain(value, residual_axis(axes), stream.gains[stream.norm_of[name]])
         for dimension, axis in axes:
-            value = turned(value, axis, rotations[dimension].to(value.device))
+            value = rotate_axis(value, axis, rotations[dimension].to(value.device))
         parameter.copy_(value)
 
 
-def scaled(value: Tensor, axis: Axis, gain_C: Tensor) -> Tensor:
-    """A weight that reads the residual stream, with the gain of its norm inside."""
+def absorb_gain(value: Tensor, axis: Axis, gain_C: Tensor) -> Tensor:
+    """Multiply a weight that reads the residual stream by the gain of its norm."""
     return value * (gain_C if axis.axis == -1 else gain_C[:, None])
 
 
 def residual_axis(axes: list[tuple[str, Axis]]) -> Axis:
-    """The axis that has the residual stream."""
+    """Return the axis that has the residual stream."""
     return next(axis for name, axis in axes if name == RESIDUAL)
 
 
-def sha256_of(rotations: Rotations) -> str:
-    """Of all rotations."""
+def rotations_sha256(rotations: Rotations) -> str:
+    """Return the hash of all rotations."""
     digest = hashlib.sha256()
     for name, rotation_BCC in sorted(rotations.items()):
         digest.update(f"{name} {tuple(rotation_BCC.shape)}\n".encode())

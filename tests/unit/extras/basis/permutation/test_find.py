@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.basis.permutation.activations import input_squares
 from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
 from sparseforge_ds.extras.basis.permutation.find import SearchSettings, find_permutation
+from sparseforge_ds.extras.basis.permutation.input_squares import input_squares
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.extras.basis.permutation.reordering import Reordering
 from sparseforge_ds.model.basis import basis_of
@@ -84,7 +84,7 @@ def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
     model = BUILDERS["llama"]()
     name = "model.layers.1.mlp.down_proj.weight"
     model.get_parameter(name).data[0, 0] = value
-    with pytest.raises(ValueError, match=f"permute: {name}, or what it is multiplied by, is not finite"):
+    with pytest.raises(ValueError, match=f"permute: {name}, or its inputs, are not finite"):
         find(model)
 
 
@@ -98,7 +98,7 @@ def test_a_sample_of_rows_gains_too() -> None:
 @pytest.mark.parametrize("pattern", ["block16", "2:4"])
 def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> None:
     model = BUILDERS["llama"](head_dim=6) if pattern == "2:4" else BUILDERS["llama"]()
-    with pytest.raises(ValueError, match="n:m patterns only" if pattern == "block16" else "blocks of 6"):
+    with pytest.raises(ValueError, match="is no n:m pattern" if pattern == "block16" else "blocks of 6"):
         find(model, "mlp+heads", pattern=pattern)
 
 

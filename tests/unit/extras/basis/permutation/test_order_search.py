@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.extras.basis.permutation.search import best_order, kept_score
+from sparseforge_ds.extras.basis.permutation.order_search import best_order, kept_score
 from sparseforge_ds.mask.pattern import NM
 
 

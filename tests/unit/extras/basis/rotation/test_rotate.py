@@ -13,7 +13,7 @@ from sparseforge_ds.extras.basis.rotation.rotate import rotate
 from sparseforge_ds.extras.basis.rotation.stream import _subtracts_mean
 from tests.tiny_models import token_batch
 from tests.unit.extras.basis.permutation.test_channels import logits
-from tests.unit.extras.basis.rotation.test_turn import built
+from tests.unit.extras.basis.rotation.test_transform import built
 
 
 class OffsetNorm(nn.Module):

@@ -7,30 +7,30 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.basis.rotation.moments import Scored, measure
-from sparseforge_ds.extras.basis.rotation.search import Search
+from sparseforge_ds.extras.basis.rotation.moments import ScoredWeight, measure
+from sparseforge_ds.extras.basis.rotation.rotation_search import RotationSearch
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream, find_stream, untie
-from sparseforge_ds.extras.basis.rotation.turn import rotate_model
+from sparseforge_ds.extras.basis.rotation.transform import rotate_model
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.families import prunable_weights
 from tests.tiny_models import token_batch
-from tests.unit.extras.basis.rotation.test_turn import built
+from tests.unit.extras.basis.rotation.test_transform import built
 
 CONFIG = SparseForgeConfig()
 
 
-def measured(model: PreTrainedModel) -> tuple[Stream, list[Scored]]:
+def measured(model: PreTrainedModel) -> tuple[Stream, list[ScoredWeight]]:
     tokens_BS = token_batch()["input_ids"]
     stream = find_stream(model, tokens_BS)
     return stream, measure(model, stream, prunable_weights(model, CONFIG), [tokens_BS], seed=3)
 
 
-def search(model: PreTrainedModel, stream: Stream, scored: list[Scored]) -> Search:
+def search(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> RotationSearch:
     parameters = dict(model.named_parameters())
-    return Search(lambda name: parameters[name].detach(), stream, scored, NM(2, 4), seed=0)
+    return RotationSearch(lambda name: parameters[name].detach(), stream, scored, NM(2, 4), seed=0)
 
 
-def removed(model: PreTrainedModel, stream: Stream, scored: list[Scored]) -> float:
+def removed(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> float:
     """What 2:4 removes of a model in the basis that it has, from its weights and moments alone."""
     parameters, total = dict(model.named_parameters()), 0.0
     for held in scored:

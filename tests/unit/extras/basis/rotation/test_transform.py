@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.extras.basis.permutation.channel_table import CHANNELS
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream, find_stream, untie
-from sparseforge_ds.extras.basis.rotation.turn import rotate_model
+from sparseforge_ds.extras.basis.rotation.transform import rotate_model
 from tests.tiny_models import BUILDERS, token_batch
 from tests.unit.extras.basis.permutation.test_channels import BIASES, logits, randomized
 
