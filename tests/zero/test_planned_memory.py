@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 
-from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.activation_memory import Activations
 from sparseforge_ds.extras.planner.memory import gathered_weights, memory
 from sparseforge_ds.model.architecture import Architecture, describe, empty_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig

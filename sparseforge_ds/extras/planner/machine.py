@@ -1,4 +1,4 @@
-"""The GPUs that a run is planned for: what they compute in a second, and what they hold."""
+"""GPUs that a run is planned for: their speed and their memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ GIB = 2**30
 
 
 class Gpu(NamedTuple):
-    """What the manufacturer's data sheet says of a GPU."""
+    """Numbers of a GPU's data sheet."""
 
     half: float
     """Dense 16-bit peak of the tensor cores, in 10^12 operations a second."""
     single: float
-    """Peak in fp32, without TF32, which torch leaves off for matrix products."""
+    """Peak in fp32 in the same unit, without TF32, which torch leaves off for matrix products."""
     memory: float
-    """GiB of device memory; what ECC and the driver take of it is for the reserve."""
+    """GiB of device memory; the reserve must cover the share of ECC and the driver."""
     bandwidth: float
     """GB a second of the device memory."""
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Of a run that computes in this dtype, in 10^12 operations a second."""
+        """Return the peak for a dtype, in 10^12 operations a second."""
         return self.single if dtype == torch.float32 else self.half
 
 
@@ -35,17 +35,17 @@ GPUS = {
     "l40s": Gpu(362.0, 91.6, 48, 864.0),
     "v100": Gpu(125.0, 15.7, 32, 900.0),
 }
-"""By name, SXM and the largest memory where there are several; B200 is that of an HGX board."""
+"""GPUs by name; of several variants the SXM one with the largest memory. B200 is that of an HGX board."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run is planned for."""
+    """GPU that a run is planned for, with the assumptions about its use."""
 
     device: int
     """Bytes of a GPU."""
     reserve: int
-    """Bytes of a GPU that are not to be planned with."""
+    """Bytes of a GPU that the plan leaves free."""
     tflops: float = GPUS["h100"].half
     """Peak of a GPU in the dtype of the run, in 10^12 operations a second."""
     mfu: float = 0.4

@@ -1,7 +1,7 @@
-"""Memory of one rank, by kind and by phase of a step. Bytes throughout.
+"""Memory of one rank in bytes, by kind and by phase of a step.
 
-Some tensors are there all the time. Others come and go, so that the peak is that of the worst phase: a micro-batch's
-forward and backward pass, the optimizer's step, or a mask update with its probe.
+Some tensors exist all the time. Others come and go, and the peak is that of the worst phase: a micro-batch's forward
+and backward pass, the optimizer's step, or a mask update with its probe.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparseforge_ds.extras.planner.activations import Activations
-from sparseforge_ds.extras.planner.curvature import heard, probe
+from sparseforge_ds.extras.planner.activation_memory import Activations
+from sparseforge_ds.extras.planner.curvature_memory import probe, training_step_memory
 from sparseforge_ds.extras.planner.start import start_memory, streams_on_host
 from sparseforge_ds.mask.kernels.chunks import CHUNK
 from sparseforge_ds.model.architecture import Architecture
@@ -29,41 +29,42 @@ from sparseforge_ds.train.lasting_memory import (
 from sparseforge_ds.train.memory_settings import Settings
 
 _MASK_SCRATCH = 32
-"""Bytes an element of a piece of a shard that scores, gates and the flip count may take while it is updated."""
+"""Bytes for each element of a chunk of a shard that scores, gates and the flip count take during an update."""
 _WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
+"""Kinds of memory that are on the host if the optimizer's state is."""
 
 Trace = Callable[[int, bool, bool], Activations]
-"""`trace(micro_batch, checkpointing, heard)` of the model at hand; experts are heard in the last."""
+"""Function (micro_batch, checkpointing, expert_hooks) that traces the model's pass."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank needs."""
+    """Memory of one rank."""
 
     resident: Kinds
-    """On the device, all the time."""
+    """Bytes on the device, all the time."""
     host: Kinds
-    """In the host's memory, for this rank."""
+    """Bytes in the host's memory, for this rank."""
     phases: dict[str, Kinds]
-    """On the device besides, while this happens."""
+    """Further bytes on the device during each phase."""
     reserve: int
-    """For the driver's context, communication buffers and fragmentation; assumed, not derived."""
+    """Bytes for the driver's context, communication buffers and fragmentation; assumed, not derived."""
     frozen_peak: int
-    """The most that the device must hold once masks are frozen; `peak` is of while they move, if they do."""
+    """Peak on the device once masks are frozen; `peak` is that while they move, if they do."""
 
     @property
     def worst(self) -> str:
-        """The phase with the peak."""
+        """Phase with the peak."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak(self) -> int:
-        """The most that the device must hold."""
+        """Largest number of bytes on the device."""
         return sum(self.resident.values()) + sum(self.phases[self.worst].values()) + self.reserve
 
     @property
     def host_total(self) -> int:
-        """Of `host`."""
+        """Sum of `host`."""
         return sum(self.host.values())
 
 
@@ -75,31 +76,43 @@ def memory(
     teacher: Architecture | None = None,
     reserve: int = 0,
 ) -> Memory:
-    """Add up a rank. The teacher is given when it is another model than the student; `reserve` is not to be planned
-    with."""
+    """Add up the memory of a rank.
+
+    Args:
+        model: the student.
+        settings: the run, as far as memory depends on it.
+        trace: traces a pass of the student.
+        teacher: the teacher, if it is another model than the student.
+        reserve: bytes that the plan leaves free.
+    """
     frozen = _memory(model, settings, trace, teacher or model, reserve, frozen=True)
-    found = frozen if settings.always_frozen else _memory(model, settings, trace, teacher or model, reserve, False)
-    return dataclasses.replace(found, frozen_peak=frozen.peak)
+    moving = frozen if settings.always_frozen else _memory(model, settings, trace, teacher or model, reserve, False)
+    return dataclasses.replace(moving, frozen_peak=frozen.peak)
 
 
 def _memory(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, reserve: int, frozen: bool
 ) -> Memory:
-    low, zero3 = settings.low, settings.stage == 3
+    """Add up the memory of a rank while masks move, or once they are frozen."""
+    low = settings.low
+    zero3 = settings.stage == 3
     device: Kinds = {}
     host: Kinds = {}
+    # States of the model, on the device or offloaded.
     for name, size in model_states(model, settings, frozen).items():
-        hosted = settings.weights_on_host if name == "weights" else settings.optimizer_on_host
-        (host if hosted and name in {"weights", *_WITH_OPTIMIZER} else device)[name] = size
+        on_host = settings.weights_on_host if name == "weights" else settings.optimizer_on_host
+        (host if on_host and name in {"weights", *_WITH_OPTIMIZER} else device)[name] = size
     device["fp32 gradients"] = whole_gradients(model, settings)
     if zero3:
         device["persistent weights"] = _persistent(model, settings)
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0
         (host if settings.optimizer_on_host else device)["gradients"] = kept_gradients(model, settings)
+    # The teacher; a replicated one is complete on every device.
     if settings.teacher:
-        hosted = settings.weights_on_host and settings.divided_teacher  # a replicated one is whole on every device
-        (host if hosted else device)["teacher"] = teacher_weights(teacher, settings)
+        on_host = settings.weights_on_host and settings.divided_teacher
+        (host if on_host else device)["teacher"] = teacher_weights(teacher, settings)
         device["teacher's persistent weights"] = _persistent(teacher, settings) if settings.divided_teacher else 0
+    # Buffers of an offloaded optimizer.
     if settings.optimizer_on_host:
         host["fp32 gradients"] = 4 * local(model, settings, 1)
         host["weights before the step"] = _before_step(model, settings, frozen)
@@ -116,23 +129,23 @@ def _memory(
 
 
 def gathered_weights(model: Architecture, settings: Settings, backward: bool = True) -> int:
-    """The most elements that ZeRO-3 has gathered at a time, without the persistent ones; rather too many than too few.
+    """Return an upper estimate of the elements that ZeRO-3 has gathered at a time, without the persistent ones.
 
-    There is the module that runs, beside it one of a block that is computed again, and what is used again within
-    `max_reuse`, which reaches back from the turn between forward and backward. With a prefetch bucket DeepSpeed fetches
-    ahead until `max_live` are there, and what is needed besides.
+    They are the module that runs, one weight of a block that is recomputed, and weights that are used again within
+    `max_reuse`, which spans the end of the forward and the beginning of the backward pass. With a prefetch bucket
+    DeepSpeed fetches ahead until `max_live` elements are gathered, besides those that it needs.
     """
-    whole = sum(parameter.numel for parameter in model.parameters if parameter.numel > settings.persistence)
+    divided = sum(parameter.numel for parameter in model.parameters if parameter.numel > settings.persistence)
     needed = model.largest_module
     if backward:
-        again = max(parameter.numel for parameter in model.parameters if parameter.masked)
-        needed += settings.max_reuse // 2 + (again if settings.checkpointing else 0)
+        recomputed = max(parameter.numel for parameter in model.parameters if parameter.masked)
+        needed += settings.max_reuse // 2 + (recomputed if settings.checkpointing else 0)
     ahead = settings.max_live + model.largest if settings.prefetch else 0
-    return min(whole, max(needed, ahead))
+    return min(divided, max(needed, ahead))
 
 
 def _gathering(model: Architecture, settings: Settings, backward: bool = True) -> Kinds:
-    """The gathered weights, and the flat tensor in which an all-gather lands and from which they are copied."""
+    """Return the gathered weights, and the flat output of an all-gather from which they are copied."""
     copied = settings.ranks > 1 and not settings.sequential
     return {
         "gathered weights": gathered_weights(model, settings, backward) * settings.low,
@@ -141,60 +154,64 @@ def _gathering(model: Architecture, settings: Settings, backward: bool = True) -
 
 
 def _persistent(model: Architecture, settings: Settings) -> int:
-    """Bytes of the weights that ZeRO-3 keeps gathered on every rank."""
+    """Return the bytes of the weights that ZeRO-3 keeps gathered on every rank."""
     return settings.low * sum(p.numel for p in model.parameters if p.numel <= settings.persistence)
 
 
 def _phases(
     model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
+    """Return the temporary memory of every phase of a step."""
     scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
-    listens = settings.forge.from_training_step and not frozen
+    measures = settings.forge.from_training_step and not frozen
     fused = any(experts > 1 for experts, *_ in model.matrices)
 
-    def passed(heard: bool) -> Activations:
-        return trace(settings.micro_batch, settings.checkpointing, heard and fused)
+    def traced(expert_hooks: bool) -> Activations:
+        return trace(settings.micro_batch, settings.checkpointing, expert_hooks and fused)
 
-    activations = passed(listens)
+    # A teacher runs before the student, over several micro-batches at once, and its hidden states stay.
+    activations = traced(measures)
     phases: dict[str, Kinds] = {}
-    told: Kinds = {}
+    targets: Kinds = {}
     if settings.teacher:
         tokens = settings.tokens_at_once
-        held = 1 if activations.states else settings.accumulation
-        together = min(held, micro_batches_at_once(tokens))
-        told["teacher's hidden states"] = held * tokens * teacher.hidden * settings.low + activations.states
+        waiting = 1 if activations.states else settings.accumulation
+        together = min(waiting, micro_batches_at_once(tokens))
+        targets["teacher's hidden states"] = waiting * tokens * teacher.hidden * settings.low + activations.states
         gathering = _gathering(teacher, settings, backward=False) if settings.divided_teacher else {}
-        phases["teacher"] = {**gathering, "activations": together * activations.teacher, **told}
+        phases["teacher"] = {**gathering, "activations": together * activations.teacher, **targets}
         if settings.divided_teacher:  # the head is gathered once more, for the losses of a step
-            told["teacher's head"] = teacher.vocabulary * teacher.hidden * settings.low
-    passing = _passing(model, settings)
-    listening = heard(model, settings) if listens else {}
-    phases["forward and backward"] = {**passing, **_activations(activations), **told, **listening}
+            targets["teacher's head"] = teacher.vocabulary * teacher.hidden * settings.low
+    # The student's passes, and the optimizer.
+    buffers = _pass_buffers(model, settings)
+    measuring = training_step_memory(model, settings) if measures else {}
+    phases["forward and backward"] = {**buffers, **_activations(activations), **targets, **measuring}
     phases["optimizer step"] = _step(model, settings, scratch, frozen)
+    # A mask update, after the passes of its probe.
     if not frozen or settings.always_frozen:
         by_token = settings.forge.importance == "fisher" and settings.forge.curvature.per_token
-        of_probe = {**passing, **_activations(passed(by_token))}
-        phases["mask update"] = _update(model, settings, of_probe, scratch)
+        probe_pass = {**buffers, **_activations(traced(by_token))}
+        phases["mask update"] = _update(model, settings, probe_pass, scratch)
     return phases
 
 
-def _passing(model: Architecture, settings: Settings) -> Kinds:
-    """What a pass needs besides activations: gathered weights, or gradients that ZeRO has not divided yet."""
+def _pass_buffers(model: Architecture, settings: Settings) -> Kinds:
+    """Return the buffers of a pass besides activations: gathered weights, or gradients before ZeRO divides them."""
     if settings.stage == 3:
         return _gathering(model, settings)
     kept = 0 if settings.optimizer_on_host else kept_gradients(model, settings)
-    passing = {"gradients": settings.low * model.total if settings.stage < 2 else kept}
+    buffers = {"gradients": settings.low * model.total if settings.stage < 2 else kept}
     if settings.whole_gradients:
-        return passing
+        return buffers
     if settings.stage == 1:
-        passing["reduced gradients"] = kept
+        buffers["reduced gradients"] = kept
     if settings.stage and settings.contiguous:
-        passing["gradient bucket"] = settings.bucket * settings.low * (2 if settings.overlapped else 1)
-    return passing
+        buffers["gradient bucket"] = settings.bucket * settings.low * (2 if settings.overlapped else 1)
+    return buffers
 
 
 def _activations(activations: Activations) -> Kinds:
-    """Split a peak into what causes it."""
+    """Split the peak of a pass into its kinds."""
     if activations.saved + activations.loss < activations.backward:
         return {"activations": activations.backward}
     return {
@@ -205,56 +222,57 @@ def _activations(activations: Activations) -> Kinds:
 
 
 def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -> Kinds:
+    """Return the temporary memory of the optimizer's step on the device."""
     if settings.optimizer_on_host:
         return {}
     masked = local(model, settings, 1, only_masked=True)
-    # What one call of the inner optimizer steps, and whose fp32 gradients it needs.
+    # The elements of one call of the inner optimizer, which needs their fp32 gradients.
     group = max(masked, local(model, settings, 1) - masked)
     if settings.stage == 3:
         group = min(group, settings.sub_group)
     elif settings.stage == 0:
         group = model.total if settings.low == 2 else model.largest
     # With bf16 states DeepSpeed hands over gradients in bf16, which are cast for the dense weights.
-    of_gradient = 6 if settings.bf16_states else 4
+    gradient_bytes = 6 if settings.bf16_states else 4
     if settings.whole_gradients or (settings.stage == 0 and settings.low == 4):
-        of_gradient = 0
+        gradient_bytes = 0
     gradients = {"gradients": 0 if settings.stage == 3 else kept_gradients(model, settings)}
     stepped = {
         **gradients,
-        "fp32 gradients": of_gradient * group,
+        "fp32 gradients": gradient_bytes * group,
         "weights before the step": _before_step(model, settings, frozen),
-        # A root of the second moment, and its quotient, in torch's plain loop.
+        # torch's plain loop keeps the root of the second moment, and the quotient.
         "optimizer's temporaries": 0 if settings.fused_optimizer else 8 * group,
         "mask's temporaries": scratch,
     }
-    # Before anything else of a step is there, ZeRO flattens 16-bit gradients, and casts what it has flattened.
+    # At the beginning of a step, ZeRO flattens 16-bit gradients, and casts the flat tensor.
     flattens = settings.stage > 0 and settings.gradient_bytes == 2 and not settings.bf16_states
-    cast = {**gradients, "flat gradients": 2 * group * flattens, "fp32 gradients": of_gradient * group}
+    cast = {**gradients, "flat gradients": 2 * group * flattens, "fp32 gradients": gradient_bytes * group}
     return max(stepped, cast, key=lambda kinds: sum(kinds.values()))
 
 
 def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
-    """Return the bytes of W before a step of one call of the inner optimizer, of which the mask takes a share."""
+    """Return the bytes of W before the step, which a soft mask needs, for one call of the inner optimizer."""
     soft = settings.forge.soft
-    # A master in fp32 has room for these weights, one in bf16 has none.
+    # An fp32 master needs no copy of them, a bf16 master does.
     if frozen or settings.of_master != 2 or soft is None or soft.straight_through:
         return 0
     masked = local(model, settings, 1, only_masked=True)
     return 4 * (min(masked, settings.sub_group) if settings.stage == 3 else masked)
 
 
-def _update(model: Architecture, settings: Settings, of_probe: Kinds, scratch: int) -> Kinds:
-    """A mask update; scores and gates come after the passes of a probe, where there is one: like those of training."""
+def _update(model: Architecture, settings: Settings, probe_pass: Kinds, scratch: int) -> Kinds:
+    """Return the temporary memory of a mask update; scores and gates come after the passes of a probe, if any."""
     if settings.forge.from_training_step:
-        # What was heard and its fp32 copy, the numbers that each matrix's are divided and averaged by, and the mean.
+        # The fp64 sums, their fp32 copy, divisors and weights of each matrix, and the running mean.
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:
         return {"mask's temporaries": scratch}
-    return {**of_probe, **probe(model, settings, _largest_shard(model, settings))}
+    return {**probe_pass, **probe(model, settings, _largest_shard(model, settings))}
 
 
 def _largest_shard(model: Architecture, settings: Settings) -> int:
-    """Elements of the largest part of one masked weight on this rank."""
+    """Return the elements of the largest part of one masked weight on a rank."""
     largest = max(parameter.numel for parameter in model.parameters if parameter.masked)
     if settings.stage == 3:
         return math.ceil(largest / settings.ranks)

@@ -1,4 +1,4 @@
-"""Operations of a forward pass: those of the weights, and those of attention, which grow with the sequence."""
+"""Operations of a forward pass: of the weights, and of attention, which grow with the sequence."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from transformers import PretrainedConfig
 
 from sparseforge_ds.model.architecture import Architecture
 
-_WITHOUT = {"linear_attention", "conv", "moe", "mlp", "sparse", "dense"}
-"""Entries of a config's `layer_types` that are no attention over the sequence."""
+_NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp", "sparse", "dense"}
+"""Entries of a config's `layer_types` without attention over the sequence."""
 
 
 def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -> float:
-    """Of one token: two for each weight that it uses, and two for each number of a key and a value that it sees."""
+    """Return the operations of one token.
+
+    They are two for each weight that it uses, and two for each number of a key and a value that it attends to.
+    """
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if heads is None:
         return 2.0 * model.active
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if getattr(text, "qk_nope_head_dim", None):  # latent attention: its head_dim is the rotated part alone
+    if getattr(text, "qk_nope_head_dim", None):  # latent attention: head_dim is only the part with rotary positions
         width = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
     return 2.0 * model.active + 4 * heads * width * _keys(text, seq_length)
 
@@ -28,17 +31,18 @@ def kinds_of_layers(text: PretrainedConfig) -> list[str]:
     if kinds is None:
         window = getattr(text, "sliding_window", None)
         kinds = [f"{'sliding' if window else 'full'}_attention"] * int(text.num_hidden_layers)
-    return [kind for kind in kinds if kind not in _WITHOUT]
+    return [kind for kind in kinds if kind not in _NO_ATTENTION]
 
 
 def _keys(text: PretrainedConfig, seq_length: int) -> float:
-    """How many tokens one sees in the mean, summed over the layers; those of a kind that is not known see all."""
-    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
-    seen = 0.0
+    """Return the mean number of tokens that one attends to, summed over layers; unknown kinds attend to all before."""
+    window = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    keys = 0.0
     for kind in kinds_of_layers(text):
         if kind == "chunked_attention":
-            seen += min(chunk or seq_length, seq_length) / 2
+            keys += min(chunk or seq_length, seq_length) / 2
         else:
             reach = min((kind == "sliding_attention" and window) or seq_length, seq_length)
-            seen += reach * (1 - reach / (2 * seq_length))
-    return seen
+            keys += reach * (1 - reach / (2 * seq_length))
+    return keys

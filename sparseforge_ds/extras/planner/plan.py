@@ -1,4 +1,4 @@
-"""What a run needs on a machine, and what to change where it does not fit."""
+"""Plan of a run on a machine: memory, time, disk, and the changes with which it fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from sparseforge_ds.extras.planner.activations import Activations, trace
+from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.memory import Memory, memory
 from sparseforge_ds.extras.planner.operations import operations
@@ -21,7 +21,7 @@ from sparseforge_ds.train.memory_settings import Settings
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one run."""
+    """Plan of one run."""
 
     machine: Machine
     settings: Settings
@@ -29,56 +29,62 @@ class Plan:
     memory: Memory
     seconds_per_step: float
     start_seconds: float
-    """Seconds of a start that goes block by block, before the first step."""
+    """Seconds of a start block by block, before the first step."""
     steps: int
     checkpoint: int
     """Bytes on disk while masks move."""
     frozen_checkpoint: int
+    """Bytes on disk once masks are frozen."""
     ladder: list[tuple[str, int]]
-    """Where it does not fit: changes, each on top of those before it and dearest last, with the peak that is then
-    left, until it fits or there is nothing more to change."""
+    """Changes for a run that does not fit, each on top of those before it and the dearest last, with the remaining
+    peak; the list ends when the run fits or nothing is left to change."""
 
     @property
     def fits(self) -> bool:
-        """Whether a rank finds room."""
+        """True if a rank fits on a GPU."""
         return self.memory.peak <= self.machine.device
 
     def memory_lines(self) -> Iterator[tuple[str, str]]:
-        """A GPU for people, kind by kind and phase by phase, in MiB where the run itself takes less than a GiB."""
-        plan, device = self.memory, self.machine.device
-        name, unit = _unit(max(plan.peak - plan.reserve, plan.host_total))
+        """Yield readable lines on a GPU's memory, by kind and phase, in MiB if the run takes less than a GiB."""
+        memory = self.memory
+        name, unit = _unit(max(memory.peak - memory.reserve, memory.host_total))
         yield "memory of a GPU", name
         if (parts := self.settings.sequence_parallel) > 1:
-            each = f"{self.settings.seq_length // parts:,} of {self.settings.seq_length:,} tokens"
-            yield "  each sequence", f"{'on ' + str(parts) + ' GPUs':>8}, {each} and 1/{parts} of the heads a GPU"
-        for kind, size in plan.resident.items():
+            tokens = f"{self.settings.seq_length // parts:,} of {self.settings.seq_length:,} tokens"
+            yield "  each sequence", f"{'on ' + str(parts) + ' GPUs':>8}, {tokens} and 1/{parts} of the heads a GPU"
+        # Resident kinds, then the phases.
+        for kind, size in memory.resident.items():
             yield f"  {kind}", _in(unit, size)
-        for phase, kinds in plan.phases.items():
+        for phase, kinds in memory.phases.items():
             yield f"  + {phase}", f"{_in(unit, sum(kinds.values()))}  {_parts(unit, kinds)}"
-        yield "  reserve (assumed)", _in(unit, plan.reserve)
-        moving = "" if plan.peak == plan.frozen_peak else " while masks move"
-        yield "  peak", f"{_in(unit, plan.peak)}  of {device / unit:.0f}, in {plan.worst}{moving}"
+        # Their peak.
+        yield "  reserve (assumed)", _in(unit, memory.reserve)
+        moving = "" if memory.peak == memory.frozen_peak else " while masks move"
+        room = self.machine.device / unit
+        yield "  peak", f"{_in(unit, memory.peak)}  of {room:.0f}, in {memory.worst}{moving}"
         if moving:
-            yield "  peak once frozen", _in(unit, plan.frozen_peak)
-        if plan.host:
-            yield "  on the host", f"{_in(unit, plan.host_total)}  for each GPU: {_parts(unit, plan.host)}"
+            yield "  peak once frozen", _in(unit, memory.frozen_peak)
+        if memory.host:
+            yield "  on the host", f"{_in(unit, memory.host_total)}  for each GPU: {_parts(unit, memory.host)}"
 
     def other_lines(self) -> Iterator[tuple[str, str]]:
-        """Disk, time and the verdict, for people."""
+        """Yield readable lines on disk, time and the verdict."""
         name, unit = _unit(self.checkpoint)
         frozen = f"{self.frozen_checkpoint / unit:.2f} once masks are frozen"
         yield "checkpoint", f"{_in(unit, self.checkpoint)}  {name} on disk, {frozen}"
-        machine, hours = self.machine, self.seconds_per_step * self.steps / 3600
-        of_steps = (
-            f"{self.steps:,} steps of {self.settings.tokens_per_step:,} tokens; {self.seconds_per_step:.2f} s each"
-        )
-        yield "time", f"{hours:,.1f} hours: {of_steps}, at {machine.mfu:.0%} of {machine.tflops:g} TFLOPS (assumed)"
+        # Time, under the assumed speed.
+        machine = self.machine
+        hours = self.seconds_per_step * self.steps / 3600
+        steps = f"{self.steps:,} steps of {self.settings.tokens_per_step:,} tokens; {self.seconds_per_step:.2f} s each"
+        yield "time", f"{hours:,.1f} hours: {steps}, at {machine.mfu:.0%} of {machine.tflops:g} TFLOPS (assumed)"
         if self.start_seconds:
             yield (
                 "start",
                 f"{self.start_seconds / 60:,.1f} minutes: {start_tokens(self.settings):,} tokens, block by block",
             )
-        peak, room = self.memory.peak / GIB, machine.device / GIB
+        # The verdict, and the ladder of changes.
+        peak = self.memory.peak / GIB
+        room = machine.device / GIB
         if self.fits:
             yield "verdict", f"fits, with {room - peak:.1f} of {room:.0f} GiB to spare"
             return
@@ -89,7 +95,7 @@ class Plan:
             yield "", "take more GPUs, or larger ones"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, in bytes and seconds."""
+        """Return the plan as plain JSON types, in bytes and seconds."""
         return {
             "fits": self.fits,
             "memory": {"device": self.machine.device, "peak": self.memory.peak, "worst": self.memory.worst}
@@ -113,57 +119,64 @@ def make_plan(
     *,
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
 ) -> Plan:
-    """Plan a run, without weights: of a student's config and sizes, and those of a teacher that is another model.
+    """Plan a run without weights.
 
-    Raises ValueError where the model cannot be run on the meta device.
+    Args:
+        config: the student's config.
+        model: its sizes.
+        settings: the run, as far as memory depends on it.
+        machine: the GPU.
+        teacher: config and sizes of a teacher that is another model.
+
+    Raises:
+        ValueError: the model cannot be run on the meta device.
     """
-    told, other = teacher or (config, None)
+    teacher_config, teacher_sizes = teacher or (config, None)
 
     @cache
-    def activations(micro_batch: int, checkpointing: bool, heard: bool) -> Activations:
-        return trace(
-            config,
-            settings.forge,
-            dtype=settings.dtype,
-            micro_batch=micro_batch,
-            seq_length=settings.seq_length,
+    def activations(micro_batch: int, checkpointing: bool, expert_hooks: bool) -> Activations:
+        step = Pass(
+            settings.dtype,
+            micro_batch,
+            settings.seq_length,
             parts=settings.sequence_parallel,
             checkpointing=checkpointing,
-            teacher=told if settings.teacher else None,
-            heard=heard,
+            expert_hooks=expert_hooks,
         )
+        return trace(config, settings.forge, step, teacher_config if settings.teacher else None)
 
     def estimate(changed: Settings) -> Memory:
-        return memory(model, changed, activations, teacher=other, reserve=machine.reserve)
+        return memory(model, changed, activations, teacher=teacher_sizes, reserve=machine.reserve)
 
-    # Backward takes twice what forward takes. Passes for the curvature alone, of which a run has about 15 by default,
-    # where it has any, are left out.
+    # A backward pass takes twice the operations of a forward pass. Probe passes, some 15 in a run that has any, are
+    # left out.
     forward = operations(config, model, settings.seq_length)
-    taught = operations(told, other or model, settings.seq_length) if settings.teacher else 0
-    of_token = (3 + settings.checkpointing) * forward + taught
-    found = estimate(settings)
+    teacher_forward = operations(teacher_config, teacher_sizes or model, settings.seq_length) if settings.teacher else 0
+    token_operations = (3 + settings.checkpointing) * forward + teacher_forward
+    needed = estimate(settings)
     speed = settings.ranks * machine.tflops * 1e12 * machine.mfu
     return Plan(
         machine=machine,
         settings=settings,
         model=model,
-        memory=found,
-        seconds_per_step=settings.tokens_per_step * of_token / speed,
+        memory=needed,
+        seconds_per_step=settings.tokens_per_step * token_operations / speed,
         start_seconds=start_operations(model, settings, forward) / speed,
         steps=settings.forge.max_steps,
         checkpoint=checkpoint_bytes(model, settings),
         frozen_checkpoint=checkpoint_bytes(model, settings, frozen=True),
         ladder=[]
-        if found.peak <= machine.device
-        else ladder(settings, lambda each: estimate(each).peak, machine.device),
+        if needed.peak <= machine.device
+        else ladder(settings, lambda changed: estimate(changed).peak, machine.device),
     )
 
 
 def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> list[tuple[str, int]]:
-    """`Plan.ladder` for a GPU of `device` bytes; the global batch stays."""
-    found = []
+    """Return `Plan.ladder` for a GPU of `device` bytes; the global batch stays the same."""
+    rungs = []
     # One GPU has nothing to divide, and takes a higher stage only with the offload that asks for it.
-    alone, stage3 = settings.ranks == 1, {"stage": 3, "overlapped": True} if settings.stage < 3 else {}
+    alone = settings.ranks == 1
+    stage3 = {"stage": 3, "overlapped": True} if settings.stage < 3 else {}
     stage1 = {"stage": 1} if alone and settings.stage == 0 else {}
     for change, values in (
         ("--activation_checkpointing", {"checkpointing": True}),
@@ -179,14 +192,14 @@ def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> 
         if changed == settings:
             continue
         settings = changed
-        found.append((change, peak(settings)))
-        if found[-1][1] <= device:
+        rungs.append((change, peak(settings)))
+        if rungs[-1][1] <= device:
             break
-    return found
+    return rungs
 
 
 def _unit(largest: int) -> tuple[str, int]:
-    """The unit of a column of sizes, by its name and in bytes."""
+    """Return the unit of a column of sizes, as its name and in bytes."""
     return ("MiB", 2**20) if largest < GIB else ("GiB", GIB)
 
 

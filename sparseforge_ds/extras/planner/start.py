@@ -1,4 +1,4 @@
-"""Needs of a start that goes block by block, before the first step: memory of a rank, tokens, and operations."""
+"""Memory, tokens and operations of a start block by block, before the first step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sparseforge_ds.train.lasting_memory import Kinds, local
 from sparseforge_ds.train.memory_settings import Settings
 
 _OF_A_WEIGHT = 21
-"""Bytes: W, its gradient and two moments in fp32, whether it is trained, and its mask."""
+"""Bytes of a weight: W, its gradient and two moments in fp32, a byte that tells if it is trained, and its mask."""
 _ACTIVATIONS = 128
-"""Bytes of one block's activations for each token and channel, about; as `sparseforge prune` has them."""
+"""Approximate bytes of one block's activations for each token and channel, as in `sparseforge prune`."""
 _ON_DEVICE = 1 << 30
-"""Bytes of both streams that a GPU surely has room for; more of them may wait on the host."""
+"""Bytes of both streams that always fit on a GPU; more of them may wait on the host."""
 _NUMBERED = re.compile(r"(.+?\.\d+)\.")
 
 
@@ -31,9 +31,9 @@ def start_tokens(settings: Settings) -> int:
 
 
 def start_operations(model: Architecture, settings: Settings, forward: float) -> float:
-    """Return the operations of all ranks, where a token's forward pass takes `forward`.
+    """Return the operations of all ranks, for `forward` operations of a token's forward pass.
 
-    The dense model is run once, and every block three times and a bit, with three passes' work for each epoch.
+    The dense model runs once, and every block about four times; each epoch takes the work of three passes more.
     """
     epochs = 0 if settings.forge.start is None else settings.forge.start.epochs
     blocks = forward - 2.0 * model.vocabulary * model.hidden
@@ -41,13 +41,13 @@ def start_operations(model: Architecture, settings: Settings, forward: float) ->
 
 
 def start_memory(model: Architecture, settings: Settings) -> Kinds:
-    """Return what the largest block takes on a device, where nothing of the optimizer's state is there yet."""
+    """Return the bytes of the largest block on a device, when the optimizer has no state yet."""
     blocks: Counter[str] = Counter()
     for parameter in model.parameters:
         if match := _NUMBERED.match(parameter.name):
             blocks[match[1]] += parameter.numel
     inputs = [inputs for _, _, inputs in model.matrices]
-    # X^T X of every input of a block, and what one of them is inverted in; diagonals are nothing beside them.
+    # X^T X of every input of a block, and the workspace in which one is inverted; diagonals are negligible.
     needs_moments = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
     moments = 4 * sum(size**2 for size in inputs) // max(len(blocks), 1) + 8 * max(inputs) ** 2
     own = 0 if settings.optimizer_on_host else 8 * local(model, settings, 1, only_masked=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.config.command_line import parse_arguments
-from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.activation_memory import Activations
 from sparseforge_ds.extras.planner.dry_run import dry_run
 from sparseforge_ds.train.trainer import main
 from tests.distributed import PATIENCE, ROOT

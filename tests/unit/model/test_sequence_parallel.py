@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.planner.activations import Activations, trace
+from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
 from sparseforge_ds.model.sequence_parallel import check_divided
 from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama, tiny_mixture
 
@@ -69,8 +69,8 @@ def test_a_window_that_is_not_reached_is_none() -> None:
 
 def traced(parts: int, checkpointing: bool, **more: Any) -> Activations:
     config = tiny_llama(**more).config
-    sizes: dict[str, Any] = {"dtype": torch.float32, "micro_batch": 2, "seq_length": 512, "teacher": config}
-    return trace(config, SparseForgeConfig.from_dict({}), checkpointing=checkpointing, parts=parts, **sizes)
+    step = Pass(torch.float32, micro_batch=2, seq_length=512, parts=parts, checkpointing=checkpointing)
+    return trace(config, SparseForgeConfig.from_dict({}), step, config)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.planner.activations import Activations
+from sparseforge_ds.extras.planner.activation_memory import Activations
 from sparseforge_ds.extras.planner.dry_run import check_estimable
 from sparseforge_ds.extras.planner.memory import Memory, memory
 from sparseforge_ds.mask.kernels.fisher import EXPERT_BYTES

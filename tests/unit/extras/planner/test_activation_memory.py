@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.planner.activations import Activations, trace
+from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compared_layers
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
@@ -46,7 +46,7 @@ def traced(
 ) -> Activations:
     sizes: dict[str, Any] = {"micro_batch": BATCH, "seq_length": LENGTH, "dtype": torch.float32, **changed}
     told = model.config if teacher else None
-    return trace(model.config, forge, checkpointing=checkpointing, teacher=told, **sizes)
+    return trace(model.config, forge, Pass(checkpointing=checkpointing, **sizes), told)
 
 
 def saved_by(model: Any, token_BS: Tensor) -> tuple[int, Tensor]:
@@ -83,14 +83,14 @@ def test_experts_that_are_heard_keep_more(family: str) -> None:
     fused = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     with expert_tokens(fused, lambda *_: None):
         saved, _ = saved_by(model, token_BS)
-    found = traced(model, False, heard=True)
+    found = traced(model, False, expert_hooks=True)
     assert found.saved == pytest.approx(saved, rel=0.01)
     assert found.saved > 1.03 * traced(model, False).saved
 
 
 def test_llama4_is_traced_where_it_is_heard() -> None:
     model = tiny_models.BUILDERS["llama4_text"]()
-    assert traced(model, False, heard=True) == traced(model, False)
+    assert traced(model, False, expert_hooks=True) == traced(model, False)
 
 
 @pytest.mark.parametrize("teacher", [True, False])
@@ -196,8 +196,8 @@ def test_half_the_bytes_for_half_the_tokens_or_width() -> None:
 def test_full_size_needs_no_memory_and_checkpointing_saves_most() -> None:
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, "micro_batch": 1, "seq_length": 4096}
     config = qwen3_14b(num_hidden_layers=4)
-    sizes["teacher"] = config
-    kept, recomputed = (trace(config, FORGE, checkpointing=again, **sizes) for again in (False, True))
+    kept = trace(config, FORGE, Pass(**sizes), config)
+    recomputed = trace(config, FORGE, Pass(checkpointing=True, **sizes), config)
     hidden = 4096 * 5120 * 2
     assert 4 * hidden <= recomputed.saved <= 9 * hidden  # the input of each block; the last norm's, in fp32; the head's
     assert kept.saved > 10 * recomputed.saved

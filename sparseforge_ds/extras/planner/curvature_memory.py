@@ -1,4 +1,4 @@
-"""What measuring the curvature takes on a device: in the training step itself, or beside a pass of its own."""
+"""Memory of measuring the curvature on a device, in the training step or in probe passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparseforge_ds.train.lasting_memory import Kinds, local
 from sparseforge_ds.train.memory_settings import Settings
 
 
-def heard(model: Architecture, settings: Settings) -> Kinds:
-    """What listening to a training step needs: the sums, and squares of some of a layer's tokens."""
+def training_step_memory(model: Architecture, settings: Settings) -> Kinds:
+    """Return the bytes of measuring in a training step: the sums, and squares of some of a layer's tokens."""
     squares = [
         measured(partial(add_fisher_sums, *_tokens(settings, *shape), 1.0, *(_sums(size) for size in shape)))
         for _, *shape in set(model.matrices)
@@ -28,14 +28,14 @@ def heard(model: Architecture, settings: Settings) -> Kinds:
 
 
 def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
-    """What a refresh of the curvature needs besides a pass; scores and gates come later, and take less."""
+    """Return the bytes of a curvature refresh besides its passes; scores and gates come later, and take less."""
     forge = settings.forge
     kinds: Kinds = {}
     if forge.keeps_elements and not settings.optimizer_on_host:
         kinds["new curvature"] = 4 * local(model, settings, 1, only_masked=True)
     if forge.importance == "fisher" and forge.curvature.per_token:
         if forge.keeps_sums:
-            kinds |= heard(model, settings)
+            kinds |= training_step_memory(model, settings)
         else:
             kinds["Fisher matrix"] = max(_fisher(model, settings, *shape) for shape in set(model.matrices))
     if forge.factored:
@@ -48,36 +48,38 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
 
 
 def _tokens(settings: Settings, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """A layer's gradient of outputs and its inputs, (T, out) and (T, in), without numbers."""
+    """Make a layer's output gradients (T, out) and inputs (T, in) on the meta device."""
     tokens = settings.tokens_at_once
-    grad_TO, input_TI = (torch.empty(tokens, n, dtype=settings.dtype, device="meta") for n in (outputs, inputs))
+    grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
+    input_TI = torch.empty(tokens, inputs, dtype=settings.dtype, device="meta")
     return grad_TO, input_TI
 
 
 def _sums(size: int) -> Tensor:
-    """Room for the sums of an axis, without numbers."""
+    """Make the sums of an axis on the meta device."""
     return torch.empty(size, dtype=torch.float64, device="meta")
 
 
 def _displaced(model: Architecture, settings: Settings) -> int:
-    """The most that displacing a layer's outputs, or using their gradients, needs, and what is kept of all layers."""
-    tokens, most = settings.tokens_at_once, 0
+    """Return the bytes of displacing a layer's outputs and of using their gradients, and of the sums of all layers."""
+    tokens = settings.tokens_at_once
+    largest = 0
     for _, outputs, inputs in set(model.matrices):
         grad_TO, _ = _tokens(settings, outputs, inputs)
         sign = measured(partial(rademacher_rows, 1, 0, tokens, outputs, grad_TO))
-        most = max(most, sign + max(2 * settings.low * grad_TO.numel(), 4 * tokens * (outputs + inputs)))
-    return most + 4 * 3 * tokens * len(model.matrices)
+        largest = max(largest, sign + max(2 * settings.low * grad_TO.numel(), 4 * tokens * (outputs + inputs)))
+    return largest + 4 * 3 * tokens * len(model.matrices)
 
 
 def _fisher(model: Architecture, settings: Settings, experts: int, outputs: int, inputs: int) -> int:
-    """What a weight's full-size matrix of summed squares, its operands, and its way to the shards need."""
+    """Return the bytes of a weight's full-size matrix of summed squares, with its operands and its reduction."""
     together = min(experts, experts_at_once(outputs, inputs))
     size = 4 * outputs * inputs * together
     formed = measured(partial(token_fisher, *_tokens(settings, outputs, inputs), 1.0))
     if experts > 1:
-        formed += size  # an expert at a time, of which one may see all tokens
-    turned = size if model.input_first else 0
-    # Of some experts at a time, a rank's part is a view of what was summed.
-    sent = settings.stage == 3 and settings.ranks > 1 and together == experts
-    received = math.ceil(size / settings.ranks) if sent else 0
-    return max(formed, size + turned + received)
+        formed += size  # experts are added one at a time, and one may see all tokens
+    transposed = size if model.input_first else 0
+    # If experts are summed in portions, a rank's part is a view of the sums.
+    reduced = settings.stage == 3 and settings.ranks > 1 and together == experts
+    received = math.ceil(size / settings.ranks) if reduced else 0
+    return max(formed, size + transposed + received)
