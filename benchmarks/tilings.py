@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from benchmarks.tiles import WEIGHTS, error_of, graph_us, weights
-from sparseforge_ds.extras.packed24.cuda_driver import most_shared_memory
-from sparseforge_ds.extras.packed24.mma_kernel import Plan, Tiling, ranked
+from sparseforge_ds.extras.packed24.cuda_driver import shared_memory_limit
+from sparseforge_ds.extras.packed24.mma_kernel import ProductPlan, Tiling, ranked
 
 SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120", "1024x4096", "28672x8192")
 
@@ -25,7 +25,7 @@ SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120", "1024x4096", "2
 def candidates(rows: int, outputs: int, inputs: int, best: int) -> list[Tiling]:
     """The cheapest by the rule, that which it takes first."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    return ranked(rows, outputs, inputs, processors, most_shared_memory(0))[:best]
+    return ranked(rows, outputs, inputs, processors, shared_memory_limit(0))[:best]
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def main() -> None:
         for tiling in candidates(rows, *shape, args.best)
     ]
     with ThreadPoolExecutor() as pool:
-        plans = dict(zip(jobs, pool.map(lambda job: Plan(*job), jobs), strict=True))
+        plans = dict(zip(jobs, pool.map(lambda job: ProductPlan(*job), jobs), strict=True))
     for outputs, inputs in shapes:
         dense, packed = weights(outputs, inputs, torch.bfloat16, WEIGHTS)
         for rows in args.rows:

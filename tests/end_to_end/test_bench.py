@@ -62,14 +62,14 @@ def test_generation_with_a_static_cache_and_compiled_steps(
     BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
     monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
     written: dict[str, list[torch.Tensor]] = {"dense": [], "packed": []}
-    made = graph_speed._Run.step_of
+    made = graph_speed._GraphRun.compile_step
 
     def seen(run: Any) -> Any:
         name = "packed" if any(isinstance(m, Packed24Linear) for m in run.model.modules()) else "dense"
         step = made(run)
         return lambda ids: written[name].append(ids.clone()) or step(ids)
 
-    monkeypatch.setattr(graph_speed._Run, "step_of", seen)
+    monkeypatch.setattr(graph_speed._GraphRun, "compile_step", seen)
     monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as on a machine with nothing but what measures
     arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--engine", "graph", "--workload", "8x5", "--batches", "2"]
     assert main(["bench", *arguments, "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
@@ -122,8 +122,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     positioned = tmp_path / "gptj"
     tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
     for arguments, message in (
-        ([str(positioned)], "no weight of it is packed, there is nothing to compare; sparseforge export"),
-        ([str(dense)], "no weight of it is packed, there is nothing to compare; sparseforge export"),
+        ([str(positioned)], "none of its weights is packed, so there is nothing to compare; pack them"),
+        ([str(dense)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
         ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),

@@ -174,7 +174,7 @@ def test_experts_stay_packed(
     found = answer(plugin, mixture["packed24"], {**EAGER, **options})
     assert found["tokens"] == mixture_tokens
     held = {name: count for name, count in found["methods"][0].items() if "Embedding" not in name}
-    assert held == {"Packed24LinearMethod": 6, "UnquantizedLinearMethod": 1, "Packed24Experts": 1}  # the router
+    assert held == {"Packed24LinearMethod": 6, "UnquantizedLinearMethod": 1, "Packed24ExpertsMethod": 1}  # the router
     assert sum(found["bytes of experts"]) == (0.5 + 1 / 32) * 4 * (4 * 3 * 64 * 64)  # of fp32
 
 
@@ -184,7 +184,7 @@ def test_other_mixtures(tmp_path: Path, plugin: Path, family: str) -> None:
     made = tiny(tmp_path, family, **WIDE)
     found = answer(plugin, made["packed24"], EAGER)
     assert found["tokens"] == greedy(made["hf"])
-    assert found["methods"][0]["Packed24Experts"] and "UnquantizedFusedMoEMethod" not in found["methods"][0]
+    assert found["methods"][0]["Packed24ExpertsMethod"] and "UnquantizedFusedMoEMethod" not in found["methods"][0]
 
 
 def test_experts_in_bf16_are_those_of_the_dense_run(plugin: Path, mixture: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Where a tensor begins: kernels read 16 bytes at once, and a view can begin anywhere."""
+"""Alignment of tensors in memory: kernels read 16 bytes at once, and a view can begin anywhere."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def begins_at(tensor: Tensor, unit: int) -> bool:
-    """Whether its first byte is at a multiple of `unit`."""
+    """Return True if the first byte of a tensor is at a multiple of `unit`."""
     return tensor.data_ptr() % unit == 0
 
 
-def whole_words(tensor: Tensor) -> Tensor:
-    """The same, contiguous, where 16 bytes may be read at once."""
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy, contiguous and aligned to 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if begins_at(tensor, 16) else tensor.clone()

@@ -1,7 +1,7 @@
 """The C++ kernel of `linear24`, compiled on first use by torch's loader of extensions into TORCH_EXTENSIONS_DIR.
 
-Its paths are for AVX-512 with bf16 and VBMI, for AVX2, and portable; the best that the processor has is taken, or the
-one that SPARSEFORGE_CPU_KERNEL names: `avx512`, `avx2`, `portable`.
+It has paths for AVX-512 with bf16 and VBMI, for AVX2, and a portable one. It takes the best that the processor has, or
+the one that SPARSEFORGE_CPU_KERNEL names: `avx512`, `avx2`, `portable`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _NAME = "sparseforge_linear24"
 
 @cache
 def load_cpu_kernel() -> bool:
-    """Compile and load the kernel, which is then what torch calls for tensors on the CPU.
+    """Compile and load the kernel, and register it with torch for tensors on the CPU.
 
     Returns:
-        False where it cannot be built; one warning has said why, and what it costs.
+        False if it cannot be built; one warning tells why, and what it costs.
     """
-    # The loader costs a second of imports, which nobody pays who does not multiply.
+    # The loader's imports take a second: only products need them.
     from torch.utils.cpp_extension import _get_build_directory, load
 
     try:
         folder = Path(_get_build_directory(_NAME, verbose=False))
         if not any(folder.glob("*.so")):
-            # A warning, as it is a wait of 10 s and more that nobody sees a reason for, and few commands show notes.
+            # A warning, since few commands show notes and the wait is 10 s or more.
             _LOG.warning("linear24: compiling the CPU kernel, once on this machine, in %s", folder)
         clear_locks(folder)
         load(
@@ -43,9 +43,9 @@ def load_cpu_kernel() -> bool:
         )
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         _LOG.warning(
-            "linear24: the CPU kernel could not be built (%s); packed weights are unpacked at every call, so that text "
-            "is generated at about half a dense model's speed. Install a C++ compiler and ninja, or make the model "
-            "dense by model.dequantize()",
+            "linear24: the CPU kernel could not be built (%s); packed weights are unpacked at every call. Text is "
+            "generated at about half a dense model's speed. Install a C++ compiler and ninja, or make the model dense "
+            "by model.dequantize()",
             (str(error).splitlines() or [type(error).__name__])[0],
         )
         return False

@@ -1,7 +1,7 @@
-"""CUDA source compiled by NVRTC and launched through NVIDIA's driver, by ctypes: no toolkit has to be installed.
+"""Compilation of CUDA source by NVRTC and launches through NVIDIA's driver, by ctypes, without a CUDA toolkit.
 
-torch brings NVRTC along, and where a GPU is there is a driver. torch's own `_compile_kernel` is private, is not in
-every torch that this package allows, takes no null pointers, and costs several times as much at each launch.
+NVRTC comes with torch, and the driver with the GPU. torch's own `_compile_kernel` is private and missing in some
+versions of torch that this package allows. It takes no null pointers and makes each launch several times as expensive.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 
 _DYNAMIC_SHARED_MEMORY = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
-_MOST_SHARED_MEMORY = 97
+_SHARED_MEMORY_LIMIT = 97
 """CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 _NO_CONTEXT = 201
-"""CUDA_ERROR_INVALID_CONTEXT: this thread has not used the GPU yet."""
+"""CUDA_ERROR_INVALID_CONTEXT: the thread has not used the GPU yet."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: a kernel may be loaded while this thread captures a graph."""
 
 
 def compile_cubin(source: str, architecture: str, options: Sequence[str]) -> bytes:
-    """The machine code of a source, for `architecture` as in "sm_90".
+    """Compile a source to machine code for an architecture like "sm_90".
 
     Raises:
-        OSError: NVRTC is not there.
-        RuntimeError: it does not compile; the message is NVRTC's.
+        OSError: NVRTC is missing.
+        RuntimeError: the source does not compile; the message is NVRTC's.
     """
-    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    given = [option.encode() for option in (f"--gpu-architecture={architecture}", "--std=c++17", *options)]
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    size = ctypes.c_size_t()
+    arguments = [option.encode() for option in (f"--gpu-architecture={architecture}", "--std=c++17", *options)]
     if nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"linear24.cu", 0, None, None):
         raise RuntimeError("NVRTC cannot create a program")
     try:
-        failed = nvrtc.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+        # The machine code, or the compiler's messages.
+        failed = nvrtc.nvrtcCompileProgram(program, len(arguments), (ctypes.c_char_p * len(arguments))(*arguments))
         kind = "ProgramLog" if failed else "CUBIN"
         getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
@@ -50,24 +54,25 @@ def compile_cubin(source: str, architecture: str, options: Sequence[str]) -> byt
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """As (13, 0).
+    """Return NVRTC's version, like (13, 0).
 
     Raises:
-        OSError: NVRTC is not there.
+        OSError: NVRTC is missing.
     """
-    major, minor = ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
     _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """That of torch's CUDA version: in a wheel beside torch, or where the loader looks."""
+    """Load the NVRTC of torch's CUDA version, from a wheel beside torch or from the loader's path."""
     name = f"libnvrtc.so.{str(torch.version.cuda).split('.')[0]}"
-    for folder in (Path(place) / "nvidia" for place in sys.path):
+    for folder in (Path(entry) / "nvidia" for entry in sys.path):
         for library in sorted(folder.glob(f"*/lib/{name}")):
-            for part in library.parent.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(part))  # NVRTC opens it by its name, and does not look beside itself
+            for builtins in library.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins))  # NVRTC opens it by its name alone, so it must be loaded already
             return ctypes.CDLL(str(library))
     return ctypes.CDLL(name)
 
@@ -77,39 +82,41 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(code: int, what: str) -> None:
+def _check(code: int, action: str) -> None:
+    """Raise RuntimeError with the driver's message if a call has failed."""
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"CUDA cannot {what}: {(text.value or b'unknown error').decode()}")
+        raise RuntimeError(f"CUDA cannot {action}: {(text.value or b'unknown error').decode()}")
 
 
 def _bind(device: int) -> None:
-    """Make torch's context of a device this thread's one."""
+    """Make torch's context of a device the current one of this thread."""
     context = ctypes.c_void_p()
     _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "find the context of the GPU")
     _check(_driver().cuCtxSetCurrent(context), "use the context of the GPU")
 
 
-def most_shared_memory(device: int) -> int:
-    """Bytes that a block may have."""
+def shared_memory_limit(device: int) -> int:
+    """Return the bytes of shared memory that a block may have."""
     size = ctypes.c_int()
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(size), _MOST_SHARED_MEMORY, device), "be asked about the GPU")
+    _check(_driver().cuDeviceGetAttribute(ctypes.byref(size), _SHARED_MEMORY_LIMIT, device), "describe the GPU")
     return size.value
 
 
 class Module:
-    """Machine code on one device, for as long as the process lives."""
+    """Machine code on one device, which stays loaded until the process ends."""
 
     def __init__(self, cubin: bytes, device: int) -> None:
-        """Load it.
+        """Load machine code.
 
         Raises:
-            RuntimeError: it cannot be loaded; the message is the driver's.
+            RuntimeError: the driver refuses; the message is the driver's.
         """
         self.device = device
         self._module = ctypes.c_void_p()
-        driver, mode = _driver(), ctypes.c_int(_RELAXED)
+        driver = _driver()
+        mode = ctypes.c_int(_RELAXED)
         with torch.cuda.device(device):
             _bind(device)
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -119,57 +126,69 @@ class Module:
                 driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
     def function(self, name: str) -> ctypes.c_void_p:
-        """A kernel, which may have all the dynamic shared memory that a block can: several launches share it.
+        """Find a kernel, and allow it the largest dynamic shared memory: launches of several sizes share it.
 
         Raises:
-            RuntimeError: it is not there.
+            RuntimeError: the module has no such kernel.
         """
-        found, most = ctypes.c_void_p(), most_shared_memory(self.device)
+        function = ctypes.c_void_p()
+        limit = shared_memory_limit(self.device)
         with torch.cuda.device(self.device):
-            _bind(self.device)  # this may be the first that a thread does with the GPU
-            _check(_driver().cuModuleGetFunction(ctypes.byref(found), self._module, name.encode()), f"find {name}")
-            _check(_driver().cuFuncSetAttribute(found, _DYNAMIC_SHARED_MEMORY, most), "give shared memory")
-        return found
+            _bind(self.device)  # the thread may not have used the GPU before
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"find {name}")
+            _check(_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, limit), "give shared memory")
+        return function
+
+
+class LaunchShape(NamedTuple):
+    """Blocks, threads and memory of a launch."""
+
+    blocks: tuple[int, int]
+    threads: int
+    """Threads per block."""
+    shared_memory: int = 0
+    """Bytes of dynamic shared memory per block."""
 
 
 class Launch:
-    """A kernel with all that does not change from one call to the next."""
+    """A kernel with the arguments that stay the same from call to call."""
 
-    def __init__(
-        self,
-        module: Module,
-        name: str,
-        grid: tuple[int, int],
-        threads: int,
-        shared_memory: int,
-        pointers: int,
-        sizes: Sequence[int],
-    ) -> None:
-        """Its arguments are so many pointers, and `sizes` behind them.
+    def __init__(self, module: Module, name: str, shape: LaunchShape, pointers: int, sizes: Sequence[int]) -> None:
+        """Prepare a launch.
+
+        Args:
+            module: the machine code.
+            name: the kernel.
+            shape: blocks, threads and memory.
+            pointers: number of pointers, the kernel's first arguments.
+            sizes: integers, the kernel's other arguments.
 
         Raises:
-            RuntimeError: the module does not have it.
+            RuntimeError: the module has no such kernel.
         """
-        self._device, self._start = module.device, _driver().cuLaunchKernel
-        self._pointers, self._sizes = (ctypes.c_uint64 * pointers)(), (ctypes.c_int * len(sizes))(*sizes)
-        places = [ctypes.addressof(self._pointers) + 8 * i for i in range(pointers)]
-        places += [ctypes.addressof(self._sizes) + 4 * i for i in range(len(sizes))]
-        self._places = (ctypes.c_void_p * len(places))(*places)
-        shape = [ctypes.c_uint(size) for size in (*grid, 1, threads, 1, 1, shared_memory)]
-        self._fixed = (module.function(name), *shape)
-        self._lock = Lock()  # of the arguments, which the driver copies
+        self._device = module.device
+        self._launch = _driver().cuLaunchKernel
+        # The driver takes an array of addresses, one for each argument.
+        self._pointers = (ctypes.c_uint64 * pointers)()
+        self._sizes = (ctypes.c_int * len(sizes))(*sizes)
+        addresses = [ctypes.addressof(self._pointers) + 8 * i for i in range(pointers)]
+        addresses += [ctypes.addressof(self._sizes) + 4 * i for i in range(len(sizes))]
+        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        dimensions = (*shape.blocks, 1, shape.threads, 1, 1, shape.shared_memory)
+        self._fixed = (module.function(name), *(ctypes.c_uint(size) for size in dimensions))
+        self._lock = Lock()  # guards the arguments until the driver has copied them
 
     def __call__(self, stream: int, *pointers: int) -> None:
-        """Launch it on a stream of its device, which is the current one.
+        """Launch the kernel on a stream of its device, which must be the current one.
 
         Raises:
             RuntimeError: the driver refuses.
         """
         with self._lock:
             self._pointers[:] = list(pointers)
-            code = self._start(*self._fixed, ctypes.c_void_p(stream), self._places, None)
+            code = self._launch(*self._fixed, ctypes.c_void_p(stream), self._addresses, None)
             if code == _NO_CONTEXT:
                 _bind(self._device)
-                code = self._start(*self._fixed, ctypes.c_void_p(stream), self._places, None)
+                code = self._launch(*self._fixed, ctypes.c_void_p(stream), self._addresses, None)
         if code:
             _check(code, "launch a kernel")

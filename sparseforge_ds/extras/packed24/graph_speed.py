@@ -1,8 +1,8 @@
 """Speed of a packed 2:4 model in CUDA graphs, against the dense model: a static cache and compiled decoding.
 
-Without graphs a small batch waits for the host, and a faster kernel shows nothing. Each length is a prompt that is
-read, and new tokens that are written whatever they are. On other devices the same steps run without a compiler, which
-shows that they run and is no speed of theirs.
+Without graphs a small batch waits for the host, and a faster kernel shows no gain. Each length is a prompt to read and
+a number of new tokens to write. On other devices the same steps run without a compiler, which tests them and measures
+no speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Stat
 from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.extras.packed24.speed import Speed, now, quartiles, resident, tokens_of
+from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of, tokens_of
 from sparseforge_ds.mask.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
 
@@ -49,7 +49,7 @@ class Lengths:
     batches: Sequence[int]
     lengths: Sequence[Length]
     repeats: int
-    """Turns; two more come first, which compile."""
+    """Turns that count; two more come first, which compile."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,14 @@ class Generation:
     model: str
     first_token_seconds: float
     seconds: float
-    """From the prompt to the last token."""
+    """Time from the prompt to the last token."""
     decode_tokens_per_second: float
-    """Over all sequences: tokens after the first, over the seconds after the first."""
+    """Tokens after the first of all sequences, divided by the seconds after the first."""
     cache_bytes: int
     peak_bytes: int | None
-    """Most that was allocated on the GPU, without the other model's weights and cache; None elsewhere."""
+    """Peak allocation on the GPU, without the other model's weights and cache; None on other devices."""
     step_bytes: int | None
-    """Weights and cache that one step of decoding reads; None for mixtures, whose tokens choose what is read."""
+    """Weights and cache that a decoding step reads; None for mixtures, whose tokens choose the weights."""
     bytes_per_second: float | None
 
 
@@ -77,16 +77,17 @@ def random_pair(shapes: str, layers: int | None, dtype: torch.dtype) -> tuple[Pr
 
     Args:
         shapes: a key of `SHAPES`.
-        layers: of the model, instead of all.
-        dtype: of the weights.
+        layers: number of layers; None: all of the published model.
+        dtype: dtype of the weights.
     """
     config = AutoConfig.from_pretrained(SHAPES[shapes], trust_remote_code=False)
     if layers is not None:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
+    # The packed model first: otherwise two dense models and a packed one would be in memory.
     models = []
-    for is_packed in (True, False):  # the packed one first, so that three whole models are never there
+    for is_packed in (True, False):
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False)
         model.generation_config.eos_token_id = None
@@ -117,6 +118,7 @@ def measure_graphs(
     Raises:
         ValueError: a length is beyond the positions of a model, or a model cannot be compiled as a whole.
     """
+    # Refuse models that cannot be compiled or are too short.
     models: dict[str, Any] = {"dense": dense, "packed": packed}
     for name, model in models.items():
         if not model._can_compile_fullgraph:
@@ -124,22 +126,24 @@ def measure_graphs(
                 f"--engine graph: transformers cannot compile the {name} model, a {type(model).__name__}, as a whole; "
                 "use --engine eager"
             )
-        most = max_positions(model.config)
+        positions = max_positions(model.config)
         for length in workload.lengths:
-            if length.prompt + length.new > most:
-                raise ValueError(f"--workload {length}: the model has {most} positions; use less in all")
-    speeds, generations = [], []
+            if length.prompt + length.new > positions:
+                raise ValueError(f"--workload {length}: the model has {positions} positions; use fewer tokens in all")
+    # Every length and batch size, both models in turns.
+    speeds: list[Speed] = []
+    generations: list[Generation] = []
     turns_in_all = len(workload.lengths) * len(workload.batches) * (workload.repeats + 2)
     bar = tqdm(total=turns_in_all, unit=" turns", disable=None)
     for length in workload.lengths:
         for batch in workload.batches:
             bar.set_description(f"{length}, batch {batch}")
-            torch._dynamo.reset()  # graphs of other sizes, which nothing here uses again
-            runs = {name: _Run(model, batch, length) for name, model in models.items()}
+            torch._dynamo.reset()  # graphs of earlier sizes are not used again
+            runs = {name: _GraphRun(model, batch, length) for name, model in models.items()}
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-            for turn in range(workload.repeats + 2):  # of the first two, which compile and record, nothing is kept
+            for turn in range(workload.repeats + 2):  # the first two compile and record
                 for name, run in runs.items():
-                    times = run.once()
+                    times = run.generate()
                     if turn > 1:
                         turns[name].append(times)
                 bar.update()
@@ -152,8 +156,8 @@ def measure_graphs(
     return speeds, generations
 
 
-class _Run:
-    """One model at one length and batch size: its cache, and its compiled step."""
+class _GraphRun:
+    """One model at one length and batch size, with its cache and its compiled step."""
 
     def __init__(self, model: Any, batch: int, length: Length) -> None:
         self.model = model
@@ -162,23 +166,23 @@ class _Run:
         self.prompt = tokens_of(model, batch, length.prompt)
         self.cache = StaticCache(config=model.config, max_cache_len=length.prompt + length.new)
         self.peak = 0
-        self.step = self.step_of()
+        self.step = self.compile_step()
 
-    def step_of(self) -> Callable[[Tensor], Tensor]:
-        """Return the compiled step: on CUDA with graphs, elsewhere traced alike and run as it is."""
-        how: dict[str, Any] = {"backend": "aot_eager"}
+    def compile_step(self) -> Callable[[Tensor], Tensor]:
+        """Compile the step: on CUDA with graphs, elsewhere traced alike and run without a compiler."""
+        options: dict[str, Any] = {"backend": "aot_eager"}
         if self.model.device.type == "cuda":
-            how = {"mode": "reduce-overhead"}
-        compiled: Callable[[Tensor], Tensor] = torch.compile(self._step, fullgraph=True, dynamic=False, **how)
+            options = {"mode": "reduce-overhead"}
+        compiled: Callable[[Tensor], Tensor] = torch.compile(self._step, fullgraph=True, dynamic=False, **options)
         return compiled
 
     def _step(self, ids: Tensor) -> Tensor:
-        """(B, 1) the likeliest token behind the last one."""
+        """Return the most likely next token, (B, 1)."""
         logits = self.model(ids, **{CACHE: self.cache}, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(-1)
 
-    def once(self) -> tuple[float, float]:
-        """Return seconds to the first token, and to the last."""
+    def generate(self) -> tuple[float, float]:
+        """Generate once, and return the seconds to the first token and to the last."""
         self.cache.reset()
         on_cuda = self.model.device.type == "cuda"
         if on_cuda:
@@ -187,30 +191,32 @@ class _Run:
         ids = self._step(self.prompt)
         first = now(self.model) - began
         for _ in range(self.length.new - 1):
-            ids = self.step(ids).clone()  # the graph writes its next token to the same place
-        took = now(self.model) - began
+            ids = self.step(ids).clone()  # the graph overwrites its output in the next step
+        last = now(self.model) - began
         if on_cuda:
             self.peak = torch.cuda.max_memory_allocated(self.model.device)
-        return first, took
+        return first, last
 
-    def result(self, name: str, turns: list[tuple[float, float]], others: int) -> Generation:
-        """Return the medians of the turns, where the other model's weights are `others` bytes."""
-        first, took = (median(times) for times in zip(*turns, strict=True))
-        steps = self.length.new - 1
-        decode = median(_rate(steps, late - early) for early, late in turns)
+    def result(self, name: str, turns: list[tuple[float, float]], other_weights: int) -> Generation:
+        """Return the medians of the turns; `other_weights` is the bytes of the other model's weights."""
+        first = median(first for first, _ in turns)
+        last = median(last for _, last in turns)
+        decode = median(_rate(self.length.new - 1, last - first) for first, last in turns)
+        # Bytes that a step reads; a mixture's depend on its tokens.
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-        read = (
-            None if any(_is_mixture(module) for module in self.model.modules()) else _weights_read(self.model) + cache
-        )
+        mixture = any(_is_mixture(module) for module in self.model.modules())
+        read = None if mixture else _weights_read(self.model) + cache
+        # The other model is in memory too, with a cache as large.
+        peak = self.peak - other_weights - cache if self.peak else None
         return Generation(
             length=str(self.length),
             batch=self.batch,
             model=name,
             first_token_seconds=first,
-            seconds=took,
+            seconds=last,
             decode_tokens_per_second=self.batch * decode,
             cache_bytes=cache,
-            peak_bytes=self.peak - others - cache if self.peak else None,  # the other model has a cache as large
+            peak_bytes=peak,
             step_bytes=read,
             bytes_per_second=None if read is None else read * decode,
         )
@@ -221,18 +227,18 @@ def _rate(count: float, seconds: float) -> float:
 
 
 def _speeds(length: Length, batch: int, turns: dict[str, list[tuple[float, float]]]) -> list[Speed]:
-    """Prefill, decode and both together as tokens per second of both models."""
-    tokens: dict[str, Callable[[float, float], float]] = {
-        "prefill": lambda first, took: _rate(batch * length.prompt, first),
-        "decode": lambda first, took: _rate(batch * (length.new - 1), took - first),
-        "new tokens in all": lambda first, took: _rate(batch * length.new, took),
+    """Return the tokens per second of prefill, decode and both together."""
+    rates: dict[str, Callable[[float, float], float]] = {
+        "prefill": lambda first, last: _rate(batch * length.prompt, first),
+        "decode": lambda first, last: _rate(batch * (length.new - 1), last - first),
+        "new tokens in all": lambda first, last: _rate(batch * length.new, last),
     }
-    made = []
-    for work, rate in tokens.items():
-        dense, packed = ([rate(*times) for times in turns[name]] for name in ("dense", "packed"))
-        quotients = [mine / theirs for mine, theirs in zip(packed, dense, strict=True)]
-        made.append(Speed(f"{length} {work}", batch, *map(quartiles, (dense, packed, quotients))))
-    return made
+    speeds = []
+    for work, rate in rates.items():
+        dense = [rate(*times) for times in turns["dense"]]
+        packed = [rate(*times) for times in turns["packed"]]
+        speeds.append(speed_of(f"{length} {work}", batch, dense, packed))
+    return speeds
 
 
 def _is_mixture(module: nn.Module) -> bool:
@@ -240,28 +246,28 @@ def _is_mixture(module: nn.Module) -> bool:
 
 
 def _weights_read(model: Any) -> int:
-    """Bytes of weights that a step of decoding reads: all but the table of embeddings, of which it reads rows, unless
-    that is the head as well."""
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    """Return the bytes of weights that a decoding step reads: all but the embeddings, unless the head shares them."""
+    embeddings = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     weight_bytes = resident(model)
     is_shared = head is not None and head.weight.data_ptr() == embeddings.weight.data_ptr()
     return weight_bytes if is_shared else weight_bytes - embeddings.weight.nbytes
 
 
 def table_of_generations(generations: Sequence[Generation]) -> str:
-    """For people: what each model took, and the speed-up that bytes alone would allow."""
+    """Format times and memory of each model as Markdown, with the speed-up that bytes alone would allow."""
     lines = [
         "| prompt x new | batch | | first token, ms | decode tokens/s | peak GB | cache GB | read GB/s | byte bound |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for dense, packed in zip(generations[::2], generations[1::2], strict=True):
-        for one in (dense, packed):
-            cells = [one.length, one.batch, one.model, f"{one.first_token_seconds * 1e3:.4g}"]
-            cells.append(f"{one.decode_tokens_per_second:.4g}")
-            cells.append("-" if one.peak_bytes is None else f"{one.peak_bytes / 1e9:.2f}")
-            cells.append(f"{one.cache_bytes / 1e9:.3g}")
-            cells.append("-" if one.bytes_per_second is None else f"{one.bytes_per_second / 1e9:.4g}")
-            is_bound = one is packed and one.step_bytes is not None and dense.step_bytes is not None
-            cells.append(f"{(dense.step_bytes or 0) / (one.step_bytes or 1):.2f}x" if is_bound else "")
+        for run in (dense, packed):
+            cells = [run.length, run.batch, run.model, f"{run.first_token_seconds * 1e3:.4g}"]
+            cells.append(f"{run.decode_tokens_per_second:.4g}")
+            cells.append("-" if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}")
+            cells.append(f"{run.cache_bytes / 1e9:.3g}")
+            cells.append("-" if run.bytes_per_second is None else f"{run.bytes_per_second / 1e9:.4g}")
+            is_bound = run is packed and run.step_bytes is not None and dense.step_bytes is not None
+            cells.append(f"{(dense.step_bytes or 0) / (run.step_bytes or 1):.2f}x" if is_bound else "")
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

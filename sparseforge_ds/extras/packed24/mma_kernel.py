@@ -1,8 +1,8 @@
-"""The product of few rows with a packed 2:4 weight on NVIDIA's sparse tensor cores, from compute capability 8.0 on.
+"""Product of few rows with a packed 2:4 weight on NVIDIA's sparse tensor cores, from compute capability 8.0 on.
 
-Their instruction (`mma.sp`) takes kept values and positions as `pack24` leaves them, so that nothing is unpacked and
-time is that of reading the packed weight. The kernel is `linear24.cu`; NVRTC compiles it, in some tenths of a second,
-when a tiling is first needed in a process. What is not for it goes to `triton_kernel`.
+Their instruction (`mma.sp`) takes kept values and positions as `pack24` stores them. Nothing is unpacked, and the time
+is that of reading the packed weight. The kernel is `linear24.cu`. NVRTC compiles it in some tenths of a second when a
+process first needs a tiling. Other products go to `triton_kernel`.
 """
 
 from __future__ import annotations
@@ -16,92 +16,103 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseforge_ds.extras.packed24.alignment import whole_words
-from sparseforge_ds.extras.packed24.cuda_driver import Launch, Module, compile_cubin, most_shared_memory, nvrtc_version
+from sparseforge_ds.extras.packed24.alignment import aligned
+from sparseforge_ds.extras.packed24.cuda_driver import (
+    Launch,
+    LaunchShape,
+    Module,
+    compile_cubin,
+    nvrtc_version,
+    shared_memory_limit,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
 MOST_ROWS = 32
-"""On an H200 it is faster than the dense product up to 16 rows and as fast at 32, where Triton's is half as fast."""
+"""Maximum of rows of x. On an H200 the kernel beats the dense product up to 16 rows and equals it at 32, where
+Triton's kernel is half as fast."""
 UNIT = 64
-"""Inputs are a multiple of it."""
+"""Divisor of the number of inputs."""
 _STEP = 256
 """Inputs that a warp takes at a time."""
 _SLOT = 4608
-"""Bytes of 16 outputs' values and positions of a step."""
-_SUMMED = 256
-"""Threads of a block that adds up parts."""
+"""Bytes of the values and positions of 16 outputs in a step."""
+_SUM_THREADS = 256
+"""Threads per block that adds up parts."""
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+"""Numbers of parts to try."""
 
 
 class Tiling(NamedTuple):
-    """How a product is divided; `linear24.cu` says what the macros mean."""
+    """Division of a product among blocks and warps; `linear24.cu` explains the macros."""
 
     NT: int
     """Tiles of 8 rows of x."""
     XR: int
-    """Rows of a tile that are kept in shared memory: 2, 4 or 8."""
+    """Rows of a tile in shared memory: 2, 4 or 8."""
     WM: int
-    """Tiles of 16 outputs that a warp has at a time."""
+    """Tiles of 16 outputs that a warp computes at a time."""
     WO: int
-    """Warps of a block that have different outputs."""
+    """Warps of a block with different outputs."""
     WK: int
-    """Warps of a block that have different inputs."""
+    """Warps of a block with different inputs."""
     U: int
-    """Steps of a warp whose weights are on their way."""
+    """Steps of a warp whose weights are being loaded."""
     parts: int
-    """Of the inputs, each with its blocks."""
+    """Parts of the inputs, each with its own blocks."""
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads per block."""
         return 32 * self.WO * self.WK
 
     def macros(self, inputs: int) -> dict[str, int]:
-        """What the kernel is compiled for, besides the dtype."""
-        given = self._asdict()
-        del given["parts"]
-        return {**given, "TAIL": int(inputs % _STEP != 0)}
+        """Return the macros of the kernel, without that of the dtype."""
+        fields = self._asdict()
+        del fields["parts"]
+        return {**fields, "TAIL": int(inputs % _STEP != 0)}
 
     def steps(self, inputs: int) -> int:
-        """Of a part."""
-        return _up(_up(inputs, _STEP), self.parts)
+        """Return the steps of a part."""
+        return _divide_up(_divide_up(inputs, _STEP), self.parts)
 
     def shared_memory(self, inputs: int) -> int:
-        """Bytes of a block: x, sums of warps, weights."""
+        """Return the bytes of shared memory per block: x, sums of warps, weights."""
         sums = 0 if self.WK == 1 else self.WO * self.WK * self.WM * self.NT * 512
         return self.steps(inputs) * self.NT * self.XR * 512 + sums + self.WO * self.WK * self.U * self.WM * _SLOT
 
     def blocks(self, outputs: int, multiprocessors: int) -> tuple[int, int]:
-        """Along the outputs, which they take in turn, and along the inputs: one for each multiprocessor at most."""
-        tiles = _up(outputs, 16 * self.WM * self.WO)
+        """Return the blocks along the outputs, which take turns, and along the inputs; at most one a multiprocessor."""
+        tiles = _divide_up(outputs, 16 * self.WM * self.WO)
         return min(tiles, max(1, multiprocessors // self.parts)), self.parts
 
     def cost(self, rows: int, outputs: int, inputs: int, multiprocessors: int) -> float:
-        """About the time, in the bytes that a multiprocessor reads in it.
+        """Estimate the time, as the bytes that a multiprocessor reads in it.
 
-        An H200 measured what is added to the weights themselves: 14 kB (half a microsecond) for each tile of outputs of
-        a block and for each eight loads of x in turn, 40 kB for a second kernel that adds up parts.
+        Measured on an H200, in addition to the weights: 14 kB (half a microsecond) for each tile of outputs of a block
+        and for each eight loads of x in turn, 40 kB for the second kernel that adds up parts.
         """
-        each = self.steps(inputs)
+        steps = self.steps(inputs)
         along, parts = self.blocks(outputs, multiprocessors)
-        turns = _up(_up(outputs, 16 * self.WM * self.WO), along)
-        bytes_read = float(turns * _up(each, self.WK) * self.WK * self.WO * self.WM * _SLOT)
-        bytes_read *= max(1.0, 80e3 / (self.WO * self.WK * self.U * self.WM * _SLOT)) ** 0.5  # too few on their way
-        bytes_read *= max(1.0, (2 * _SLOT + 4096 * self.NT / self.WM) / 19e3)  # shared memory is the limit
-        fill = _up(rows * each, 8 * self.WO * self.WK)
+        turns = _divide_up(_divide_up(outputs, 16 * self.WM * self.WO), along)
+        bytes_read = float(turns * _divide_up(steps, self.WK) * self.WK * self.WO * self.WM * _SLOT)
+        # Too few bytes in flight do not fill the memory's latency.
+        bytes_read *= max(1.0, 80e3 / (self.WO * self.WK * self.U * self.WM * _SLOT)) ** 0.5
+        # With many rows, shared memory is the limit.
+        bytes_read *= max(1.0, (2 * _SLOT + 4096 * self.NT / self.WM) / 19e3)
+        fill = _divide_up(rows * steps, 8 * self.WO * self.WK)
         adding = 0.0 if parts == 1 else 40e3 + 8 * parts * rows * outputs / multiprocessors
         return bytes_read + 14e3 * (turns + fill) + adding
 
 
 def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> Tiling | None:
-    """The tiling of the least cost, or None where none fits.
+    """Return the tiling with the least cost, or None if none fits.
 
     Args:
-        rows: rows of x, 1 and more.
+        rows: rows of x, at least 1.
         outputs: outputs of the weight.
-        inputs: a multiple of `UNIT`.
-        multiprocessors: of the GPU.
+        inputs: its inputs, a multiple of `UNIT`.
+        multiprocessors: multiprocessors of the GPU.
         shared_memory: bytes that a block may have.
     """
     tilings = ranked(rows, outputs, inputs, multiprocessors, shared_memory)
@@ -109,46 +120,51 @@ def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
 
 
 def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> list[Tiling]:
-    """All that fit, the cheapest first; of equal ones that with more warps.
+    """Return all tilings that fit, the cheapest first, and at equal cost the one with more warps.
 
-    They are the same for 1 and 2 rows, 3 and 4, and then for each eight, so that little has to be compiled.
+    They are the same for 1 and 2 rows, for 3 and 4, and then for each eight, so that few are compiled.
     """
-    tiles, held = _up(rows, 8), 2 if rows <= 2 else 4 if rows <= 4 else 8
-    rows = tiles * held
-    found = []
+    # Rounded rows give equal tilings.
+    tiles = _divide_up(rows, 8)
+    tile_rows = 2 if rows <= 2 else 4 if rows <= 4 else 8
+    rows = tiles * tile_rows
+    costs = []
     for parts, wm, wo, wk in product(_PARTS, (1,) if tiles <= 2 else (1, 2), (1, 2, 4), range(1, 17)):
-        least = Tiling(tiles, held, wm, wo, wk, 1, parts)
-        if parts > _up(inputs, _STEP) or wk > least.steps(inputs) or wo * wk > 16:
+        smallest = Tiling(tiles, tile_rows, wm, wo, wk, 1, parts)
+        if parts > _divide_up(inputs, _STEP) or wk > smallest.steps(inputs) or wo * wk > 16:
             continue
-        room = shared_memory - least.shared_memory(inputs)
+        # As many steps in flight as shared memory has room for.
+        room = shared_memory - smallest.shared_memory(inputs)
         if room >= 0:
             more = min(3, room // (wo * wk * wm * _SLOT), 160_000 // (wo * wk * wm * _SLOT) - 1)
-            tiling = least._replace(U=1 + max(0, more))
-            found.append((tiling.cost(rows, outputs, inputs, multiprocessors), -tiling.threads, tiling))
-    return [tiling for _, _, tiling in sorted(found)]
+            tiling = smallest._replace(U=1 + max(0, more))
+            costs.append((tiling.cost(rows, outputs, inputs, multiprocessors), -tiling.threads, tiling))
+    return [tiling for _, _, tiling in sorted(costs)]
 
 
-class Plan:
-    """A product of one shape and number of rows on one device."""
+class ProductPlan:
+    """Kernels of one shape and number of rows on one device, compiled and loaded."""
 
     def __init__(self, tiling: Tiling, rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int) -> None:
-        """Compile and load what is missing.
+        """Compile and load kernels that the process does not have yet.
 
         Raises:
-            OSError: NVRTC or the driver is not there.
+            OSError: NVRTC or the driver is missing.
             RuntimeError: the kernel cannot be compiled or loaded.
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         macros = (*tiling.macros(inputs).items(), *([("HALF", 1)] if dtype == torch.float16 else []))
         module = _module(macros, device)
-        grid, memory = tiling.blocks(outputs, processors), tiling.shared_memory(inputs)
-        self.multiply = Launch(module, "linear24", grid, tiling.threads, memory, 6, (rows, outputs, inputs))
-        self.adds: Launch | None = None
+        shape = LaunchShape(tiling.blocks(outputs, processors), tiling.threads, tiling.shared_memory(inputs))
+        self.multiply = Launch(module, "linear24", shape, 6, (rows, outputs, inputs))
+        # Parts of the inputs are added by a second kernel.
+        self.add: Launch | None = None
         if tiling.parts > 1:
             count = rows * outputs
-            adders = (_up(count, _SUMMED * (1 if outputs % 4 else 4)), 1)
-            self.adds = Launch(module, "sum24", adders, _SUMMED, 0, 3, (count, outputs, tiling.parts))
-        self.size, self.device = tiling.parts * rows * outputs, device
+            blocks = (_divide_up(count, _SUM_THREADS * (1 if outputs % 4 else 4)), 1)
+            self.add = Launch(module, "sum24", LaunchShape(blocks, _SUM_THREADS), 3, (count, outputs, tiling.parts))
+        self.size = tiling.parts * rows * outputs
+        self.device = device
 
     def __call__(self, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor) -> None:
         """Write the product into `y`, on the current stream."""
@@ -156,21 +172,24 @@ class Plan:
             with torch.cuda.device(self.device):
                 return self(x, values, positions, bias, y)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        x, values, positions = whole_words(x), whole_words(values), whole_words(positions)
+        # Copies must live until the launch.
+        x = aligned(x)
+        values = aligned(values)
+        positions = aligned(positions)
         bias = None if bias is None else bias.contiguous()
-        added, to = 0 if bias is None else bias.data_ptr(), y.data_ptr()
-        given = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), added, to)
-        if self.adds is None:
-            self.multiply(stream, *given, 0)
+        bias_pointer = 0 if bias is None else bias.data_ptr()
+        pointers = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), bias_pointer, y.data_ptr())
+        if self.add is None:
+            self.multiply(stream, *pointers, 0)
         else:
             parts = x.new_empty(self.size, dtype=torch.float32)
-            self.multiply(stream, *given, parts.data_ptr())
-            self.adds(stream, parts.data_ptr(), added, to)
+            self.multiply(stream, *pointers, parts.data_ptr())
+            self.add(stream, parts.data_ptr(), bias_pointer, y.data_ptr())
         return None
 
 
 def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor | None:
-    """`linear24` of checked inputs on a GPU, or None where another kernel has to do it.
+    """Compute `linear24` of checked inputs on a GPU, or return None if another kernel must.
 
     Args:
         x: (..., in).
@@ -184,9 +203,12 @@ def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> 
     Raises:
         RuntimeError: the driver refuses a launch.
     """
-    size, outputs, inputs = x.numel(), values.shape[0], x.shape[-1]
+    size = x.numel()
+    outputs = values.shape[0]
+    inputs = x.shape[-1]
     if inputs % UNIT or not 0 < size <= MOST_ROWS * inputs:
         return None
+    # A plan is made once for a shape, number of rows, dtype and device.
     key = (size // inputs, outputs, inputs, x.dtype, x.get_device())
     if key not in _PLANS:
         _PLANS[key] = _plan(*key)
@@ -198,19 +220,20 @@ def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> 
     return y
 
 
-_PLANS: dict[tuple[int, int, int, torch.dtype, int], Plan | None] = {}
+_PLANS: dict[tuple[int, int, int, torch.dtype, int], ProductPlan | None] = {}
 
 
-def _plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int) -> Plan | None:
+def _plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int) -> ProductPlan | None:
+    """Plan a product, or return None, after a warning if the GPU should have the kernel."""
     if not outputs or dtype not in (torch.bfloat16, torch.float16) or torch.version.cuda is None:
         return None
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
         return None
     try:
-        memory = most_shared_memory(device)
+        memory = shared_memory_limit(device)
         tiling = choose(rows, outputs, inputs, properties.multi_processor_count, memory)
-        return None if tiling is None else Plan(tiling, rows, outputs, inputs, dtype, device)
+        return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device)
     except (OSError, RuntimeError) as error:
         _warn(str(error).splitlines()[0] if str(error) else type(error).__name__)
         return None
@@ -219,8 +242,8 @@ def _plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int)
 @cache
 def _warn(reason: str) -> None:
     _LOGGER.warning(
-        "linear24: the kernel for NVIDIA's sparse tensor cores is not available (%s); from 2 to %d rows are multiplied "
-        "by a slower one",
+        "linear24: the kernel for NVIDIA's sparse tensor cores is not available (%s); a slower one multiplies 2 to %d "
+        "rows",
         reason,
         MOST_ROWS,
     )
@@ -228,6 +251,7 @@ def _warn(reason: str) -> None:
 
 @cache
 def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
+    """Compile and load `linear24.cu`, once a process for the same macros."""
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"-D{name}={value}" for name, value in macros]
     if nvrtc_version() >= (12, 5):
@@ -236,6 +260,6 @@ def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
     return Module(compile_cubin(source, f"sm_{major}{minor}", options), device)
 
 
-def _up(a: int, b: int) -> int:
-    """a / b, rounded up."""
+def _divide_up(a: int, b: int) -> int:
+    """Divide, and round up."""
     return -(-a // b)

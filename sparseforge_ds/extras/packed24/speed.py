@@ -1,7 +1,7 @@
-"""How fast a packed 2:4 model reads and writes text, and what memory it holds, against the dense model.
+"""Speed and memory of a packed 2:4 model against the dense model.
 
-Both are in one process and are measured in turns, so that whatever else the machine does meets both; a speed-up is the
-median of the quotients of neighbours.
+Both models are in one process and are measured in turns, so that other load on the machine affects both. A speed-up is
+the median quotient of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ PAPER = (
 ENGINES = {"eager": "eager, where a small batch on a GPU waits for the host", "graph": "in CUDA graphs"}
 """Descriptions of `--engine`, for the table."""
 _BEFORE_DECODE = 16
-"""Tokens of the prompt that decode goes on from."""
+"""Tokens of the prompt before decoding."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured."""
+    """Sizes of a measurement."""
 
     batches: Sequence[int] = (1, 4)
     prompt: int = 512
     """Tokens of each sequence that prefill reads."""
     generated: int = 16
-    """Tokens that decode writes, one after the other, behind a prompt of 16."""
+    """Tokens that decode writes, one after the other, after a prompt of 16."""
     repeats: int = 5
-    """Turns; the first one is not counted."""
+    """Turns that count; one more comes before them."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second of one kind of work, over all sequences of the batch."""
+    """Tokens per second of one kind of work, summed over the sequences of the batch."""
 
     work: str
     batch: int
@@ -58,44 +58,60 @@ class Speed:
     """Lower quartile, median, upper quartile."""
     packed: tuple[float, float, float]
     speedup: tuple[float, float, float]
-    """Packed over dense, of neighbouring turns."""
+    """Packed over dense in neighbouring turns."""
 
 
 def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """(packed, dense): the model of a packed24 folder, and `against` or what it is without packing. Raises ValueError
-    where one cannot be loaded, the first is not packed, or they are not of one size."""
-    packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
+    """Load (packed, dense).
+
+    Args:
+        name: a packed24 folder.
+        against: the dense model; None: the packed model, unpacked.
+        dtype: dtype of both.
+
+    Raises:
+        ValueError: a model cannot be loaded, the first is not packed, or their sizes differ.
+    """
+    packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
     if not any(map(is_packed, packed.modules())):
         raise ValueError(
-            f"{name}: no weight of it is packed, there is nothing to compare; sparseforge export {name} PACKED "
-            "--format packed24 makes it so"
+            f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
+            f"{name} PACKED --format packed24"
         )
     other = name if against is None else against
     dense = load_model(other, dtype, find_adapter(other, NO_ADAPTER))
     if getattr(dense, "hf_quantizer", None) is not None:
         dense.hf_quantizer.make_dense(dense)
-    mine, theirs = packed.config.get_text_config(), dense.config.get_text_config()
+    # Models of different sizes cannot be compared.
+    packed_config = packed.config.get_text_config()
+    dense_config = dense.config.get_text_config()
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        if getattr(mine, key) != getattr(theirs, key):
-            raise ValueError(f"{other}: {key} {getattr(theirs, key)} is not the {getattr(mine, key)} of {name}")
+        expected = getattr(packed_config, key)
+        if getattr(dense_config, key) != expected:
+            raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
+    # Parameters in a mapped file may be unaligned, and not in memory yet.
     for model in (packed, dense):
         for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # of a mapped file, neither aligned nor in memory yet
+            parameter.data = parameter.data.clone()
     return packed, dense
 
 
 @torch.inference_mode()
 def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload) -> list[Speed]:
-    """Prefill and decode of both models at each batch size, in turns. Raises ValueError for more tokens than a model
-    has positions."""
+    """Measure prefill and decode of both models at each batch size, in turns.
+
+    Raises:
+        ValueError: the workload has more tokens than a model has positions.
+    """
     positions = min(max_positions(model.config) for model in (packed, dense))
-    for flag, length, most in (
+    for flag, length, limit in (
         ("--prompt", workload.prompt, positions),
         ("--generated", workload.generated, positions - _BEFORE_DECODE),
     ):
-        if length > most:
-            raise ValueError(f"{flag} {length}: the model has {positions} positions; use {most} at most")
-    found = []
+        if length > limit:
+            raise ValueError(f"{flag} {length}: the model has {positions} positions; use {limit} at most")
+    # Turns of both models, for each kind of work and batch size.
+    speeds = []
     bar = tqdm(total=2 * len(workload.batches) * (workload.repeats + 1), unit=" turns", disable=None)
     for work, run in (("prefill", _prefill), ("decode", _decode)):
         for batch in workload.batches:
@@ -104,13 +120,18 @@ def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload)
             for turn in range(workload.repeats + 1):
                 for name, model in (("dense", dense), ("packed", packed)):
                     rate = run(model, batch, workload)
-                    if turn:
+                    if turn:  # the first one warms up
                         rates[name].append(rate)
                 bar.update()
-            quotients = [mine / theirs for mine, theirs in zip(rates["packed"], rates["dense"], strict=True)]
-            found.append(Speed(work, batch, *map(quartiles, (rates["dense"], rates["packed"], quotients))))
+            speeds.append(speed_of(work, batch, rates["dense"], rates["packed"]))
     bar.close()
-    return found
+    return speeds
+
+
+def speed_of(work: str, batch: int, dense: list[float], packed: list[float]) -> Speed:
+    """Summarize the tokens per second of neighbouring turns."""
+    quotients = [packed_rate / dense_rate for packed_rate, dense_rate in zip(packed, dense, strict=True)]
+    return Speed(work, batch, quartiles(dense), quartiles(packed), quartiles(quotients))
 
 
 def report(
@@ -121,7 +142,16 @@ def report(
     speeds: list[Speed],
     engine: str = "eager",
 ) -> dict[str, Any]:
-    """Everything that was measured, for a JSON file; `workload` is a dataclass of what was."""
+    """Return all measurements as JSON.
+
+    Args:
+        packed: the packed model.
+        dense: the dense model.
+        names: names of both.
+        workload: dataclass with the sizes of the measurement.
+        speeds: its results.
+        engine: key of `ENGINES`.
+    """
     device = packed.device
     return {
         "format": 1,
@@ -140,8 +170,7 @@ def report(
 
 
 def table(measured: dict[str, Any]) -> str:
-    """The report for people: medians, and quartiles of the speed-up."""
-    packed, dense = measured["packed"], measured["dense"]
+    """Format a report as Markdown: medians, and quartiles of the speed-up."""
     lines = [
         f"{measured['device']}, {measured['threads']} threads, {measured['dtype']}, torch {measured['torch']}, "
         f"{ENGINES[measured['engine']]}; tokens per second, medians, the speed-up with its quartiles",
@@ -149,11 +178,14 @@ def table(measured: dict[str, Any]) -> str:
         "| | batch | dense | packed | packed / dense |",
         "|---|---|---|---|---|",
     ]
+    # Bytes in memory and on disk; a model of the hub's cache has none on disk.
     for kind in ("resident", "disk"):
-        mine, theirs = packed[f"{kind}_bytes"], dense[f"{kind}_bytes"]
-        cells = ["-" if size is None else f"{size / 1e6:.1f}" for size in (theirs, mine)]
-        cells.append("-" if mine is None or theirs is None else f"{mine / theirs:.3f}")
+        packed = measured["packed"][f"{kind}_bytes"]
+        dense = measured["dense"][f"{kind}_bytes"]
+        cells = ["-" if size is None else f"{size / 1e6:.1f}" for size in (dense, packed)]
+        cells.append("-" if packed is None or dense is None else f"{packed / dense:.3f}")
         lines.append(f"| MB {kind} | | {' | '.join(cells)} |")
+    # Tokens per second.
     for speed in measured["speeds"]:
         low, middle, high = speed["speedup"]
         tokens = f"{speed['dense'][1]:.4g} | {speed['packed'][1]:.4g}"
@@ -162,7 +194,7 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Tokens per second of both models, a panel for prefill and one for decode, with quartiles, as a PNG."""
+    """Draw tokens per second of both models with quartiles as a PNG, in a panel for each kind of work."""
     from matplotlib.figure import Figure  # an extra
 
     speeds = measured["speeds"]
@@ -170,14 +202,16 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.5 * len(works), 3.6), layout="constrained")
     for axes, work in zip(figure.subplots(1, len(works), squeeze=False)[0], works, strict=True):
         rows = [speed for speed in speeds if speed["work"] == work]
+        # Two bars a batch size, with quartiles.
         for offset, name in ((-0.2, "dense"), (0.2, "packed")):
             low, middle, high = zip(*(row[name] for row in rows), strict=True)
             below = [m - lo for m, lo in zip(middle, low, strict=True)]
             above = [hi - m for m, hi in zip(middle, high, strict=True)]
-            at = [place + offset for place in range(len(rows))]
-            axes.bar(at, middle, 0.4, yerr=(below, above), capsize=3, label=name)
-        for place, row in enumerate(rows):
-            axes.annotate(f"{row['speedup'][1]:.2f}x", (place + 0.2, 0), ha="center", va="bottom", color="white")
+            abscissas = [index + offset for index in range(len(rows))]
+            axes.bar(abscissas, middle, 0.4, yerr=(below, above), capsize=3, label=name)
+        # The speed-up, written into the second bar.
+        for index, row in enumerate(rows):
+            axes.annotate(f"{row['speedup'][1]:.2f}x", (index + 0.2, 0), ha="center", va="bottom", color="white")
         axes.set(title=work, xlabel="sequences at once", ylabel="tokens per second")
         axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
         axes.legend()
@@ -185,6 +219,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
 
 
 def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
+    """Return the tokens per second of reading a prompt."""
     ids = tokens_of(model, batch, workload.prompt)
     began = now(model)
     model(ids, use_cache=True, logits_to_keep=1)
@@ -192,6 +227,7 @@ def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:
 
 
 def _decode(model: PreTrainedModel, batch: int, workload: Workload) -> float:
+    """Return the tokens per second of writing after a short prompt."""
     output = model(tokens_of(model, batch, _BEFORE_DECODE), use_cache=True)
     began = now(model)
     for _ in range(workload.generated):
@@ -208,7 +244,7 @@ def tokens_of(model: PreTrainedModel, batch: int, length: int) -> Tensor:
 
 
 def now(model: PreTrainedModel) -> float:
-    """Return the time in seconds when the model's device has done all that it was given."""
+    """Wait for the model's device to finish its work, and return the time in seconds."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()
@@ -232,6 +268,6 @@ def resident(model: PreTrainedModel) -> int:
 
 
 def _on_disk(name: str) -> int | None:
-    """None for a model of the hub's cache, and for one that is not on disk as it was measured."""
+    """Return the bytes of a model's weights on disk, or None for a model of the hub's cache."""
     files = list(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     return sum(file.stat().st_size for file in files) or None

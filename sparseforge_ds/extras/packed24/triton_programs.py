@@ -1,8 +1,10 @@
-"""What one program of a Triton kernel does with packed 2:4 weights; `triton_kernel` launches them.
+"""Programs of the Triton kernels for packed 2:4 weights, which `triton_kernel` launches.
 
 They are compiled for a device and for every set of constants (tl.constexpr). AMD's GPUs and Triton's interpreter take
-the plain path, NVIDIA's inline assembly of `triton_words`. What is no constant has no type: an annotation would be
-Triton's to read, and it has none for a pointer or a tile.
+the plain path, NVIDIA's GPUs the inline assembly of `triton_words`. Other arguments have no annotation, since Triton
+reads annotations and has none for a pointer or a tile.
+
+Names: m rows of x, n outputs of the weight (`row` their 64-bit numbers), a group is four inputs, a quad four groups.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from sparseforge_ds.extras.packed24.triton_words import (
     both_halves,
     choose_pair,
     load_four_words,
-    load_places,
+    load_positions,
     load_word,
     product_of_group,
     spread_pair,
@@ -25,20 +27,23 @@ from sparseforge_ds.extras.packed24.triton_words import (
 def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     x, values, positions, m, n, rows, outputs, quads, QUADS: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Each thread takes four groups at a time: 16 bytes of values and a word of positions."""
+    """Sum (rows, outputs) of a tile, if a thread can take a quad at a time: 16 bytes of values, a word of positions."""
     dtype: tl.constexpr = values.dtype.element_ty
-    row, m, at = n.to(tl.int64)[None, :, None], m[:, None, None], tl.arange(0, QUADS)[None, None, :]
+    row = n.to(tl.int64)[None, :, None]
+    m = m[:, None, None]
+    at = tl.arange(0, QUADS)[None, None, :]
     total = tl.zeros((m.shape[0], n.shape[0], QUADS), dtype=tl.float32)
     values += 8 * (row * quads + at)
     positions += 2 * (row * quads + at)
     x += 16 * (m * quads + at)
     for q in tl.range(0, quads, QUADS, loop_unroll_factor=AHEAD):
         inside = (row < outputs) & (q + at < quads)
-        there = (m < rows) & (q + at < quads)
+        inside_x = (m < rows) & (q + at < quads)
         v0, v1, v2, v3 = load_four_words(values + 8 * q, inside, True)
         word = load_word(positions + 2 * q, inside)
-        a0, a1, a2, a3 = load_four_words(x + 16 * q, there, False)
-        b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, there, False)
+        a0, a1, a2, a3 = load_four_words(x + 16 * q, inside_x, False)
+        b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, inside_x, False)
+        # One word of values and two of inputs a group.
         total += product_of_group(v0, a0, a1, word & 15, dtype)
         total += product_of_group(v1, a2, a3, (word >> 4) & 15, dtype)
         total += product_of_group(v2, b0, b1, (word >> 8) & 15, dtype)
@@ -50,6 +55,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
 def _sum_of_groups(  # type: ignore[no-untyped-def]
     x, values, positions, m, n, rows, outputs, groups, GROUPS: tl.constexpr, EVEN: tl.constexpr
 ):
+    """Sum (rows, outputs) of a tile, for any dtype, alignment and number of groups."""
     dtype: tl.constexpr = values.dtype.element_ty
     row = n.to(tl.int64)[:, None, None]
     wanted = (n < outputs)[:, None, None]
@@ -58,18 +64,20 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
         quad = g // 4 + tl.arange(0, GROUPS // 4)[None, :, None]
         group = 4 * quad + tl.arange(0, 4)[None, None, :]
         inside = wanted & (group < groups)
-        half = load_places(positions, row, quad, wanted, groups, EVEN)
+        half = load_positions(positions, row, quad, wanted, groups, EVEN)
         at = m[:, None, None, None] * groups + group[None, :, :, :]
-        there = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
+        inside_x = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
+        # Two values a group, and the two of its four inputs that the positions name.
         if dtype == tl.float32:
             first = values + 2 * (row * groups + group)
-            low, high = tl.load(first, mask=inside, other=0.0), tl.load(first + 1, mask=inside, other=0.0)
-            x_low = tl.load(x + 4 * at + (half & 3)[None, :, :, :], mask=there, other=0.0)
-            x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=there, other=0.0)
+            low = tl.load(first, mask=inside, other=0.0)
+            high = tl.load(first + 1, mask=inside, other=0.0)
+            x_low = tl.load(x + 4 * at + (half & 3)[None, :, :, :], mask=inside_x, other=0.0)
+            x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=inside_x, other=0.0)
         else:
             pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
             low, high = both_halves(tl.load(pairs + row * groups + group, mask=inside, other=0), dtype)
-            four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=there, other=0)
+            four = tl.load(x.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=inside_x, other=0)
             x_low, x_high = both_halves(choose_pair(four, half[None, :, :, :]), dtype)
         total += low[None, :, :, :] * x_low + high[None, :, :, :] * x_high
     return tl.sum(tl.sum(total, axis=3), axis=2)
@@ -96,7 +104,8 @@ def few_rows(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
-    if HAS_EXPERTS:  # one row and its expert's weight; a row of nobody has no outputs
+    """Multiply up to `FEW_ROWS` rows, or one row of a mixture, with the packed weight of some outputs."""
+    if HAS_EXPERTS:  # one row and its expert's weight; a row without an expert has no outputs
         row = tl.program_id(1).to(tl.int64)
         expert = tl.load(experts + row).to(tl.int64)
         x += row * (4 * groups)
@@ -106,6 +115,7 @@ def few_rows(  # type: ignore[no-untyped-def]
         outputs = tl.where(expert < count, outputs, 0)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.arange(0, ROWS)
+    # The fast path needs byte selection, aligned positions and 16-bit values.
     if PRMT and EVEN and values.dtype.element_ty != tl.float32:
         result = _sum_of_whole_quads(x, values, positions, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD)
     else:
@@ -115,7 +125,7 @@ def few_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store(result, bias, y, row, wanted, n, outputs, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of a tile, (rows, outputs) in fp32, plus the bias, where they belong."""
+    """Store the sums of a tile, (rows, outputs) in fp32, plus the bias, in y's dtype."""
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     inside = wanted[:, None] & (n < outputs)[None, :]
@@ -124,15 +134,17 @@ def _store(result, bias, y, row, wanted, n, outputs, HAS_BIAS: tl.constexpr):  #
 
 @triton.jit
 def _load_four(values, positions, row, quad, wanted, groups, EVEN: tl.constexpr, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The four elements of each group of the dense weight, each (outputs, quads, 4)."""
+    """Return the four elements of each group of the dense weight, each (outputs, quads, 4)."""
     dtype: tl.constexpr = values.dtype.element_ty
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
-    half = load_places(positions, row, quad, wanted, groups, EVEN)
+    half = load_positions(positions, row, quad, wanted, groups, EVEN)
     if dtype == tl.float32:
-        low, high = half & 3, half >> 2
+        low = half & 3
+        high = half >> 2
         first = values + 2 * (row * groups + group)
-        low_value, high_value = tl.load(first, mask=inside, other=0.0), tl.load(first + 1, mask=inside, other=0.0)
+        low_value = tl.load(first, mask=inside, other=0.0)
+        high_value = tl.load(first + 1, mask=inside, other=0.0)
         w0 = tl.where(low == 0, low_value, 0.0)
         w1 = tl.where(low == 1, low_value, tl.where(high == 1, high_value, 0.0))
         w2 = tl.where(low == 2, low_value, tl.where(high == 2, high_value, 0.0))
@@ -158,7 +170,7 @@ def many_rows(  # type: ignore[no-untyped-def]
     rows,
     outputs,
     groups,
-    each,
+    split_groups,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -167,9 +179,10 @@ def many_rows(  # type: ignore[no-untyped-def]
     PRMT: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
+    """Multiply a tile of rows with an unpacked tile of the weight on the tensor cores, over one part of the inputs."""
     first = tl.program_id(0) * ROWS
-    begin = tl.program_id(2) * each
-    end = tl.minimum(begin + each, groups)
+    begin = tl.program_id(2) * split_groups
+    end = tl.minimum(begin + split_groups, groups)
     y += tl.program_id(2).to(tl.int64) * rows * outputs
     if HAS_EXPERTS:  # one run of rows and their expert's weight
         run = runs + tl.program_id(0) * 3
@@ -188,6 +201,7 @@ def many_rows(  # type: ignore[no-untyped-def]
         w0, w1, w2, w3 = _load_four(
             values, positions, n.to(tl.int64)[:, None, None], quad, (n < outputs)[:, None, None], groups, EVEN, PRMT
         )
+        # Interleave the four elements of the groups.
         weight = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (OUTPUTS, 4 * GROUPS))
         k = 4 * g + tl.arange(0, 4 * GROUPS)
         inside = (m < rows)[:, None] & (k < 4 * groups)[None, :]
@@ -198,7 +212,7 @@ def many_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_parts(parts, bias, y, splits, count, outputs, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sum what the programs of `many_rows` wrote, always in the same order."""
+    """Add up the parts that `many_rows` has written, always in the same order, plus the bias."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros((SIZE,), dtype=tl.float32)
     for split in range(splits):
@@ -219,12 +233,14 @@ def unpack(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    """Write a tile of the dense weight."""
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = n.to(tl.int64)[:, None, None]
     wanted = (n < outputs)[:, None, None]
     quad = tl.program_id(1) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)[None, :, None]
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
+    # Four numbers of 32 bits a group, or one word of 64 bits.
     if values.dtype.element_ty == tl.float32:
         w0, w1, w2, w3 = _load_four(values, positions, row, quad, wanted, groups, EVEN, False)
         to = dense + 4 * (row * groups + group)
@@ -233,7 +249,7 @@ def unpack(  # type: ignore[no-untyped-def]
         tl.store(to + 2, w2, mask=inside)
         tl.store(to + 3, w3, mask=inside)
     else:
-        half = load_places(positions, row, quad, wanted, groups, EVEN)
+        half = load_positions(positions, row, quad, wanted, groups, EVEN)
         pairs = values.to(tl.pointer_type(tl.int32), bitcast=True)
         pair = tl.load(pairs + row * groups + group, mask=inside, other=0)
         to = dense.to(tl.pointer_type(tl.int64), bitcast=True) + row * groups + group

@@ -1,7 +1,7 @@
-"""Words of packed weights and of x in Triton: how they are loaded, and what is in them.
+"""Words of packed weights and of x in Triton: loads, and conversions of their content.
 
-Inline assembly is NVIDIA's; who calls it knows by a constant that there is such a GPU. Triton's values have no types
-that a checker knows, here and in `triton_programs`.
+Inline assembly is for NVIDIA's GPUs; a constant tells the caller that there is one. Triton's values have no types that
+a checker knows, here and in `triton_programs`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_places(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of rows and quads of groups (.., 1, 1) and (1, quads, 1) the half bytes with the positions, (.., quads, 4)."""
+def load_positions(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load the half bytes with the positions of groups, (.., quads, 4), for rows (.., 1, 1) and quads (1, quads, 1)."""
     if EVEN:
-        quads = tl.multiple_of(groups // 4, EVEN)  # so that Triton sees which loads may be wide and asynchronous
+        quads = tl.multiple_of(groups // 4, EVEN)  # tells Triton which loads may be wide and asynchronous
         words = positions.to(tl.pointer_type(tl.int16), bitcast=True)
         word = tl.load(words + row * quads + quad, mask=wanted & (quad < quads), other=0).to(tl.int32)
     else:
@@ -27,8 +27,10 @@ def load_places(positions, row, quad, wanted, groups, EVEN: tl.constexpr):  # ty
 
 @triton.jit
 def load_four_words(address, inside, ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """16 bytes: written out, as Triton would have the threads exchange what each has loaded. What nobody else needs
-    (`ONCE`) is not kept in the first cache."""
+    """Load 16 bytes, and with `ONCE` do not keep them in the first cache.
+
+    Written in assembly, since Triton would make the threads exchange loaded words.
+    """
     HINT: tl.constexpr = ".L1::no_allocate" if ONCE else ""
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
@@ -43,7 +45,7 @@ def load_four_words(address, inside, ONCE: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def load_word(address, inside):  # type: ignore[no-untyped-def]
-    """Two bytes of which nobody else needs any."""
+    """Load two bytes that are used once."""
     return tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.L1::no_allocate.u16 $0, [$1]; }",
         "=r,l,r",
@@ -56,17 +58,18 @@ def load_word(address, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def both_halves(pair, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Two 16-bit numbers of a word in fp32."""
-    if dtype == tl.bfloat16:  # it is the upper half of fp32
+    """Return the two 16-bit numbers of a word in fp32."""
+    if dtype == tl.bfloat16:  # bf16 is the upper half of fp32
         return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
-        low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+        low = pair.to(tl.int16)
+        high = (pair >> 16).to(tl.int16)
         return low.to(dtype, bitcast=True).to(tl.float32), high.to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def product_of_group(pair, x01, x23, half, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of two kept values with the two of four inputs that are theirs, which one instruction picks."""
+    """Multiply two kept values with their two of four inputs, which one instruction picks, and add."""
     select = ((half | half << 6) & 0x0303) * 0x22 + 0x1010
     chosen = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x01, x23, select], dtype=tl.int32, is_pure=True, pack=1
@@ -78,15 +81,16 @@ def product_of_group(pair, x01, x23, half, dtype: tl.constexpr):  # type: ignore
 
 @triton.jit
 def choose_pair(four, half):  # type: ignore[no-untyped-def]
-    """Of four 16-bit inputs in a word of 64 the two that are kept, in one of 32."""
+    """Pick the two kept of four 16-bit inputs in a 64-bit word, into a 32-bit word."""
     low = (four >> (half % 4 * 16).to(tl.int64)).to(tl.int32) & 0xFFFF
     return low | (four >> (half // 4 * 16).to(tl.int64)).to(tl.int32) << 16
 
 
 @triton.jit
 def spread_pair(pair, half, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of two kept 16-bit values in a word of 32 all four with zeros, in one of 64."""
-    low, high = half % 4, half // 4
+    """Spread two kept 16-bit values of a 32-bit word over a 64-bit word, with zeros between."""
+    low = half % 4
+    high = half // 4
     if PRMT:
         select = 0x44444444 ^ (0x54 << (8 * low)) ^ (0x76 << (8 * high))
         return tl.inline_asm_elementwise(
@@ -99,5 +103,6 @@ def spread_pair(pair, half, PRMT: tl.constexpr):  # type: ignore[no-untyped-def]
             pack=1,
         )
     else:
-        first, second = (pair & 0xFFFF).to(tl.int64), ((pair >> 16) & 0xFFFF).to(tl.int64)
+        first = (pair & 0xFFFF).to(tl.int64)
+        second = ((pair >> 16) & 0xFFFF).to(tl.int64)
         return (first << (16 * low).to(tl.int64)) | (second << (16 * high).to(tl.int64))

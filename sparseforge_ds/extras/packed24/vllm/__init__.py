@@ -1,11 +1,11 @@
-"""The vLLM plugin: with it installed, `vllm serve` takes a packed24 folder and keeps its weights packed.
+"""Plugin of vLLM, with which `vllm serve` takes a packed24 folder and keeps its weights packed.
 
 vLLM finds `register` by the entry point group `vllm.general_plugins` of pyproject.toml, in each of its processes.
 """
 
 
 def register() -> None:
-    """Make vLLM know the packed24 format; a second call does nothing."""
+    """Register the packed24 format with vLLM; a second call does nothing."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     from sparseforge_ds.extras.packed24.vllm.packed24 import Packed24VLLMConfig

@@ -22,14 +22,15 @@ from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_wh
 from sparseforge_ds.mask.packing import POSITIONS
 
 _EMPTY_GROUPS = 0x44
-"""A byte of positions whose two groups hold their first two elements."""
+"""Byte of positions whose two groups hold their first two elements."""
 
 
-class Packed24Experts(FusedMoEMethodBase):
-    """Fused experts that stay packed: `w13_weight`, gate and up, and `w2_weight`, down, hold the values of all experts
-    of a rank, (experts, out, in/2), and each with `_positions` behind its name where they belong.
+class Packed24ExpertsMethod(FusedMoEMethodBase):
+    """Fused experts that stay packed.
 
-    Tensor and expert parallelism, shared experts and sums over ranks are vLLM's own, around `apply`.
+    `w13_weight` (gate and up) and `w2_weight` (down) hold the values of all experts of a rank, (experts, out, in/2);
+    `w13_weight_positions` and `w2_weight_positions` hold their positions. Tensor and expert parallelism, shared experts
+    and sums over ranks are vLLM's own, around `apply`.
     """
 
     def __init__(self, moe: Any, prefix: str) -> None:
@@ -54,7 +55,7 @@ class Packed24Experts(FusedMoEMethodBase):
         ):
             parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
                 f"{name}_weight": ((num_experts, outputs, inputs // 2), params_dtype, 0),
-                # vLLM may pad, and loads nothing there
+                # vLLM may pad, and loads nothing into the padding.
                 f"{name}_weight{POSITIONS}": ((num_experts, outputs, -(-inputs // 8)), torch.uint8, _EMPTY_GROUPS),
             }
             if self.moe.has_bias:
@@ -72,10 +73,11 @@ class Packed24Experts(FusedMoEMethodBase):
 
     @override
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Refuse damaged positions once, an expert at a time."""
+        """Raise ValueError for damaged positions, an expert at a time."""
         for name in ("w13_weight", "w2_weight"):
-            for of_one in zip(getattr(layer, name).data, getattr(layer, name + POSITIONS).data, strict=True):
-                require_sound(f"{self.prefix}.{name}", *of_one)
+            experts = zip(getattr(layer, name).data, getattr(layer, name + POSITIONS).data, strict=True)
+            for values, positions in experts:
+                require_sound(f"{self.prefix}.{name}", values, positions)
 
     @override
     def apply(
@@ -87,15 +89,19 @@ class Packed24Experts(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """(tokens, hidden), the shares and experts of each token (tokens, k) -> (tokens, hidden). vLLM itself computes
-        shared experts, since this method has no kernel that could overlap them."""
+        """Return the experts' outputs (tokens, hidden), for the weights and experts of each token, (tokens, k).
+
+        vLLM computes shared experts, since this method has no kernel that could overlap them.
+        """
+        # Sort the rows by expert; experts of other ranks get weight 0 and have no rows here.
         chosen = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         experts, order, ends = sort_by_expert(chosen, len(layer.w2_weight))
         rows = x[order // topk_ids.shape[1]]
-        shares = topk_weights.masked_fill(chosen < 0, 0)  # those of another rank, which have no rows here
+        shares = topk_weights.masked_fill(chosen < 0, 0)
         if layer.apply_router_weight_on_input:
             rows = (rows * shares.reshape(-1)[order, None]).to(x.dtype)
             shares = (chosen >= 0).to(shares.dtype)
+        # Gate and up, activation, down.
         up = self._product(layer, "w13", rows, experts, ends)
         inner = up.new_empty(up.shape[0], up.shape[1] // 2 if layer.activation.is_gated else up.shape[1])
         settings = ApplyMoEActivationConfig.from_configs(self.moe, self.moe_quant_config)
@@ -103,7 +109,7 @@ class Packed24Experts(FusedMoEMethodBase):
         return add_choices(self._product(layer, "w2", inner, experts, ends), order, shares).to(x.dtype)
 
     def _product(self, layer: Any, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""
+        """Multiply rows (rows, in) with the weights of their sorted `experts` (rows,), and return (rows, out)."""
         values = getattr(layer, f"{name}_weight")
         y: Tensor = experts24(x, values, getattr(layer, f"{name}_weight{POSITIONS}"), ends)
         return y + getattr(layer, f"{name}_bias")[experts.clamp(max=len(values) - 1)] if self.moe.has_bias else y

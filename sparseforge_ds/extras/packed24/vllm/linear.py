@@ -1,4 +1,4 @@
-"""A linear layer of vLLM whose weight stays packed, fused ones like qkv and gate-up included."""
+"""Linear layer of vLLM whose weight stays packed, including fused ones like qkv and gate-up."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.mask.packing import POSITIONS, unpack24
 
 _ROWS = 1024
-"""Of a weight, looked at together."""
+"""Rows of a weight that are checked at once."""
 
 
 @register_weight_loader_v2_supported_method
@@ -25,7 +25,7 @@ class Packed24LinearMethod(LinearMethodBase):
 
     Args:
         prefix: name of the layer, for messages.
-        transposed: the files hold the input axis first; vLLM turns values around, and positions are turned here.
+        transposed: True if the files hold the input axis first; vLLM transposes values, and this class positions.
     """
 
     def __init__(self, prefix: str, transposed: bool) -> None:
@@ -44,10 +44,12 @@ class Packed24LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         require_whole_bytes(self.prefix, input_size_per_partition, input_size)
-        outputs, load = sum(output_partition_sizes), extra_weight_attrs.pop("weight_loader")
+        outputs = sum(output_partition_sizes)
+        load = extra_weight_attrs.pop("weight_loader")
+        # Values, and positions, a byte for eight inputs.
         for name, columns, factor, dtype, loader in (
             ("weight", input_size_per_partition // 2, 2, params_dtype, load),
-            (f"weight{POSITIONS}", -(-input_size_per_partition // 8), 8, torch.uint8, self._turning(load)),
+            (f"weight{POSITIONS}", -(-input_size_per_partition // 8), 8, torch.uint8, self._transposing(load)),
         ):
             parameter = PackedvLLMParameter(
                 data=torch.empty(outputs, columns, dtype=dtype),
@@ -62,7 +64,7 @@ class Packed24LinearMethod(LinearMethodBase):
 
     @override
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Refuse damaged positions once, some rows at a time, as no product looks for them."""
+        """Raise ValueError for damaged positions, which products do not check."""
         require_sound(self.prefix, layer.weight.data, layer.weight_positions.data)
 
     @override
@@ -70,14 +72,15 @@ class Packed24LinearMethod(LinearMethodBase):
         product: Tensor = linear24(x, layer.weight, layer.weight_positions, bias)
         return product
 
-    def _turning(self, load: Callable[..., None]) -> Callable[..., None]:
+    def _transposing(self, load: Callable[..., None]) -> Callable[..., None]:
+        """Return a loader that transposes, if the files hold the input axis first."""
         if not self.transposed:
             return load
         return lambda parameter, loaded, *more: load(parameter, loaded.t(), *more)
 
 
 def require_sound(name: str, values: Tensor, positions: Tensor) -> None:
-    """Of a packed weight (out, in/2): the positions name two places of each group, some rows looked at together."""
+    """Raise ValueError unless the positions of a packed weight (out, in/2) name two elements of each group."""
     try:
         for rows in zip(values.split(_ROWS), positions.split(_ROWS), strict=True):
             unpack24(*rows)
@@ -85,10 +88,10 @@ def require_sound(name: str, values: Tensor, positions: Tensor) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def require_whole_bytes(prefix: str, here: int, whole: int) -> None:
-    """A byte of positions belongs to eight inputs: a rank cannot hold half of one."""
-    if here != whole and here % 8:
+def require_whole_bytes(prefix: str, rank_inputs: int, inputs: int) -> None:
+    """Raise ValueError if tensor parallelism would divide a byte of positions, which belongs to eight inputs."""
+    if rank_inputs != inputs and rank_inputs % 8:
         raise ValueError(
-            f"{prefix}: its {whole} inputs, divided among tensor-parallel ranks, are {here} each, which is no multiple "
-            "of 8, as packed24 needs; use fewer ranks, or serve the hf export"
+            f"{prefix}: its {inputs} inputs, divided among tensor-parallel ranks, are {rank_inputs} each, but packed24 "
+            "needs a multiple of 8; use fewer ranks, or serve the hf export"
         )

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from sparseforge_ds.extras.packed24.vllm.experts import Packed24Experts
+from sparseforge_ds.extras.packed24.vllm.experts import Packed24ExpertsMethod
 from sparseforge_ds.extras.packed24.vllm.linear import Packed24LinearMethod
 from sparseforge_ds.mask.packed_values import require_grid
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
@@ -113,7 +113,7 @@ class Packed24VLLMConfig(QuantizationConfig):
             experts = prefix[: prefix.rindex("experts") + len("experts")]
             if not any(name.startswith(f"{experts}.") for name in self.transposed):
                 return None
-            return Packed24Experts(layer.moe_config, prefix)
+            return Packed24ExpertsMethod(layer.moe_config, prefix)
         if not isinstance(layer, LinearBase):
             return None
         parent, _, leaf = prefix.rpartition(".")

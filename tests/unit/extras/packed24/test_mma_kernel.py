@@ -147,7 +147,7 @@ def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper())
-    monkeypatch.setattr(mma_kernel, "most_shared_memory", gone)
+    monkeypatch.setattr(mma_kernel, "shared_memory_limit", gone)
     mma_kernel._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         for rows in (1, 9):

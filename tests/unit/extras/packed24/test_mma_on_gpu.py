@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24 import mma_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Plan, Tiling, mma24, ranked
+from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, ProductPlan, Tiling, mma24, ranked
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.mask.packing import pack24
 from tests.tiny_models import tiny_llama, token_batch
@@ -54,7 +54,7 @@ def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
 def test_every_kind_of_tiling() -> None:
     """Of those that the rule knows, and not of those alone that it takes here."""
     properties = torch.cuda.get_device_properties(0)
-    memory = mma_kernel.most_shared_memory(0)
+    memory = mma_kernel.shared_memory_limit(0)
     sizes = ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (24, 1000, 4160), (32, 264, 2048))
     for rows, outputs, inputs in sizes:
         x, values, positions, bias = given = on_gpu(rows, outputs, inputs, torch.bfloat16)
@@ -63,14 +63,14 @@ def test_every_kind_of_tiling() -> None:
             kinds.setdefault((tiling.parts > 1, tiling.WO), tiling)
         for tiling in kinds.values():
             y = x.new_full((rows, outputs), torch.nan)
-            Plan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
+            ProductPlan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
             assert right(y, given), tiling
 
 
 def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
     tiling, plans = Tiling(1, 8, 1, 1, 4, 4, 1), []
     for inputs in (4096, 1024):
-        plans.append((Plan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
+        plans.append((ProductPlan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
     for plan, given in (*plans, *plans):
         y = given[0].new_empty(2, 64)
         plan(*given, y)

@@ -74,7 +74,7 @@ def test_it_builds_ahead_of_time(
         types = {"x": name, "values": name, "positions": "*u8", "bias": name, "y": name}
         types["y"] = "*fp32" if tile.splits > 1 else name
         types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
-        types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("each",))), "i32")
+        types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("split_groups",))), "i32")
         built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
             text = built.asm["ptx"]
