@@ -72,7 +72,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     Raises:
         ValueError: a model cannot be loaded, the first is not packed, or their sizes differ.
     """
-    packed = load_model(name, dtype, adapter_of(name, NO_ADAPTER))
+    packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
     if not any(map(is_packed, packed.modules())):
         raise ValueError(
             f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
