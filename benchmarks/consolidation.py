@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How fast a sharded checkpoint becomes a model, and in how much memory: against a plain copy of the same files.
+"""Time and memory of consolidating a sharded checkpoint, against a plain copy of the same files.
 
 python benchmarks/consolidation.py /scratch/consolidation                 # about 3 GB of Qwen3-1.7B layers
 python benchmarks/consolidation.py /scratch/consolidation --cold --json consolidation.json
 python benchmarks/consolidation.py /scratch/consolidation --layers 8      # about 10 GB
 
-The checkpoint is generated (random numbers in DeepSpeed's ZeRO-3 files) unless FOLDER has it from before. Variants
-take turns, so that whatever else the machine does meets all of them; ratios are of medians. Every one is a process of
-its own; the start of Python and its imports do not count. What is written is synced to disk by all.
+The checkpoint is generated (random numbers in DeepSpeed's ZeRO-3 files) unless FOLDER has it already. Variants take
+turns, so that other load on the machine affects all of them; ratios are of medians. Each variant is a process of its
+own; the start of Python and its imports do not count. All variants sync their output to disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK = 1 << 20
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see the module's docstring."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description="Consolidation against a plain copy of the checkpoint's files")
     parser.add_argument("folder", type=Path, help="scratch folder, with room for twice the checkpoint")
     parser.add_argument("--hidden", type=int, default=2048, help="hidden size; the rest follows Qwen3-1.7B")
@@ -54,11 +54,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Generate, let all take turns, print the table."""
+    """Generate the checkpoint, run all variants in turns, and print the table."""
     arguments = parse_arguments()
     if arguments.turn:
         print(json.dumps(take_turn(*arguments.turn)))
         return 0
+    # The checkpoint, and a model to verify.
     run = generate(arguments)
     checkpoint = next((run / "checkpoints").glob("step_*"))
     sizes = {"checkpoint": folder_bytes(checkpoint)}
@@ -69,6 +70,7 @@ def main() -> int:
     if not model.exists():
         one_turn("consolidate", run, model, 1)
     sizes["model"] = folder_bytes(model)
+    # All variants in turns, with the files in the page cache or out of it.
     for _ in range(arguments.repeats):
         for kind, workers in variants:
             source = {"copy": checkpoint, "consolidate": run, "read": model, "verify": model}[kind]
@@ -87,11 +89,12 @@ def main() -> int:
 
 
 def generate(arguments: argparse.Namespace) -> Path:
-    """The run to consolidate, from before if FOLDER has one of the same shape."""
+    """Return the run to consolidate, and generate it unless FOLDER has one of the same shape."""
     from transformers import Qwen3Config
 
     from benchmarks.sharded_checkpoint import write_run
 
+    # Shapes like those of Qwen3-1.7B.
     config = Qwen3Config(
         vocab_size=arguments.vocabulary,
         hidden_size=arguments.hidden,
@@ -105,6 +108,7 @@ def generate(arguments: argparse.Namespace) -> Path:
     )
     name = f"run_{arguments.hidden}_{arguments.layers}_{arguments.vocabulary}_{arguments.ranks}"
     run: Path = arguments.folder / name
+    # A run appears under its name when it is complete.
     if not run.exists():
         print(f"generating {run}", file=sys.stderr)
         unfinished = arguments.folder / f"{name}.tmp"
@@ -117,7 +121,7 @@ def generate(arguments: argparse.Namespace) -> Path:
 
 
 def one_turn(kind: str, source: Path, out: Path, workers: int) -> dict[str, float]:
-    """`take_turn` in a process of its own."""
+    """Run `take_turn` in a process of its own."""
     command = [sys.executable, __file__, str(out.parent), "--turn", kind, str(source), str(out), str(workers)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
@@ -127,7 +131,7 @@ def one_turn(kind: str, source: Path, out: Path, workers: int) -> dict[str, floa
 
 
 def variant(kind: str, source: Path, out: Path, workers: int) -> Callable[[], object]:
-    """What is timed; its imports are not."""
+    """Return the function to time, after its imports."""
     if kind == "copy":
         return partial(copy, source, out)
     if kind == "read":
@@ -143,20 +147,22 @@ def variant(kind: str, source: Path, out: Path, workers: int) -> Callable[[], ob
 
 
 def read_folder(folder: Path) -> None:
-    """Every byte of it."""
+    """Read every byte of a folder."""
     for file in folder.rglob("*"):
         if file.is_file():
             read_file(file)
 
 
 def take_turn(kind: str, source: str, out: str, workers: str) -> dict[str, float]:
-    """Seconds, and memory in bytes: peak of the process, of its own memory alone, and what it had before."""
+    """Run one variant, and return its seconds and memory in bytes: before, peak, and peak without mapped files."""
     work = variant(kind, Path(source), Path(out), int(workers))
     before = memory("VmHWM")
-    own, done = [memory("RssAnon")], threading.Event()
+    own = [memory("RssAnon")]
+    done = threading.Event()
     watcher = threading.Thread(target=watch, args=(own, done))
     watcher.start()
-    begun, processor = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
+    processor = time.process_time()
     work()
     seconds = time.perf_counter() - begun
     done.set()
@@ -177,12 +183,12 @@ def watch(own: list[int], done: threading.Event) -> None:
 
 
 def memory(key: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line of /proc/self/status, in bytes."""
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
 
 
 def copy(source: Path, out: Path) -> None:
-    """What `cp -r` and a sync of each file do."""
+    """Copy a folder and sync each file."""
     out.mkdir()
     for file in sorted(source.iterdir()):
         shutil.copyfile(file, out / file.name)
@@ -206,15 +212,15 @@ def drop(path: Path) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in it."""
+    """Return the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def summary(turns: dict[tuple[str, int], list[dict[str, float]]], sizes: dict[str, int], cold: bool) -> dict[str, Any]:
-    """Medians, and their ratios to the copy or to the reading."""
+    """Summarize the turns as medians, and their ratios to the copy or to reading."""
     rows = []
-    seconds = {who: median(turn["seconds"] for turn in held) for who, held in turns.items()}
-    for (kind, workers), held in turns.items():
+    seconds = {key: median(turn["seconds"] for turn in repeats) for key, repeats in turns.items()}
+    for (kind, workers), repeats in turns.items():
         bytes_read = sizes["checkpoint" if kind in ("copy", "consolidate") else "model"]
         base = seconds["copy" if kind in ("copy", "consolidate") else "read", 1]
         goal = {"consolidate": GOAL_COPY, "verify": GOAL_READ}.get(kind)
@@ -224,22 +230,22 @@ def summary(turns: dict[tuple[str, int], list[dict[str, float]]], sizes: dict[st
                 "what": kind,
                 "workers": workers,
                 "seconds": seconds[kind, workers],
-                "all_seconds": [turn["seconds"] for turn in held],
+                "all_seconds": [turn["seconds"] for turn in repeats],
                 "mb_per_second": bytes_read / seconds[kind, workers] / 1e6,
                 "ratio": ratio,
-                "processor": median(turn["processor"] for turn in held),
+                "processor": median(turn["processor"] for turn in repeats),
                 "goal": goal,
                 "met": None if goal is None else ratio <= goal,
-                "before": max(turn["before"] for turn in held),
-                "peak": max(turn["peak"] for turn in held),
-                "own": max(turn["own"] for turn in held),
+                "before": max(turn["before"] for turn in repeats),
+                "peak": max(turn["peak"] for turn in repeats),
+                "own": max(turn["own"] for turn in repeats),
             }
         )
     return {"page_cache": "cold" if cold else "warm", "bytes": sizes, "rows": rows}
 
 
 def print_table(report: dict[str, Any]) -> None:
-    """For people."""
+    """Print the report as a table."""
     sizes = report["bytes"]
     print(
         f"checkpoint {sizes['checkpoint'] / 1e9:.2f} GB, model {sizes['model'] / 1e9:.2f} GB, "

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Which estimate of the curvature is worth its cost: each against a near-exact diagonal, and as a one-shot mask.
+"""Quality and cost of curvature estimates, against a near-exact diagonal and as one-shot masks.
 
 python benchmarks/curvature.py FOLDER --model stories260K --text train.jsonl --heldout heldout.jsonl
 
 The reference is Hutchinson's estimate at the weights by exact Hessian-vector products, of as many probes as
 --reference_probes says, in two halves whose agreement is its reliability. Every estimate is averaged over refreshes of
 one probe, each on another batch, and judged after 1 and after more of them, by its elements, shrunk to the product of
-its row and column sums, and by that product. FOLDER gets curvature.json and curvature.md; what was measured is kept in
-it, and the same command goes on where it was stopped.
+its row and column sums, and by that product. FOLDER gets curvature.json and curvature.md. It keeps all measurements,
+and the same command continues an interrupted benchmark.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAVE_EVERY = 20
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see the module's docstring."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description="Estimates of the curvature against a near-exact one")
     parser.add_argument("folder", type=Path, help="takes the results; goes on where an earlier call stopped")
     parser.add_argument("--model", required=True, help="folder or hub id of a small model; all of it is held in fp32")
@@ -120,7 +120,8 @@ def windows(text: str, arguments: argparse.Namespace, count: int) -> Tensor:
         ValueError: there is too little text.
     """
     tokenizer = load_tokenizer(arguments.model)
-    needed, ids = count * arguments.seq, []
+    needed = count * arguments.seq
+    ids = []
     for document in read_documents(text):
         ids += encode([document], tokenizer)[0]
         if len(ids) >= needed:
@@ -173,7 +174,8 @@ def measure(
         engines.clear()  # one at a time
         engines[dtype] = OneRank(load_model(arguments.model, dtype), dtype, arguments.batch)
     engine = engines[dtype]
-    last, counts = arguments.refreshes, {1, 8, arguments.refreshes}
+    last = arguments.refreshes
+    counts = {1, 8, last}
     if isinstance(estimate, Exact):
         turns = rounds(judge.weights, estimate.restricted_to)
         last = -(-last // turns) * turns
@@ -209,7 +211,7 @@ def measure(
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """What is in the report for people."""
+    """Format the report as Markdown."""
     known = report["reference"]
     lines = [
         f"Dense: perplexity {report['dense_perplexity']:.3f}. Reference: {known['probes']} exact probes of the "
@@ -235,7 +237,7 @@ def _numbers(row: dict[str, Any]) -> str:
 
 
 def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What results depend on."""
+    """Return the settings that results depend on."""
     return {name: value for name, value in vars(arguments).items() if name not in ("folder", "only")}
 
 

@@ -93,7 +93,7 @@ class OneRank:
         self.forge = sf.SparseForge(self.engine, self.config)
 
     def samples(self, estimate: Own, batches: list[Tensor]) -> Iterator[tuple[Diagonal, float]]:
-        """One refresh after the other, each on the next batch, and its seconds."""
+        """Yield samples of one refresh after the other, each on the next batch, with their seconds."""
         curvature: dict[str, Any] = {"first_probes": 1, **estimate.curvature}
         if estimate.importance == "fisher":
             curvature["factored"] = False  # its elements are judged; the judge forms their sums
@@ -158,7 +158,7 @@ def exact_samples(
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[tuple[Diagonal, float]]:
-    """One probe after the other from number `first` on, each on the next batch, and its seconds."""
+    """Yield exact samples from probe number `first` on, each on the next batch, with their seconds."""
     parameters = [model.get_parameter(weight.name) for weight in weights]
     parts, count = _parts(weights, restricted_to)
     probe = first
@@ -170,8 +170,8 @@ def exact_samples(
             sign = rademacher(counter_key(seed, 0, probe, weight.name), 0, weight.numel, parameter.device)
             if restricted_to == "member":
                 index = torch.arange(weight.numel, device=parameter.device)
-                place = index if weight.input_axis % 2 else index // weight.shape[1]
-                sign *= place % 4 == probe % count
+                position = index if weight.input_axis % 2 else index // weight.shape[1]
+                sign *= position % 4 == probe % count
             vectors.append(sign.view_as(parameter) * (restricted_to == "member" or part == probe % count))
         with sdpa_kernel(SDPBackend.MATH):
             loss = model(input_ids=batch_BS, labels=batch_BS).loss
@@ -191,7 +191,7 @@ def rounds(weights: list[PrunableWeight], restricted_to: str) -> int:
 
 
 def seconds() -> float:
-    """A clock: of this process's work on a CPU, where other programs are not to count, else of the wall."""
+    """Return the time: on a CPU that of this process's work, on a GPU that of the wall clock after its work."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return time.process_time()

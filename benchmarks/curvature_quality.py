@@ -1,4 +1,4 @@
-"""How good an estimate of the curvature is: ranks inside groups, the survivors it names, and the loss with them.
+"""Quality of a curvature estimate: ranks inside groups, survivors, and the perplexity with them.
 
 Legend of shape suffixes: G groups, M members.
 """
@@ -27,7 +27,7 @@ DAMPING = 1e-4
 
 
 def factored(estimate: Diagonal, weights: list[PrunableWeight]) -> Diagonal:
-    """The product of row and column sums of every weight, as scores take it with `curvature.factored`."""
+    """Return the product of row and column sums of every weight, as scores take it with `curvature.factored`."""
     result = {}
     for weight in weights:
         rows, columns = weight.shape
@@ -48,7 +48,8 @@ def shrunk(estimate: Diagonal, weights: list[PrunableWeight]) -> Diagonal:
     result = {}
     for name, product in factored(estimate, weights).items():
         rest = estimate[name] - product
-        signal, noise = product.square().mean(), rest.square().mean()
+        signal = product.square().mean()
+        noise = rest.square().mean()
         result[name] = product + rest * (signal / (signal + noise).clamp(min=torch.finfo(torch.float32).tiny))
     return result
 
@@ -62,7 +63,7 @@ class Quality:
     same_survivors: float
     """Share of the survivors of a group that the reference names too."""
     perplexity: float
-    """Of the model with the survivors alone, on held-out windows; nothing is retrained."""
+    """Perplexity of the model with only the survivors on held-out windows, without retraining."""
 
 
 class Judge:
@@ -78,20 +79,22 @@ class Judge:
 
     def judge(self, estimate: Diagonal) -> Quality:
         """Compare with `reference`, and prune by it."""
-        mine, theirs = (self.survivors(diagonal) for diagonal in (estimate, self.reference))
-        same = [(mine[name] & theirs[name]).sum().item() for name in mine]
-        kept = sum(mask.sum().item() for mask in theirs.values())
+        estimated = self.survivors(estimate)
+        exact = self.survivors(self.reference)
+        same = [(estimated[name] & exact[name]).sum().item() for name in estimated]
+        kept = sum(mask.sum().item() for mask in exact.values())
         return Quality(
             correlation=rank_correlation(self.groups(estimate), self.groups(self.reference)),
             same_survivors=sum(same) / kept,
-            perplexity=self.perplexity(mine),
+            perplexity=self.perplexity(estimated),
         )
 
     def survivors(self, estimate: Diagonal) -> dict[str, Tensor]:
         """(numel,) bool by weight name: the best of every group by (max(H, 0) + eps) W^2."""
         result = {}
         for weight in self.weights:
-            dense, curvature = self.dense[weight.name].view(-1), estimate[weight.name]
+            dense = self.dense[weight.name].view(-1)
+            curvature = estimate[weight.name]
             scaling = scalings(score_moments(dense, curvature)[None], DAMPING)[0]
             score_GM = self._groups(weight, standardized_score(dense, curvature, scaling))
             chosen = PATTERN.from_groups(top_n(score_GM, PATTERN.kept), weight.shape, weight.input_axis)
@@ -107,7 +110,7 @@ class Judge:
 
     @torch.no_grad()
     def perplexity(self, survivors: dict[str, Tensor] | None = None) -> float:
-        """Of the held-out windows; of the dense model when nothing is said."""
+        """Return the perplexity on the held-out windows with the given survivors; None: of the dense model."""
         for name, mask in (survivors or {}).items():
             self.model.get_parameter(name).copy_(self.dense[name] * mask.view_as(self.dense[name]))
         losses = [
@@ -120,8 +123,9 @@ class Judge:
 
 
 def rank_correlation(left: list[Tensor], right: list[Tensor]) -> float:
-    """Mean over the groups of all matrices of Spearman's correlation; both are lists of (G, M)."""
-    total, groups = 0.0, 0
+    """Return Spearman's correlation, averaged over the groups (G, M) of all matrices."""
+    total = 0.0
+    groups = 0
     for mine_GM, theirs_GM in zip(left, right, strict=True):
         distance_G = (rank_in_group(mine_GM).int() - rank_in_group(theirs_GM).int()).square().sum(1)
         members = mine_GM.shape[1]

@@ -1,4 +1,4 @@
-"""What a step costs on a GPU, counted without one: kernels, bytes, memory, collectives and waits of every phase.
+"""Cost of a step on a GPU, counted without one: kernels, bytes, memory, collectives and waits of every phase.
 
     python benchmarks/device_cost.py                                          # Qwen3-14B on 16 ranks of ZeRO-3
     python benchmarks/device_cost.py --model deepseek-ai/deepseek-moe-16b-base
@@ -92,7 +92,7 @@ HEAD: tuple[str, ...] = (
 
 
 def table(phases: dict[str, Cost], weights: int, bandwidth: float, launch: float) -> str:
-    """One line a phase, then the kinds of collectives, and the places where the host waits."""
+    """Format a line for each phase, then the kinds of collectives, and the code lines where the host waits."""
     rows = [HEAD]
     for name, cost in phases.items():
         moved = cost.read + cost.written

@@ -24,7 +24,7 @@ BLOCK: dict[str, Any] = {"max_steps": 10, "method": {"update_every": 2, "hardeni
 
 @dataclass(frozen=True)
 class Setting:
-    """What is counted."""
+    """Settings of a count."""
 
     model: str
     rank: Rank
@@ -60,7 +60,7 @@ def _steps(
     phases: dict[str, Cost] = {}
 
     def train() -> Cost:
-        """The passes of a step; where an update follows it, with what listens to them."""
+        """Run the passes of a step, and measure the curvature in them if an update follows."""
         with counter.phase() as cost:
             engine.backward(model(input_ids=ids).logits.sum())
         return cost
@@ -126,9 +126,9 @@ class _OnlyHead(nn.Module):
         self.head.requires_grad_(False)
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head."""
+        """Return the head."""
         return self.head
 
     def forward(self, hidden: Tensor, use_cache: bool) -> Any:
-        """What transformers' models return."""
+        """Return logits as transformers' models do."""
         return SimpleNamespace(logits=self.head(hidden))

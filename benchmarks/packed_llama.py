@@ -17,7 +17,7 @@ from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pa
 
 
 def config_of(args: argparse.Namespace) -> PreTrainedConfig:
-    """Of a Llama, or of a mixture in which 8 experts compute a token."""
+    """Return the config of a Llama, or of a mixture in which 8 experts compute a token."""
     sizes = {
         "hidden_size": args.hidden_size,
         "num_hidden_layers": args.layers,
@@ -34,7 +34,7 @@ def config_of(args: argparse.Namespace) -> PreTrainedConfig:
 
 
 def write(out: str, config: PreTrainedConfig) -> None:
-    """Every linear layer but the head, and every expert, is 2:4, the first two of each group of four being kept."""
+    """Write a model whose linear layers but the head, and experts, keep the first two of each group of four."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     for name, layer in list(model.model.named_modules()):

@@ -1,4 +1,4 @@
-"""Where time, memory and messages of a forge go, measured from outside: the product has no instruments of its own."""
+"""Time, memory and messages of a forge by phase, measured from outside: the package has no instruments of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORGE_PHASES = {
     "_method.project": "gate",
     "_republish": "push",
 }
-"""What of a forge makes up everything that it does in an update; the two optimizer hooks are `publication`."""
+"""Methods of a forge by phase of an update; the two optimizer hooks are `publication`."""
 PHASES = ("publication", "curvature", "gate", "push", "teacher", "distillation")
 
 
@@ -56,7 +56,7 @@ class Phases:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """A phase around a block of code."""
+        """Measure a block of code as a phase."""
         if self.current is not None:
             yield
             return

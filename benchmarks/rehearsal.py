@@ -42,12 +42,12 @@ with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there 
     from sparseforge_ds.train.spec import Hardware, make_spec
 
 OF_PROCESS = int(0.5 * GIB)
-"""What a rank on a CPU has after its imports; measured again in every run."""
+"""Bytes of a rank on a CPU after its imports; measured again in every run."""
 SHORT = {"update_every": 2, "hardening": [0.34, 0.67], "blend": [0.0, 0.34], "mid_penalty_ramp": [0.0, 0.34]}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see the module's docstring."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description="A run at a published model's layer shapes, from weights to export")
     add = parser.add_argument
     add("folder", type=Path, help="scratch folder; a checkpoint takes 24 bytes a parameter")
@@ -127,7 +127,7 @@ def _config(arguments: argparse.Namespace, layers: int) -> Any:
 
 
 def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> None:
-    """The configuration of the launcher and the planner: bf16, and phases that a few steps go through."""
+    """Write the configuration for launcher and planner: bf16, and all phases within a few steps."""
     content = json.loads(arguments.deepspeed.read_text())
     content |= {
         "train_batch_size": ranks * arguments.micro_batch,
@@ -146,7 +146,7 @@ def write_deepspeed(path: Path, arguments: argparse.Namespace, ranks: int) -> No
 
 
 def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool | None = None) -> Plan:
-    """What `sparseforge plan` knows of such a run, without a reserve; by default on the devices of this machine."""
+    """Plan such a run without a reserve, by default on the devices of this machine."""
     folder = arguments.folder / "plan"
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
@@ -170,10 +170,10 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool |
 
 
 def _depth(word: str, arguments: argparse.Namespace) -> int:
-    """The number of layers that is meant, checked against memory and disk.
+    """Return the number of layers for `word`, checked against memory and disk.
 
     Raises:
-        ValueError: not even that much fits.
+        ValueError: they do not fit.
     """
     most = int(published(arguments.model).num_hidden_layers)
     if word != "fit":
@@ -208,7 +208,7 @@ def _depth(word: str, arguments: argparse.Namespace) -> int:
 
 
 def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
-    """One run, from weights to a verified export; everything that it wrote but its numbers is removed."""
+    """Do one run, from weights to a verified export, and keep only its numbers."""
     config = _config(arguments, layers)
     planned = plan(arguments, config, arguments.ranks)
     folder = arguments.folder / f"{arguments.model}_{layers}"
@@ -267,7 +267,7 @@ def memory_of(trained: Trained, planned: Plan) -> dict[str, Any]:
 
 
 def full_depth(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The published model: memory by the planner, and step times as a straight line through two depths."""
+    """Estimate the published model: memory by the planner, step times by a straight line through two depths."""
     planned = plan(arguments, published(arguments.model), arguments.full_gpus, on_gpus=True)
     layers = int(published(arguments.model).num_hidden_layers)
     found: dict[str, Any] = {

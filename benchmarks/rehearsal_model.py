@@ -35,14 +35,14 @@ _DIVIDED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_at
 
 
 def published(name: str, **changes: Any) -> PretrainedConfig:
-    """The published config, with `changes`."""
+    """Return the published config, with `changes`."""
     config = read_model_config(PUBLISHED[name])
     values = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # follows the layers
     return type(config)(**{**values, **changes})
 
 
 def rehearsal_config(name: str, layers: int, vocabulary: int, experts: int | None, shrink: int) -> PretrainedConfig:
-    """The published layer shapes in a small model.
+    """Return the config of a small model with the published layer shapes.
 
     Args:
         name: key of `PUBLISHED`.

@@ -19,12 +19,12 @@ GIB = 2**30
 
 @dataclass
 class Trained:
-    """What was seen of the launcher."""
+    """Times and memory of the launcher and its ranks."""
 
     step_seconds: list[float]
     losses: list[float]
     seconds: dict[str, float]
-    """Of loading with the first step, and of the save at the end."""
+    """Seconds of loading with the first step, and of the save at the end."""
     memory: RankMemory
     before: int
     """Own bytes of a rank before it builds anything."""

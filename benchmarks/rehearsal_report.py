@@ -26,7 +26,7 @@ def phases(step_seconds: list[float], schedule: Schedule) -> dict[str, dict[str,
 
 
 def report(result: dict[str, Any]) -> str:
-    """The numbers as text."""
+    """Format the numbers as text."""
     lines: list[str] = []
     settings = result["settings"]
     reduced = [f"{key} {settings[key]}" for key in ("experts", "shrink") if settings[key] not in (None, 1)]

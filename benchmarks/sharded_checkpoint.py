@@ -132,7 +132,7 @@ def _optimizer_file(
     ranks: int,
     seed: int,
 ) -> dict[str, Any]:
-    """A rank's partition of every group; what is pruned is +0.0, and nothing else is said of a frozen mask."""
+    """Return a rank's optimizer file with its partition of every group; pruned elements are +0.0."""
     masters, states, settings = [], {}, []
     for number, (group, held) in enumerate(zip(groups, shapes, strict=True)):
         prunable = group.get("sparseforge") == "prunable"
@@ -179,7 +179,7 @@ _ADAM = {
 
 
 def _values(numel: int, prunable: bool, seed: int) -> dict[str, Tensor]:
-    """What AdamW and the forge would hold for a weight, random and of plausible size."""
+    """Return random states of AdamW and the forge for a weight, of plausible size."""
     generator = torch.Generator().manual_seed(seed)
     dense = torch.randn(numel, generator=generator) * 0.02
     values = {"master": dense, "exp_avg": dense.flip(0) * 1e-3, "exp_avg_sq": dense.roll(1).square() * 1e-3}

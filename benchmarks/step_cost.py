@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a forge adds to a training step: time, memory and messages against the same DeepSpeed run without it.
+"""Cost of a forge in a training step: time, memory and messages against the same DeepSpeed run without it.
 
 deepspeed --num_gpus 2 benchmarks/step_cost.py
 deepspeed --num_gpus 2 benchmarks/step_cost.py --stage 1 --dtype bf16 --json step_cost.json
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; see the module's docstring."""
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(
         description="Step time, memory and messages of SparseForge against plain DeepSpeed"
     )
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def random_batches(arguments: argparse.Namespace, device: str) -> list[Batch]:
-    """The micro-batches of one step on this rank; every step of both runs uses them."""
+    """Return the micro-batches of one step on this rank; every step of both runs uses them."""
     generator = torch.Generator().manual_seed(arguments.seed + dist.get_rank())
     shape = (arguments.accumulation, arguments.micro_batch, arguments.seq)
     tokens = torch.randint(1, arguments.vocabulary, shape, generator=generator).to(device)
@@ -156,7 +156,7 @@ def random_batches(arguments: argparse.Namespace, device: str) -> list[Batch]:
 def start_libraries(
     arguments: argparse.Namespace, config: SparseForgeConfig, phases: Phases, data: list[Batch]
 ) -> None:
-    """One step of a small engine, so that the first variant does not pay for what is loaded once."""
+    """Do one step of a small engine, so that the first variant does not pay for one-time loading."""
     small = argparse.Namespace(**{**vars(arguments), "hidden": 64, "layers": 1})
     build(small, config, phases, with_forge=False).step(data)
 
@@ -243,7 +243,7 @@ def sizes(variant: Variant, growth: dict[str, int | None]) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was aimed at, what came out, and whether it is met; null where the settings are not the goal's."""
+    """Return goals, results, and if each goal is met; null if the settings are not the goal's."""
     settings = result["settings"]
     ratio, held = result["ratio"]["median"], result["extra_bytes_per_weight_and_rank"]["total_times_ranks"]
     of_goal = settings["update_every"] == 10 and settings["accumulation"] == 4 and not settings["teacher"]
@@ -254,7 +254,7 @@ def goals(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def report(result: dict[str, Any]) -> str:
-    """The numbers as text."""
+    """Format the numbers as text."""
     settings, step, ratio = result["settings"], result["step_s"], result["ratio"]
     held, weights = result["extra_bytes_per_weight_and_rank"], result["weights"]
     lines = [

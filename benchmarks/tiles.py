@@ -52,7 +52,7 @@ CHECKS = [
 ]
 """Dtype, outputs, inputs and rows; 4100 inputs are no whole words of positions."""
 SKIPPED = (RuntimeError, ValueError, TypeError, AssertionError, TritonError)
-"""What a tile that does not fit this GPU raises, Triton's own errors among them."""
+"""Errors of a tile that does not fit this GPU, including Triton's own."""
 
 
 def candidates(rows: int, outputs: int, groups: int) -> Iterator[Tile]:
@@ -74,7 +74,7 @@ def candidates(rows: int, outputs: int, groups: int) -> Iterator[Tile]:
 
 
 def compile_one(job: tuple[int, Tile]) -> str | None:
-    """In a process of its own: run a tile once, which leaves it in Triton's cache, or tell why not."""
+    """Run a tile once in a process of its own, which leaves it in Triton's cache, or return why not."""
     rows, tile = job
     values = torch.zeros(4096, 2048, dtype=torch.bfloat16, device="cuda")
     positions = torch.full((4096, 512), 0x44, dtype=torch.uint8, device="cuda")
@@ -136,7 +136,7 @@ def graph_us(calls: Sequence[Callable[[], Any]], turns: int = 3) -> float:
 
 
 def product(x: Tensor, packed: tuple[Tensor, Tensor], tile: Tile) -> Tensor:
-    """With a tile, which unpacks where it has no rows."""
+    """Multiply with a tile; a tile without rows unpacks the weight."""
     if not tile.rows:
         return torch.nn.functional.linear(x, unpack(*packed, tile))
     y = x.new_empty(x.shape[0], packed[0].shape[0])
@@ -145,13 +145,13 @@ def product(x: Tensor, packed: tuple[Tensor, Tensor], tile: Tile) -> Tensor:
 
 
 def error_of(y: Tensor, exact: Tensor, size: Tensor, inputs: int) -> float:
-    """The largest, as a part of what one rounding of the result and sums in fp32 may make: right up to 1."""
+    """Return the largest error relative to the bound of one rounding and of sums in fp32; up to 1 is right."""
     rounding, summing = torch.finfo(y.dtype).eps * exact.abs(), inputs * torch.finfo(torch.float32).eps * size
     return float(((y.double() - exact).abs() / (rounding + summing)).max())
 
 
 def measure(dense: list[Tensor], packed: list[tuple[Tensor, Tensor]], rows: int, until: float) -> dict[str, Any] | None:
-    """One line: dense, every tile, and what `choose_tile` says; none when time is up."""
+    """Measure one line of the table: dense, every tile, and that of `choose_tile`; None when time is up."""
     x = torch.randn(rows, dense[0].shape[1], device="cuda", dtype=dense[0].dtype)
     exact = x.double() @ dense[0].double().T
     size = x.double().abs() @ dense[0].double().abs().T
@@ -208,7 +208,7 @@ def weights(outputs: int, inputs: int, dtype: torch.dtype, count: int) -> tuple[
 
 
 def check(job: tuple[torch.dtype, int, int, int]) -> str:
-    """The error of what `choose_tile` says."""
+    """Return the error of the tile of `choose_tile`."""
     dtype, outputs, inputs, rows = job
     dense, packed = weights(outputs, inputs, dtype, 1)
     x = torch.randn(rows, inputs, device="cuda", dtype=dtype)
@@ -224,7 +224,7 @@ def check(job: tuple[torch.dtype, int, int, int]) -> str:
 
 
 def host_times() -> None:
-    """What a call costs the host."""
+    """Print the time that a call takes on the host."""
     for rows in (1, 16, 256):
         _, packed = weights(256, 256, torch.bfloat16, 1)
         x = torch.randn(rows, 256, device="cuda", dtype=torch.bfloat16)

@@ -23,7 +23,7 @@ SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120", "1024x4096", "2
 
 
 def candidates(rows: int, outputs: int, inputs: int, best: int) -> list[Tiling]:
-    """The cheapest by the rule, that which it takes first."""
+    """Return the cheapest tilings by the rule, the one that it chooses first."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return ranked(rows, outputs, inputs, processors, shared_memory_limit(0))[:best]
 

@@ -28,13 +28,13 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StepText:
-    """What probes read, where they take passes of their own: the micro-batches of the step."""
+    """Text of probes with passes of their own: the micro-batches of the step."""
 
     engine: Any
     batches: list[Batch]
 
     def passes(self, batch: int) -> list[Closure]:
-        """The same for every probe."""
+        """Return the same passes for every probe."""
         return [partial(self._loss, data) for data in self.batches]
 
     def _loss(self, data: Batch) -> Tensor:
@@ -53,7 +53,7 @@ class Variant:
     phases: Phases
 
     def step(self, batches: list[Batch]) -> None:
-        """One optimizer step on as many micro-batches as are accumulated."""
+        """Do one optimizer step on as many micro-batches as are accumulated."""
         for batch in batches:
             self.engine.backward(self._loss(batch))
             self.engine.step()
@@ -77,7 +77,7 @@ class Variant:
 
 
 def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeConfig:
-    """A `sparseforge` block in which all `steps` steps are of one phase and T_update is as asked for."""
+    """Return a `sparseforge` block with all `steps` steps in one phase and the T_update of the arguments."""
     return sf.SparseForgeConfig.from_dict(
         {
             "max_steps": steps,
@@ -91,7 +91,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
 
 
 def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration of both variants: that of `ds_configs/`, every "auto" resolved."""
+    """Return the DeepSpeed configuration of both variants: that of `ds_configs/`, every "auto" resolved."""
     zero: dict[str, Any] = {"stage": arguments.stage}
     fused = {"fused": True} if get_accelerator().device_name() == "cuda" else {}  # as "auto" is in ds_configs/
     if arguments.stage == 3:  # as transformers resolves "auto"
@@ -112,7 +112,7 @@ def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str
 
 
 def random_llama(arguments: argparse.Namespace, seed: int) -> PreTrainedModel:
-    """A Llama of the asked size, grouped-query attention as in the real ones."""
+    """Build a Llama of the size of the arguments, with grouped-query attention."""
     heads = max(1, arguments.hidden // 64)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(

@@ -46,7 +46,7 @@ def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
 
 
 def table(lines: list[Row]) -> str:
-    """The rows as aligned text, with a rule above every heading."""
+    """Format the rows as aligned text, with a rule above every heading."""
     first, second = (max(len(line[column]) for line in lines) for column in (0, 1))
     rule = "-" * max(first + second + 4 + len(line[2]) for line in lines)
     text = []

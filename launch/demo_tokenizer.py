@@ -62,6 +62,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def encode(documents: list[str], folder: Path) -> Tensor:
-    """All documents as one stream of token ids, each between ``<s>`` and ``</s>``."""
+    """Return all documents as one stream of token ids, each between ``<s>`` and ``</s>``."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return torch.tensor([token for ids in processor.encode(documents) for token in (BOS, *ids, EOS)])

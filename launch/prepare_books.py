@@ -17,7 +17,7 @@ _PARAGRAPHS = 8
 
 
 def documents(book: Path) -> list[str]:
-    """Its parts, in order."""
+    """Return the parts of a book, in order."""
     text = book.read_text(encoding="utf-8-sig")
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
     paragraphs = [part for part in paragraphs if part]

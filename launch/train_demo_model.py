@@ -178,7 +178,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def mixture_of(dense: LlamaForCausalLM, experts: int) -> MixtralForCausalLM:
-    """The same function as a mixture, each expert a copy of the MLP: sparse upcycling (arXiv 2212.05055)."""
+    """Return the same function as a mixture with copies of the MLP: sparse upcycling (arXiv 2212.05055)."""
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     more = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings")
     shared = {name: getattr(dense.config, name) for name in (*sizes, *more, "bos_token_id", "eos_token_id")}
@@ -192,8 +192,10 @@ def mixture_of(dense: LlamaForCausalLM, experts: int) -> MixtralForCausalLM:
 
 
 def prunable_weights(model: Model) -> list[Tensor]:
-    """The (O, I) matrices inside the decoder layers, those of a layer's experts as one (E, O, I); embedding, head,
-    routers and norms stay dense."""
+    """Return the (O, I) matrices inside the decoder layers, and a layer's experts as one (E, O, I).
+
+    Embedding, head, routers and norms stay dense.
+    """
     layers = model.model.layers
     fused = [weight for weight in layers.parameters() if weight.dim() == 3]
     return [module.weight for module in layers.modules() if isinstance(module, nn.Linear)] + fused
@@ -201,7 +203,7 @@ def prunable_weights(model: Model) -> list[Tensor]:
 
 @torch.no_grad()
 def magnitude_2_4(model: Model) -> Model:
-    """A copy that keeps the two largest magnitudes of every four neighbours along the input axis."""
+    """Return a copy that keeps the two largest magnitudes of every four neighbours along the input axis."""
     pruned = copy.deepcopy(model)
     for weight in prunable_weights(pruned):
         group_GM = weight.view(-1, 4)
@@ -270,21 +272,21 @@ def build_optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim
 
 
 def rate_factor(step: int, steps: int, warmup_steps: int) -> float:
-    """The learning rate as a share of its peak: linear warm-up, then cosine to zero."""
+    """Return the learning rate as a share of its peak: linear warm-up, then cosine to zero."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1.0 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps)))
 
 
 def token_losses(model: Model, batch_BT: Tensor) -> Tensor:
-    """The cross-entropy of every token but each sequence's first, as one flat tensor."""
+    """Return the cross-entropy of every token but each sequence's first, as one flat tensor."""
     logits_BTV = model(input_ids=batch_BT, use_cache=False).logits
     return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), batch_BT[:, 1:].flatten(), reduction="none")
 
 
 @torch.no_grad()
 def perplexity(model: Model, tokens_N: Tensor, sequence_length: int) -> float:
-    """exp of the mean loss over windows that do not overlap; a window's first token is context only."""
+    """Return exp of the mean loss over windows that do not overlap; a window's first token is context only."""
     model.eval()
     usable = tokens_N.numel() // sequence_length * sequence_length
     windows = tokens_N[:usable].view(-1, sequence_length)

@@ -1,4 +1,4 @@
-"""What every test shares: real assets, deterministic seeds, and the `gpu`, `fast` and `extras` markers."""
+"""Shared set-up of all tests: real assets, deterministic seeds, and the `gpu`, `fast` and `extras` markers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
-"""What of tests/unit has the `fast` marker; single tests elsewhere have it at their definition."""
+"""Parts of tests/unit with the `fast` marker; single tests elsewhere have it at their definition."""
 EXTRAS = (
     "unit/extras",
     "unit/launch/test_recipes.py",  # by dry runs
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of tests and their imports hold stays to the end: no collection of garbage need walk it."""
+    """Exclude the objects of imports and tests from garbage collection; they stay to the end."""
     gc.collect()
     gc.freeze()
 
@@ -63,7 +63,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """Every test starts from the same random state, whatever ran before it."""
+    """Seed every test alike, whatever ran before it."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -41,7 +41,7 @@ _EXIT_FAILED = 17
 
 
 class RankFailure(RuntimeError):
-    """Which rank failed, and where; the cause of the exception that `run_distributed` raises."""
+    """Failure of a rank, with its traceback; cause of the exception that `run_distributed` raises."""
 
 
 def run_distributed(
@@ -261,7 +261,7 @@ def _echo(folder: Path, rank: int) -> None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is free, and that the kernel gives to nobody who asks for any."""
+    """Return a free port of 127.0.0.1 that the kernel does not hand out as an ephemeral one."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as listener, contextlib.suppress(OSError):

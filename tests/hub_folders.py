@@ -25,7 +25,7 @@ def write_c4(folder: Path, lengths: Sequence[int]) -> None:
 
 
 def write_dolmino(folder: Path) -> dict[str, list[str]]:
-    """One folder a source, shards of several compressions and schemas. Returns the texts of every file."""
+    """Write one folder a source, with shards of several compressions and schemas; return the texts of every file."""
 
     def common(text: str, **more: Any) -> dict[str, Any]:
         return {"id": text, "text": text, **more}
@@ -76,7 +76,7 @@ def write_dolmino(folder: Path) -> dict[str, list[str]]:
 
 
 def zstd(content: bytes) -> bytes:
-    """One zstandard frame."""
+    """Compress to one zstandard frame."""
     sink = pyarrow.BufferOutputStream()
     with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(content)
@@ -91,5 +91,5 @@ def _write(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _write_card(folder: Path, configs: list[dict[str, Any]]) -> None:
-    """The part of README.md that says which files a configuration has; JSON is YAML."""
+    """Write the part of README.md that lists the files of each configuration; JSON is YAML."""
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")

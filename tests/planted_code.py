@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 YES = "y\n" * 1000
-"""What `yes` says to whoever asks."""
+"""Input with the answer "y" to every question."""
 
 _CODE = """
 from pathlib import Path
@@ -38,7 +38,7 @@ class Touch:
 
 
 def plant_model(folder: Path, dense: Path) -> Path:
-    """A copy of `dense` that would run its own config and model; returns what is there once it has."""
+    """Copy `dense` so that it would run its own config and model; return the file that exists once it has."""
     mark = folder.with_name(f"{folder.name}.ran")
     shutil.copytree(dense, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -49,7 +49,7 @@ def plant_model(folder: Path, dense: Path) -> Path:
 
 
 def plant_tokenizer(folder: Path, dense: Path) -> Path:
-    """A copy of `dense` without a config, whose tokenizer would run its own class."""
+    """Copy `dense` without a config, so that its tokenizer would run its own class."""
     mark = folder.with_name(f"{folder.name}.ran")
     shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("config.json"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -61,7 +61,7 @@ def plant_tokenizer(folder: Path, dense: Path) -> Path:
 
 
 def plant_generate(folder: Path, dense: Path) -> Path:
-    """A copy of `dense` that would generate by a function of its own."""
+    """Copy `dense` so that it would generate by a function of its own."""
     mark = folder.with_name(f"{folder.name}.ran")
     shutil.copytree(dense, folder)
     (folder / "custom_generate").mkdir()
@@ -70,7 +70,7 @@ def plant_generate(folder: Path, dense: Path) -> Path:
 
 
 def plant_pickle(folder: Path, dense: Path) -> Path:
-    """A copy of `dense` whose weights are a pickle that would make a folder."""
+    """Copy `dense` with weights in a pickle that would make a folder."""
     mark = folder.with_name(f"{folder.name}.ran")
     shutil.copytree(dense, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save({"model.norm.weight": Touch(mark)}, folder / "pytorch_model.bin")

@@ -98,7 +98,7 @@ def updated_mask(
 
 
 def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict[str, Any]) -> list[float]:
-    """What scores take for the curvature of one matrix: its elements, or the product of its row and column sums."""
+    """Return the curvature of one matrix as scores take it: its elements, or the product of its row and column sums."""
     part = block["curvature"]
     factored = part["factored"]
     if factored is None:
@@ -112,7 +112,7 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
 
 
 def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
-    """Every annealed number after `step` optimizer steps, from the `method` block of sparseforge."""
+    """Return every annealed number after `step` optimizer steps, for the `method` block of sparseforge."""
 
     def progress(window: list[float]) -> float:
         start, stop = round(window[0] * max_steps), round(window[1] * max_steps)
@@ -193,7 +193,7 @@ class ReferenceForge:
             self.optimizer.step()
 
     def start(self, probes: list[Batch]) -> None:
-        """A mask that is fixed before training: the target becomes the mask."""
+        """Fix the mask before training: the target becomes the mask."""
         if self._dials(0)["freeze"] == 0:
             self._refresh(probes)
             self._update(fix=True)
@@ -201,7 +201,7 @@ class ReferenceForge:
             self.publish(0)
 
     def train_step(self, micro_batches: list[Batch]) -> float:
-        """One optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
+        """Do one optimizer step on the mean gradient of equally large parts (ranks and accumulation alike)."""
         if self._hears(self.step_count + 1):
             self._take(self._per_token(micro_batches))
         gradients, loss = self.clipped_gradients(micro_batches)
@@ -217,7 +217,7 @@ class ReferenceForge:
 
     @torch.no_grad()
     def _follow(self, before: dict[str, Tensor]) -> None:
-        """A weight moves by m_eff times the optimizer's step."""
+        """Move each weight by m_eff times the optimizer's step."""
         for name in self.mask:
             if not self.config["method"]["straight_through"]:
                 start = before[name]
@@ -225,7 +225,7 @@ class ReferenceForge:
                 self.master[name].copy_(torch.lerp(start, self.master[name], effective))
 
     def forge_step(self, probes: list[Batch]) -> bool:
-        """What follows an optimizer step: a mask update or the projection, when due."""
+        """Update or project the mask after an optimizer step, when due."""
         step, dials = self.step_count, self._dials(self.step_count)
         if self._is_update(step):
             self._refresh(probes)
@@ -253,7 +253,7 @@ class ReferenceForge:
         return 0 < step < dials["freeze"] and step % dials["every"] == 0
 
     def _hears(self, step: int) -> bool:
-        """Whether a training step is one of the last before a mask update, which takes the curvature of its passes."""
+        """Return True for the last training steps before a mask update, whose passes give the curvature."""
         every, part = self._dials(step)["every"], self.config["curvature"]
         update = step
         while update % every:
@@ -263,7 +263,7 @@ class ReferenceForge:
 
     @property
     def _listens(self) -> bool:
-        """Whether the curvature is that of training steps, at the weights that they were made with."""
+        """Return True if the curvature is that of training steps, at their own weights."""
         part, soft = self.config["curvature"], self._dials(0)["freeze"] > 0
         summed = part["per_token"] if part["factored"] is None else part["factored"] and part["per_token"]
         return self.config["importance"] == "fisher" and soft and summed and part["source"] == "training"
@@ -278,7 +278,7 @@ class ReferenceForge:
 
     @torch.no_grad()
     def publish(self, step: int) -> None:
-        """The model sees m_eff W (eq. 1) where there is a mask, W elsewhere."""
+        """Give the model m_eff W (eq. 1) for masked weights, and W for others."""
         for name, parameter in self.model.named_parameters():
             weight = self.master[name].detach()
             if name in self.mask:
@@ -287,7 +287,7 @@ class ReferenceForge:
 
     @property
     def _frozen(self) -> bool:
-        """Whether the next step is one under frozen masks."""
+        """Return True if the next step is one under frozen masks."""
         return self.step_count >= self._dials(0)["freeze"]
 
     def clipped_gradients(self, batches: list[Batch]) -> tuple[dict[str, Tensor], float]:
@@ -335,7 +335,7 @@ class ReferenceForge:
         self.formed = True
 
     def score_takes(self, name: str) -> list[float] | None:
-        """The curvature of a matrix as its score takes it; None for a plain magnitude."""
+        """Return the curvature of a matrix as its score takes it; None for a plain magnitude."""
         if self.config["importance"] == "magnitude":
             return None
         shape = tuple(self.master[name].shape)
@@ -372,7 +372,7 @@ class ReferenceForge:
         return total
 
     def _gradient_difference(self, batches: list[Batch], probe: int) -> dict[str, Tensor]:
-        """v (g(w + r v) - g(w - r v)) / 2r."""
+        """Return v (g(w + r v) - g(w - r v)) / 2r."""
         parameters = dict(self.model.named_parameters())
         published = {name: parameters[name].detach().clone() for name in self.mask}
         relative = self.config["curvature"]["radius"] or {torch.float32: 1e-3, torch.bfloat16: 1e-1}[self.dtype]
@@ -396,7 +396,7 @@ class ReferenceForge:
         }
 
     def _output_difference(self, batches: list[Batch], probe: int) -> dict[str, Tensor]:
-        """v (g(y + r v) - g(y - r v)) / 2r of every output of every token, and sums of it times x^2 over tokens.
+        """Return v (g(y + r v) - g(y - r v)) / 2r of every output of every token, and sums of it times x^2 over tokens.
 
         Row sums take x of the one side, column sums x of the other, so that a token leaves a few numbers behind.
         """
@@ -435,7 +435,7 @@ class ReferenceForge:
     def _displaced(
         self, batch: Batch, sign: dict[str, Tensor], radius: dict[str, Tensor], relative: float
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """x (T, in) and dL/dy (T, out) of every layer, while all outputs are displaced; fills `radius` where empty."""
+        """Return x (T, in) and dL/dy (T, out) of every layer with all outputs displaced; fill an empty `radius`."""
         inputs: dict[str, Tensor] = {}
         outputs: dict[str, Tensor] = {}
 
@@ -470,7 +470,7 @@ class ReferenceForge:
         return weight * self.effective_mask(name, self.step_count).view_as(weight)
 
     def _per_token(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """Every token gets its own copy of the weight, so that autograd gives its own gradient: T * sum_t g_t^2."""
+        """Return T * sum_t g_t^2, with a copy of the weight for every token, so that autograd gives its gradient."""
         total = {name: torch.zeros_like(value) for name, value in self.curvature.items()}
         for batch in batches:
             with self._weight_per_token() as copies:
@@ -529,7 +529,7 @@ class ReferenceForge:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the passes."""
+        """Return the dtype of the passes."""
         return next(self.model.parameters()).dtype
 
 

@@ -48,11 +48,11 @@ class ReferenceMethod(ReferenceForge):
         self.publish(0)
 
     def _release(self) -> None:
-        """What a frozen mask removed stays, here: who compares leaves it out."""
+        """Keep the elements that a frozen mask removed; comparisons leave them out."""
 
     @property
     def _frozen(self) -> bool:
-        """Each rule says itself what a gradient is used for; no case clips and freezes."""
+        """Return False: each rule decides the use of a gradient itself, and no case clips and freezes."""
         return False
 
     def weight(self, name: str) -> list[float]:
@@ -61,11 +61,11 @@ class ReferenceMethod(ReferenceForge):
         return values
 
     def effective_mask(self, name: str, step: int) -> Tensor:
-        """The mask itself."""
+        """Return the mask itself."""
         return torch.tensor(self.mask[name])
 
     def train_step(self, micro_batches: list[Batch]) -> float:
-        """One step of everything."""
+        """Do one step of weights and masks."""
         gradients, loss = self.clipped_gradients(micro_batches)
         for name, parameter in self.master.items():
             parameter.grad = gradients[name]
@@ -80,11 +80,11 @@ class ReferenceMethod(ReferenceForge):
         return loss
 
     def use(self, name: str, gradient: list[float]) -> list[float] | None:
-        """What AdamW steps with; None where the method has moved W by itself."""
+        """Return the gradient for AdamW, or None if the method has moved W by itself."""
         return gradient
 
     def after(self, name: str) -> None:
-        """What happens once AdamW is done."""
+        """Act after the step of AdamW."""
 
     def set_weight(self, name: str, values: list[float]) -> None:
         """Write W."""
@@ -103,13 +103,13 @@ class ReferenceMethod(ReferenceForge):
         return round((1 - self.part["frozen"]) * self.config["max_steps"])
 
     def decay(self) -> float:
-        """lambda of the step that is being made."""
+        """Return lambda of the step that is being made."""
         start, stop = (round(end * self.config["max_steps"]) for end in self.part["ramp"])
         share = 1.0 if self.step_count >= stop else max(0.0, (self.step_count - start) / (stop - start))
         return float(self.part["decay"]) * share
 
     def choose_again(self, name: str) -> None:
-        """The largest weights, when due."""
+        """Choose the largest weights, when due."""
         if self.step_count % self.part["every"] == 0 and self.step_count <= self.freeze:
             self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
 
@@ -153,7 +153,7 @@ class ReferenceSparseGPT(ReferenceMethod):
         return {name: torch.cat(parts) for name, parts in seen.items()}
 
     def prune(self, name: str, gram: Tensor) -> None:
-        """One layer."""
+        """Prune one layer."""
         transposed = self.input_axes[name] == -2
         weight = self.master[name].detach().double()
         weight = (weight.t() if transposed else weight).clone()
@@ -288,11 +288,11 @@ class ReferenceMaskLLM(ReferenceMethod):
 
     @property
     def freeze(self) -> int:
-        """When the likeliest patterns become the mask."""
+        """Return the step at which the likeliest patterns become the mask."""
         return round((1 - self.config["method"]["frozen"]) * self.config["max_steps"])
 
     def dials(self) -> tuple[float, float]:
-        """kappa and tau."""
+        """Return kappa and tau."""
         share = min(1.0, self.step_count / self.freeze)
         part = self.config["method"]
         (scale, last_scale), (temperature, last_temperature) = part["scale"], part["temperature"]
@@ -314,7 +314,7 @@ class ReferenceMaskLLM(ReferenceMethod):
         return found
 
     def sample(self, name: str) -> None:
-        """The mask of the next forward."""
+        """Sample the mask of the next forward."""
         frozen = self.step_count >= self.freeze
         choices = self.logits[name] if frozen else self.choices(name)
         for group, row in zip(self.groups[name], choices, strict=True):
@@ -346,7 +346,7 @@ class ReferenceMaskLLM(ReferenceMethod):
         return loss
 
     def adam(self, name: str, g: int, k: int, moments: list[float], gradient: float) -> None:
-        """One step of one logit."""
+        """Do one step of Adam on one logit."""
         (b1, b2), t = self.betas, self.step_count + 1
         moments[0] = b1 * moments[0] + (1 - b1) * gradient
         moments[1] = b2 * moments[1] + (1 - b2) * gradient**2

@@ -70,21 +70,21 @@ class ModelSource(Source):
 
 
 def write_dense(folder: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
-    """The dense model, as transformers saves it."""
+    """Write the dense model, as transformers saves it."""
     model = MODELS[family]().to(DTYPES[dtype])
     model.save_pretrained(folder, **how)
     return folder
 
 
 def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
-    """The sparse model of `write_dense`, as `consolidate` writes it. `how`: pattern, max_shard_size."""
+    """Write the sparse model of `write_dense`, as `consolidate` does; `how` has pattern and max_shard_size."""
     source = ModelSource(MODELS[family](), dense, DTYPES[dtype], how.pop("pattern", "2:4"))
     export(source, folder, skip_proof=True, **how)
     return folder
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, to compare -0.0 with 0.0."""
+    """Return the bytes of a tensor, which differ for -0.0 and 0.0."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_task(folder: Path, name: str, rows: Path, **more: Any) -> Path:
-    """A file in `folder` by which the harness reads the rows of a task from `rows`; `more` are keys of the file."""
+    """Write a task file in `folder`, with which the harness reads `rows`; `more` are further keys of the file."""
     import lm_eval
 
     root = Path(lm_eval.__file__).parent / "tasks"

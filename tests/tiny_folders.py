@@ -1,4 +1,4 @@
-"""What a run reads, small: a Hugging Face folder with a byte tokenizer, a text, and a DeepSpeed JSON."""
+"""Small inputs of a run: a Hugging Face folder with a byte tokenizer, a text, and a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTE_VOCABULARY = 264
 
 
 def byte_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
-    """One token per byte; <s> is 256 and </s> is 257."""
+    """Return a tokenizer with one token per byte; <s> is 256 and </s> is 257."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -28,7 +28,7 @@ def byte_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
 
 
 def write_model(folder: Path, model: PreTrainedModel | None = None) -> Path:
-    """A model folder that the trainer accepts; by default `tiny_llama` with the byte vocabulary."""
+    """Write a model folder that the trainer accepts; by default `tiny_llama` with the byte vocabulary."""
     model = model or tiny_llama(vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -36,7 +36,7 @@ def write_model(folder: Path, model: PreTrainedModel | None = None) -> Path:
 
 
 def write_text(path: Path, documents: int = 40) -> Path:
-    """A .jsonl of different documents, about 80 bytes each."""
+    """Write a .jsonl of different documents, about 80 bytes each."""
     lines = [
         f"Document {i} counts {i * i} things, and then it goes on about the number {i % 7}." for i in range(documents)
     ]
@@ -45,7 +45,7 @@ def write_text(path: Path, documents: int = 40) -> Path:
 
 
 def deepspeed_json(stage: int = 3, batch: int = 4, **sparseforge: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration like those that are shipped, for a run of a few steps."""
+    """Return a DeepSpeed configuration like the shipped ones, for a run of a few steps."""
     block = {"max_steps": 8, "method": {"update_every": 1, "hardening": [0.25, 0.75]}, **sparseforge}
     return {
         "train_batch_size": batch,

@@ -111,7 +111,7 @@ def tiny_opt(seed: int = 0, **overrides: Any) -> PreTrainedModel:
 
 
 def tiny_mixture(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A mixture of experts of any family; `overrides` go to its config class."""
+    """Build a mixture of experts of any family; `overrides` go to its config class."""
     return _of(config, seed, {**_LLAMA_LIKE, **_MIXTURES[config], **overrides})
 
 
@@ -182,7 +182,7 @@ _DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
 
 
 def tiny_dense(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A model without experts of one of those families; `overrides` go to its config class."""
+    """Build a model without experts of one of those families; `overrides` go to its config class."""
     return _of(config, seed, {**_LLAMA_LIKE, **_DENSE[config], **overrides})
 
 

@@ -32,13 +32,13 @@ def main(model: str, options: str, prompts: str) -> None:
 
 
 def methods(model: Any) -> dict[str, int]:
-    """How many layers have which method."""
+    """Count the layers of each method."""
     found = Counter(type(module.quant_method).__name__ for module in model.modules() if hasattr(module, "quant_method"))
     return dict(found)
 
 
 def bytes_of_experts(model: Any) -> int:
-    """Of all parameters of all experts."""
+    """Return the bytes of all parameters of all experts."""
     return sum(tensor.nbytes for name, tensor in model.named_parameters() if ".experts." in name)
 
 

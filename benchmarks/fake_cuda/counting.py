@@ -36,8 +36,8 @@ NCCL_DTYPES = {
     torch.int32,
     torch.int64,
 }
-"""What a sum over ranks can be taken of. NCCL carries bool as bytes, whose sum is not the tensor's; 16-bit integers and
-unsigned ones above 8 bits it refuses."""
+"""Dtypes that a sum over ranks can be taken of. NCCL carries bool as bytes, whose sum is not the tensor's; it refuses
+16-bit integers and unsigned ones above 8 bits."""
 
 _ALLOCATES = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "detach", "alias"}
 _ONLY_WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
@@ -48,13 +48,13 @@ _PLACES = {"index_put_", "index_copy_", "scatter_", "scatter_add_", "index_add_"
 _PACKAGE = "/sparseforge_ds/"
 
 
-class DeviceMixing(RuntimeError):
+class DeviceMixingError(RuntimeError):
     """An operation was given CUDA and CPU tensors."""
 
 
 @dataclass
 class Cost:
-    """What one phase does on one rank."""
+    """Cost of one phase on one rank."""
 
     kernels: int = 0
     read: int = 0
@@ -76,7 +76,7 @@ class Cost:
     copied: Tally[str] = field(default_factory=Tally)
     """Bytes between devices, by direction."""
     faults: list[str] = field(default_factory=list)
-    """What a real device or NCCL would refuse."""
+    """Calls that a real device or NCCL would refuse."""
     places: Tally[str] = field(default_factory=Tally)
     """Bytes that kernels read and write, by place."""
     kernels_at: Tally[str] = field(default_factory=Tally)
@@ -86,7 +86,7 @@ class Cost:
         return max((self.read + self.written) / bandwidth, self.kernels * launch)
 
     def less(self, other: Cost) -> Cost:
-        """What this does beside the other."""
+        """Return the difference to another cost."""
         rest = Cost(self.kernels - other.kernels, self.read - other.read, self.written - other.written)
         rest.host, rest.held = self.host - other.host, self.held - other.held
         rest.peak = max(self.peak - other.peak, 0)
@@ -97,7 +97,7 @@ class Cost:
 
 
 def place() -> str:
-    """The innermost function of the package that is being executed, as file:function."""
+    """Return the innermost running function of the package, as file:function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -117,7 +117,7 @@ class Counter(PeakMemoryCounter):
 
     @contextmanager
     def phase(self) -> Iterator[Cost]:
-        """A cost of its own for what is inside."""
+        """Count the block in a cost of its own."""
         before, self.cost = self.cost, Cost()
         begun = self.bytes
         self.restart()
@@ -249,8 +249,7 @@ class Counter(PeakMemoryCounter):
         return _ones((), tensor.dtype)
 
     def _with_a_size(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The operation; where the shape of its result depends on values, which the host waits for, another in its
-        place with a size that could be."""
+        """Return the operation, or a replacement with a possible size if the result's shape depends on values."""
         if name == "bincount":
             self._sync("bincount")
             size = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
@@ -273,7 +272,7 @@ class Counter(PeakMemoryCounter):
             shapes = ", ".join(f"{tensor.device.type} {tuple(tensor.shape)}" for tensor in given)
             fault = f"{func} on {shapes} at {place()}"
             self.cost.faults.append(fault)
-            raise DeviceMixing(fault)
+            raise DeviceMixingError(fault)
 
     def _collective(self, func: Any, given: list[Tensor]) -> None:
         kind = func._schema.name.rpartition("::")[2].strip("_")
@@ -302,7 +301,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of what is really there: a broadcast axis is one."""
+    """Return the bytes that a tensor occupies; a broadcast axis counts once."""
     elements = 1
     for extent, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements *= extent if stride or not extent else 1
@@ -314,7 +313,7 @@ def _half(mask: Tensor) -> Tensor:
 
 
 def _ones(shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """What `tolist` of a tensor of ones returns."""
+    """Return the `tolist` of a tensor of ones."""
     if shape:
         return [_ones(shape[1:], dtype) for _ in range(shape[0])]
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

@@ -32,7 +32,7 @@ CUDA = torch.device("cuda", 0)
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank stands, and how its memory is laid out."""
+    """Number of a rank, and layout of its memory."""
 
     world: int = 16
     number: int = 8
@@ -49,7 +49,7 @@ class Rank:
 
 @contextmanager
 def process_group(rank: Rank) -> Iterator[None]:
-    """A world in which every collective returns at once and moves nothing; its devices are of the kind of an H100."""
+    """Provide a process group whose collectives return at once and move nothing, with devices like H100s."""
     dist.init_process_group("fake", rank=rank.number, world_size=rank.world, store=FakeStore())
     try:
         with (
@@ -62,14 +62,14 @@ def process_group(rank: Rank) -> Iterator[None]:
 
 
 def model_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model on fake CUDA, inside a FakeTensorMode and before a counter begins."""
+    """Build a causal language model on fake CUDA, inside a FakeTensorMode and before a counter begins."""
     with torch.device(CUDA):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model
 
 
 class Partitions:
-    """Which elements of which weight lie where on every rank, as ZeRO divides them."""
+    """Position of the elements of every weight on every rank, as ZeRO divides them."""
 
     def __init__(self, groups: list[list[tuple[str, tuple[int, ...]]]], rank: Rank) -> None:
         self.rank = rank
@@ -99,7 +99,7 @@ class Partitions:
         return math.ceil(math.prod(shape) / self.rank.world) if self.rank.stage == 3 else math.prod(shape)
 
     def shards(self, number: int) -> list[Shard]:
-        """What one rank holds."""
+        """Return the shards of one rank."""
         return [self._shard(number, *placed) for placed in self.placed]
 
     def _shard(self, number: int, name: str, shape: tuple[int, ...], flat: int, begins: int) -> Shard:
@@ -116,7 +116,7 @@ class Partitions:
 
 
 class BareOptimizer:
-    """What DeepSpeed's optimizer does around the inner one: gives it gradients, one sub-group at a time at stage 3."""
+    """Stand-in for DeepSpeed's optimizer, which gives the inner one gradients, at stage 3 a sub-group at a time."""
 
     def __init__(self, inner: torch.optim.Optimizer, flats: Sequence[Tensor], rank: Rank, counter: Counter) -> None:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
@@ -154,7 +154,7 @@ class BareOptimizer:
 
 
 class BareEngine:
-    """What a forge asks of an engine. Weights are whole on the device, as if ZeRO had gathered all of them."""
+    """Stand-in for an engine, as far as a forge uses it, with complete weights on the device."""
 
     skipped_steps = 0
     _is_gradient_accumulation_boundary = True
@@ -173,7 +173,7 @@ class BareEngine:
         return 1.0
 
     def gradient_accumulation_steps(self) -> int:
-        """One micro-batch a step."""
+        """Return 1: a step has one micro-batch."""
         return 1
 
     def set_gradient_accumulation_boundary(self, boundary: bool) -> None:
@@ -189,7 +189,7 @@ class BareEngine:
         self.optimizer.step()
 
     def save_checkpoint(self, *_args: object) -> None:
-        """A forge attaches to what saves and loads."""
+        """Do nothing; a forge attaches to this method."""
         raise NotImplementedError("fake tensors have no values that could be saved")
 
     load_checkpoint = save_checkpoint
@@ -212,7 +212,7 @@ class BareLayout(ShardLayout):
         return None
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The shards of every rank, or that no rank has met with an error: all that is ever asked for."""
+        """Return the shards of every rank, or no error of any rank; nothing else is gathered."""
         if value is None:
             return [None] * self.engine.partitions.rank.world
         partitions, everyone = self.engine.partitions, []
@@ -245,7 +245,7 @@ class BareLayout(ShardLayout):
         return True
 
     def push(self) -> None:
-        """One copy for each partition, as ZeRO-3 casts masters to the weights' dtype."""
+        """Copy each partition, as ZeRO-3 casts masters to the weights' dtype."""
         for low, flat in zip(self._low, self.flats, strict=True):
             low.copy_(flat.detach(), non_blocking=True)  # as DeepSpeed copies from pinned memory
 
@@ -253,7 +253,7 @@ class BareLayout(ShardLayout):
 def attach(
     model: nn.Module, config: sf.SparseForgeConfig, rank: Rank, counter: Counter, fused: bool = True
 ) -> tuple[sf.SparseForge, BareEngine]:
-    """A forge on a rank, inside `process_group` and a FakeTensorMode; the model is prepared and on CUDA."""
+    """Attach a forge on a rank, inside `process_group` and a FakeTensorMode, to a prepared model on CUDA."""
     groups = sf.param_groups(model, config, weight_decay=0.0)
     if rank.only_prunable:
         groups = groups[:1]

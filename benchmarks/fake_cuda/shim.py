@@ -18,12 +18,12 @@ SOURCE = Path(__file__).with_name("shim.cpp")
 
 
 def missing_compiler() -> str | None:
-    """Why the shim cannot be built here; None if it can."""
+    """Return why the shim cannot be built here, or None if it can."""
     return None if shutil.which("g++") else "g++ is not installed; it compiles the no-op CUDA device of fake tensors"
 
 
 def built() -> Path:
-    """The compiled shim of this source and this torch; compiled now if it is not there. Does not import torch.
+    """Return the compiled shim of this source and this torch, and compile it if missing; torch is not imported.
 
     Raises:
         RuntimeError: the compiler is missing or fails.

@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 
 import sparseforge_ds as sf
-from benchmarks.fake_cuda.counting import Cost, Counter, DeviceMixing
+from benchmarks.fake_cuda.counting import Cost, Counter, DeviceMixingError
 from benchmarks.fake_cuda.engine import CUDA, BareEngine, Rank, attach, model_of, process_group
 from tests.fake_cuda.cases import CASES, FAULTS, Case
 from tests.zero.case import MODELS
@@ -48,7 +48,7 @@ def run(case: Case) -> dict[str, Any]:
         with Counter() as counter:
             try:
                 _run(case, config, model, rank, counter, seen)
-            except (DeviceMixing, FakeTensorDeviceMismatchError) as error:
+            except (DeviceMixingError, FakeTensorDeviceMismatchError) as error:
                 seen["faults"].append(f"device mixing: {error}")
             except _BROKEN:  # of one case, told by its test, while the others go on
                 seen["error"] = traceback.format_exc()[-4000:]
