@@ -8,16 +8,16 @@ from torch import Tensor, nn
 from sparseforge_ds.mask.packed_values import GRIDS, require_sound_values, scale_shape, scaled
 
 PACKED24 = "sparseforge_packed24"
-"""What config.json calls the storage that `pack24` makes: its `quant_method`."""
+"""Name of the storage of `pack24` in config.json: its `quant_method`."""
 
 PACKED24_MODULE = "sparseforge_ds.extras.packed24"
-"""Import that makes `from_pretrained` of transformers know that storage."""
+"""Module whose import registers that storage with `from_pretrained` of transformers."""
 
 PACKED24_FORMAT = 1
 """Version of that storage."""
 
 POSITIONS = "_positions"
-"""There, behind a weight's name: the tensor with its positions. The values have the name itself."""
+"""Suffix of a weight's name for the tensor with its positions; the values have the name itself."""
 
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of kept values, by safetensors' names. All operators and kernels know these, and no others."""
@@ -43,7 +43,7 @@ def require_stored_dtypes(
     """Reject dtypes in the header of a packed model's file, which loaders would cast silently.
 
     Args:
-        name: of the weight, for messages.
+        name: name of the weight, for messages.
         values: dtype of the values, like the next two by safetensors' name.
         positions: dtype of the positions; None for a weight without.
         scale: dtype of the scales; None for a weight without.
@@ -67,13 +67,14 @@ def require_stored_dtypes(
 
 
 def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
-    """Kept values and positions of a weight that is 2:4 along `input_axis`.
+    """Pack a weight that is 2:4 along `input_axis` into kept values and positions.
 
     A group with fewer than two elements that are not +0.0 is filled up with +0.0 at its first free positions. -0.0
-    counts as an element to keep: unpacking gives back the bits.
+    counts as an element to keep, so unpacking restores every bit.
 
     Args:
         weight: (..., out, in) at `input_axis` -1, (..., in, out) at -2; in is a multiple of 4.
+        input_axis: -1 or -2, the axis of inputs.
 
     Returns:
         (values, positions): values with in/2 where `weight` has in, in its dtype; positions uint8 with ceil(in/8)
@@ -85,10 +86,12 @@ def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
     require_packed_dtypes(weight.dtype, torch.uint8)
     rows = weight.transpose(-1, input_axis)
     group = rows.reshape(*rows.shape[:-1], rows.shape[-1] // 4, 4)
-    there = group.view(_INTEGER[group.element_size()]) != 0
-    half = _HALVES.to(weight.device)[_nibble(there)]
+    # Four bits for each group's positions, by which of its elements are not +0.0.
+    nonzero = group.view(_INTEGER[group.element_size()]) != 0
+    half = _HALVES.to(weight.device)[_nibble(nonzero)]
     if bool((half == _FULL).any()):
         raise ValueError(f"{int((half == _FULL).sum())} groups of four have more than two non-zeros; not a 2:4 weight")
+    # The two values of each group, and two groups' positions in a byte.
     position = torch.stack((half & 3, half >> 2), dim=-1).long()
     values = group.gather(-1, position).reshape(*rows.shape[:-1], rows.shape[-1] // 2)
     half = torch.nn.functional.pad(half, (0, half.shape[-1] % 2))
@@ -99,13 +102,13 @@ def pack24(weight: Tensor, input_axis: int) -> tuple[Tensor, Tensor]:
 def unpack24(
     values: Tensor, positions: Tensor, scale: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Inverse of `pack24`; the input axis is the one on which the shapes differ.
+    """Unpack a weight of `pack24`; the input axis is the one on which the shapes differ.
 
     Args:
         values: kept values; with `scale` 8-bit ones.
-        positions: where they belong.
-        scale: fp32, 1 where `values` has its inputs; or None.
-        dtype: of the result, where there is a scale.
+        positions: their positions.
+        scale: fp32, of length 1 on the input axis; or None.
+        dtype: dtype of the result, if there is a scale.
 
     Raises:
         ValueError: the tensors do not belong together, their dtypes are none of a packed weight, a group's positions
@@ -122,12 +125,12 @@ def unpack24(
 
 
 def check24(values: Tensor, positions: Tensor, scale: Tensor | None = None) -> None:
-    """Raise where `unpack24` would, for tensors that stay packed."""
+    """Raise the errors of `unpack24`, for tensors that stay packed."""
     _checked(values, positions, scale)
 
 
 def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[int, Tensor]:
-    """The input axis, and the positions of each group with that axis last: (..., groups, 2)."""
+    """Check a packed weight, and return its input axis and the positions with that axis last, (..., groups, 2)."""
     input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape))
     require_packed_dtypes(values.dtype, positions.dtype, None if scale is None else scale.dtype)
     if scale is not None:
@@ -144,15 +147,16 @@ def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[i
 
 
 def packed24_shapes(shape: tuple[int, ...], input_axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of (values, positions) of a weight of `shape`."""
-    values, positions = list(shape), list(shape)
+    """Return the shapes of (values, positions) of a weight of `shape`."""
+    values = list(shape)
+    positions = list(shape)
     values[input_axis] //= 2
     positions[input_axis] = -(-positions[input_axis] // 8)
     return tuple(values), tuple(positions)
 
 
 def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
-    """Input axis of a packed weight: in/2 and ceil(in/8) differ on it, whatever in is.
+    """Return the input axis of a packed weight, on which in/2 and ceil(in/8) differ for every in.
 
     Raises:
         ValueError: the shapes do not belong together.
@@ -167,13 +171,13 @@ def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Whether a module holds packed 2:4 weights of its own. Some other buffers are called positions too (GPT-J's)."""
+    """Return True if a module itself holds packed 2:4 weights, and not just a buffer of that name like GPT-J's."""
     ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
     return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)
 
 
 def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_axis: int) -> None:
-    """Reject scales that are not one a row of the packed values."""
+    """Reject scales of another shape than one for each row of the packed values."""
     if scale != (expected := scale_shape(values, input_axis)):
         raise ValueError(f"scales of shape {scale} do not fit values of shape {values}, one a row is {expected}")
 
@@ -181,15 +185,15 @@ def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_a
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _nibble(there: Tensor) -> Tensor:
-    """(..., 4) bool -> (...) the number with these bits, lowest first, as an index."""
-    bit = there.view(torch.uint8)
+def _nibble(bits: Tensor) -> Tensor:
+    """Return the number with the given bits (..., 4), lowest first, as an index (...)."""
+    bit = bits.view(torch.uint8)
     return (bit[..., 0] | bit[..., 1] << 1 | bit[..., 2] << 2 | bit[..., 3] << 3).long()
 
 
-def _half(there: int) -> int:
-    """Four bits of positions for a group whose non-zeros are the set bits of `there`."""
-    kept = [member for member in range(4) if there >> member & 1]
+def _half(nonzero: int) -> int:
+    """Return the four bits of positions for a group whose non-zeros are the set bits of `nonzero`."""
+    kept = [member for member in range(4) if nonzero >> member & 1]
     if len(kept) > 2:
         return _FULL
     kept += [member for member in range(4) if member not in kept]
@@ -198,4 +202,4 @@ def _half(there: int) -> int:
 
 
 _FULL = 255
-_HALVES = torch.tensor([_half(there) for there in range(16)], dtype=torch.uint8)
+_HALVES = torch.tensor([_half(nonzero) for nonzero in range(16)], dtype=torch.uint8)

@@ -197,7 +197,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _naming_alternatives(self, folder: Path) -> Iterator[None]:
-        """On a ValueError about a checkpoint, append the other checkpoints that are intact to the message."""
+        """Append the other intact checkpoints to the message of a ValueError about one."""
         try:
             yield
         except ValueError as error:

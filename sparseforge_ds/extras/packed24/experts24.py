@@ -1,8 +1,8 @@
-"""`sparseforge::experts24`, the products of a mixture's experts with their own rows, as an operator of torch.
+"""Operator `sparseforge::experts24` of torch: the products of a mixture's experts with their own rows.
 
-The weights of all experts of a layer are one packed tensor, of which those that have no rows are not read. On a CPU
-`linear24` multiplies the others, one after the other; on a GPU all are one launch of the Triton kernel, for which the
-host waits for nothing. The operator is opaque to torch.compile, as only run time knows who has rows.
+The weights of all experts of a layer are one packed tensor; experts without rows are not read. On a CPU `linear24`
+multiplies one expert after the other. On a GPU one launch of the Triton kernel does all, without waiting on the host.
+The operator is opaque to torch.compile, since the rows of an expert are known at run time only.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sparseforge_ds.extras.packed24.operands import require_ends, require_operan
 from sparseforge_ds.mask.packing import unpack24
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
-"""Of an operator whose host waits for what the GPU knows, so that no graph can capture it."""
+"""Tag of an operator whose host waits for values of the GPU, so that no graph can capture it."""
 
 
 @torch.library.custom_op("sparseforge::experts24", mutates_args=(), tags=() if find_spec("triton") else _ON_THE_HOST)
 def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`linear24` of each run of rows with the weight of its expert.
+    """Compute `linear24` of each run of rows with the weight of its expert.
 
     Args:
         x: (rows, in), sorted by expert.
@@ -65,7 +65,7 @@ def _one_by_one(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scal
 
 
 def _runs(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """Yield the experts that have rows, and these. Raises ValueError for ends out of order."""
+    """Yield the experts that have rows, with the rows; raise ValueError for ends out of order."""
     stops = ends.tolist()
     require_ends(stops, rows)
     start = 0
@@ -85,7 +85,7 @@ def _(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor 
 def _input_gradient(
     gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """(rows, out) -> (rows, in): what `experts24` sends back to its `x`, one expert unpacked at a time."""
+    """Return the gradient (rows, in) of `experts24`'s x for that of its outputs, (rows, out), an expert at a time."""
     require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, scale=scale, backward=True)
     to_x = gradient.new_zeros(len(gradient), 2 * values.shape[2])
     for expert, run in _runs(ends, len(gradient)):
@@ -118,16 +118,16 @@ experts24.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of x that experts get, one for each choice of a token.
+    """Sort the choices of all tokens by expert: each is a row of x.
 
     Args:
-        chosen: (tokens, k), integers: the experts of each token. Numbers outside of 0 to `experts` - 1 are nobody's,
-            and their rows come last.
-        experts: how many there are.
+        chosen: (tokens, k) integers, the experts of each token. Rows of numbers outside of 0 to `experts` - 1 have no
+            expert, and come last.
+        experts: number of experts.
 
     Returns:
-        The expert of each row, (tokens * k,), in order; of each row the choice that it is of, `token * k + number`; and
-        the ends that `experts24` wants, (experts,).
+        The expert of each row, (tokens * k,), in order; the choice of each row, `token * k + number`; and the ends for
+        `experts24`, (experts,).
     """
     everyone = chosen.reshape(-1)
     everyone = everyone.masked_fill((everyone < 0) | (everyone >= experts), experts)
@@ -137,7 +137,15 @@ def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def add_choices(y: Tensor, order: Tensor, shares: Tensor) -> Tensor:
-    """What a token's experts say, each with its share: (tokens * k, out) as `sort_by_expert` ordered it and shares of
-    (tokens, k) -> (tokens, out)."""
+    """Sum the outputs of each token's experts, weighted by their shares.
+
+    Args:
+        y: (tokens * k, out), in the order of `sort_by_expert`.
+        order: the choice of each row.
+        shares: (tokens, k) weights.
+
+    Returns:
+        (tokens, out).
+    """
     weighted = (y * shares.reshape(-1)[order, None])[torch.argsort(order)]
     return weighted.view(*shares.shape, -1).sum(1)

@@ -44,40 +44,41 @@ def read_headers(files: Iterable[str]) -> dict[str, Header]:
 
 
 def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid: str | None = None) -> None:
-    """Reject tensors that the model has a place for and that cannot be what the place holds.
+    """Reject tensors that do not fit the model's parameters.
 
     Args:
         model: as `from_pretrained` has built it, with dense weights on the meta device.
-        headers: of the packed folder's files.
-        targets: of these tensors.
+        headers: headers of the packed folder's files.
+        targets: names of these tensors in the model.
         grid: `values` of the model's quantization_config.
 
     Raises:
-        ValueError: a dtype or shape is wrong, or one of values, positions and scales is there without the others.
+        ValueError: a dtype or shape is wrong, or one of values, positions and scales is missing.
     """
-    places = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     packed = {key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)}
-    packed = {weight for weight in packed if targets.find(weight)[0] in places}  # others only have such a name
+    packed = {weight for weight in packed if targets.find(weight)[0] in parameters}  # others only have such a name
     merges = {target: weight for weight in sorted(packed) if (target := targets.find(weight))[1] is not None}
     scales = {weight + SCALE for weight in packed} if grid else set()
     for key in sorted({*headers, *packed} - {weight + POSITIONS for weight in packed} - scales):
         if key not in headers:
             raise ValueError(f"{key}{POSITIONS} is there without {key}; export or download it again")
         name, pattern = target = targets.find(key)
-        if name not in places:
+        if name not in parameters:
             continue  # the loader reports or ignores it
-        shape, place = headers[key].shape, tuple(places[name].shape)
+        shape = headers[key].shape
+        expected = tuple(parameters[name].shape)
         if grid and key not in packed and key + SCALE in headers:
             raise ValueError(f"{key}{SCALE} is there without {key}{POSITIONS}; export or download it again")
 
         # A weight with half its inputs, or beside packed ones that it is merged with, is packed.
         if key not in packed:
             require_stored_dtypes(key, headers[key].dtype, None)
-            if target in merges or (pattern is None and shape in _halves(place)):
+            if target in merges or (pattern is None and shape in _halves(expected)):
                 raise ValueError(f"{key} is there without {key}{POSITIONS}; export or download it again")
             continue
 
-        # A packed layer takes its sizes from its tensors, so that the first forward pass would find out.
+        # A packed layer takes its sizes from its tensors: without this check the first forward pass would fail.
         positions = headers[key + POSITIONS]
         scale = headers.get(key + SCALE) if grid else None
         if grid and scale is None:
@@ -91,8 +92,8 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid
             raise ValueError(f"{key}: {error}; export or download it again") from None
         dense = list(shape)
         dense[axis] *= 2
-        if pattern is None and tuple(dense) != place:
-            wrong = f"packed from {tuple(dense)}, and config.json makes it {place}"
+        if pattern is None and tuple(dense) != expected:
+            wrong = f"packed from {tuple(dense)}, and config.json makes it {expected}"
         elif pattern is not None and shape != headers[merges[target]].shape:
             wrong = f"{shape}, and {merges[target]}, with which it is merged, {headers[merges[target]].shape}"
         else:
@@ -106,12 +107,12 @@ def _halves(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def collect_damage(model: Any) -> None:
-    """Have `note_damage` collect what it is told of a model, until `require_sound`."""
+    """Make `note_damage` collect the damages of a model, until `require_sound`."""
     setattr(model, _DAMAGED, [])
 
 
 def note_damage(model: Any, name: str, error: ValueError) -> None:
-    """Remember that a weight is damaged. Raises at once for a model that nobody collects for."""
+    """Note that a weight is damaged, or raise at once if `collect_damage` was not called for the model."""
     if (noted := getattr(model, _DAMAGED, None)) is None:
         raise ValueError(f"{name}: {error}") from None
     noted.append(f"{name}: {error}")

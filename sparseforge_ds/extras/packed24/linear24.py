@@ -1,10 +1,9 @@
-"""`sparseforge::linear24`, the product with a 2:4 weight that stays packed, as an operator of torch.
+"""Operator `sparseforge::linear24` of torch: the product with a 2:4 weight that stays packed.
 
-Devices differ by the kernels that torch's dispatcher has of it. On the CPU, the first call loads a C++ library
-(`cpu_kernel`), which registers itself with torch and from then on is called without Python. NVIDIA's GPUs have one for
-few rows (`mma_kernel`), all GPUs a Triton kernel for the rest (`triton_kernel`), and any other device the reference,
-which unpacks the weight at each call. The operator may be compiled (it is opaque to torch.compile), and under autocast
-its inputs are cast as those of nn.functional.linear are.
+Each device has its kernels. On the CPU, the first call loads a C++ library (`cpu_kernel`), which torch then calls
+without Python. NVIDIA's GPUs have a kernel for few rows (`mma_kernel`), and all GPUs a Triton kernel for the rest
+(`triton_kernel`). Other devices have the reference, which unpacks the weight at each call. The operator is opaque to
+torch.compile. Under autocast its inputs are cast as those of nn.functional.linear.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _LOGGER = logging.getLogger(__name__)
 def linear24(
     x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """`nn.functional.linear` with a weight that `pack24` packed along its last axis.
+    """Compute `nn.functional.linear` with a weight that `pack24` has packed along its last axis.
 
-    Positions are not checked for damage at each call: whoever loads them does that once, by `unpack24`.
+    Positions are not checked for damage at each call, but once when they are loaded.
 
     Args:
         x: (..., in), of any strides.
@@ -49,7 +48,7 @@ def linear24(
     """
     require_operands("linear24", x, values, positions, bias, scale=scale)
     if x.device.type == "cpu" and load_cpu_kernel():
-        result: Tensor = linear24(x, values, positions, bias, scale)  # the C++ kernel has taken this one's place
+        result: Tensor = linear24(x, values, positions, bias, scale)  # the C++ kernel has replaced this function
         return result
     return reference24(x, values, positions, bias, scale)
 
@@ -62,13 +61,13 @@ def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | Non
 def _on_gpu(
     x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """NVIDIA's and AMD's GPUs are both "cuda" to torch; both have the Triton kernel, NVIDIA's one for few rows, too."""
+    """Compute `linear24` on NVIDIA's and AMD's GPUs, which are both "cuda" to torch, by the fastest kernel."""
     require_operands("linear24", x, values, positions, bias, scale=scale)
     if scale is not None:
         return reference24(x, values, positions, bias, scale)
-    found = mma24(x, values, positions, bias)
-    if found is not None:
-        return found
+    product = mma24(x, values, positions, bias)
+    if product is not None:
+        return product
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     if kernels is None:
         return reference24(x, values, positions, bias, scale)
@@ -81,8 +80,10 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @cache
 def triton_kernels() -> Any:
-    """`triton_kernel`, or None where Triton is missing, which CUDA and ROCm builds of torch bring along; said
-    once."""
+    """Import `triton_kernel`, or warn once and return None if Triton is missing.
+
+    CUDA and ROCm builds of torch bring Triton along.
+    """
     if find_spec("triton") is None:
         _LOGGER.warning(
             "linear24: triton is not installed, so every product with a packed weight unpacks the whole weight first, "
@@ -103,14 +104,14 @@ def _fake(
 def _with_gradient(
     x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """Where the C++ kernel sends a call of which a gradient is wanted, since its own has none."""
+    """Compute `linear24` with autograd; the C++ kernel calls it when a gradient is needed."""
     result: Tensor = linear24(x, values, positions, bias, scale)
     return result
 
 
 @torch.library.custom_op("sparseforge::linear24_input_gradient", mutates_args=())
 def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, scale: Tensor | None = None) -> Tensor:
-    """(..., out) -> (..., in): what `linear24` sends back to its `x`."""
+    """Return the gradient (..., in) of `linear24`'s x for that of its outputs, (..., out)."""
     require_operands("linear24_input_gradient", gradient, values, positions, scale=scale, backward=True)
     return gradient @ unpack24(values, positions, scale, gradient.dtype)
 
@@ -133,7 +134,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
-    """What an adapter below this layer needs; a bias may train."""
+    """Return the gradients of x and of the bias."""
     to_x = _input_gradient(gradient, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None
     to_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
     return to_x, None, None, to_bias, None
@@ -149,7 +150,7 @@ def _refuse(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, s
 
 
 def _autocast(device: str) -> None:
-    """`register_autocast` of torch knows one dtype; autocast's own is asked for at each call."""
+    """Cast inputs under autocast to its current dtype; torch's `register_autocast` would fix one dtype."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
     def cast_inputs(
@@ -157,7 +158,8 @@ def _autocast(device: str) -> None:
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
         # A dtype that no packed weight has is left for the operator to refuse.
-        x, values = (each.to(dtype) if each.dtype in VALUE_DTYPES else each for each in (x, values))
+        x = x.to(dtype) if x.dtype in VALUE_DTYPES else x
+        values = values.to(dtype) if values.dtype in VALUE_DTYPES else values
         bias = None if bias is None else bias.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             result: Tensor = linear24(x, values, positions, bias, scale)
@@ -167,7 +169,7 @@ def _autocast(device: str) -> None:
 
 
 _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
-# The C++ kernel calls it where its own comparisons fail, so that every device says the same.
+# The C++ kernel calls it when its own comparisons fail, so that every device has the same messages.
 _LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias, Tensor? scale) -> ()")
 _LIBRARY.impl("linear24_refused", _refuse, "CompositeImplicitAutograd")
 # `register_kernel` would add its own checks to each call, and keep the compiler out as well.

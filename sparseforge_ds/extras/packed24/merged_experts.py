@@ -1,7 +1,7 @@
 """Experts in one tensor that stay packed when transformers loads them.
 
 transformers merges the experts of a layer from a file's tensors by its own steps, which do the same to values,
-positions and scales; so no expert is ever unpacked. Imported by transformers' loader only, as `packed24_loading` is.
+positions and scales, so no expert is unpacked. Only transformers' loader imports this file, as it does `unpacking`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _LOGGER = logging.getLogger(__name__)
 def keep_experts(
     model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any], grid: str | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Make place in a model, still empty, for the experts in one tensor whose weights are packed in its files.
+    """Prepare an empty model for experts in one tensor whose weights are packed in its files.
 
-    The conversions that merge them are there several times afterwards: for their values, positions and scales.
+    The conversions that merge them are repeated for values, positions and scales.
 
     Args:
         model: as `from_pretrained` has built it.
         keys: names of all tensors in the packed folder's files, after `check_headers`.
-        targets: of these tensors.
-        conversions: by which transformers would load the dense model.
+        targets: names of these tensors in the model.
+        conversions: conversions by which transformers would load the dense model.
         grid: `values` of the model's quantization_config.
 
     Returns:
-        (conversions of experts that stay packed, all others). Experts of which some layer cannot keep them are named in
-        one warning, and are unpacked.
+        Conversions of experts that stay packed, and all others. One warning names the experts that must be unpacked.
     """
+    # The packed weights of each layer of experts.
     merged_by = _packed_experts(model, keys, targets)
     layers: dict[str, list[str]] = {}
     for name in merged_by:
         layers.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    # A layer keeps all of its weights packed, or none.
     kept: list[Any] = []
     unpacked: dict[str, str] = {}
     for layer, names in layers.items():
@@ -57,6 +58,7 @@ def keep_experts(
             kept += [converter for converter in by if converter is not None and converter not in kept]
         else:
             unpacked[layer] = str(why)
+    # The warning tells what unpacking costs.
     if unpacked:
         first, why = next(iter(unpacked.items()))
         weights = [model.get_parameter(f"{layer}.{name}") for layer in unpacked for name in layers[layer]]
@@ -69,18 +71,19 @@ def keep_experts(
         )
     return [
         converter.copy(
-            [pattern + what for pattern in converter._original_source_patterns],
-            [pattern + what for pattern in converter._original_target_patterns],
-            operations=[*converter.operations, Hold24(what == SCALE)],
+            [pattern + part for pattern in converter._original_source_patterns],
+            [pattern + part for pattern in converter._original_target_patterns],
+            operations=[*converter.operations, Hold24(part == SCALE)],
         )
         for converter in kept
-        for what in ("", POSITIONS, *([SCALE] if grid else []))
+        for part in ("", POSITIONS, *([SCALE] if grid else []))
     ], [conversion for conversion in conversions if conversion not in kept]
 
 
 def _packed_experts(model: Any, keys: Iterable[str], targets: Targets) -> dict[str, Any]:
     """Return the packed weights in three dimensions, each with the conversion that merges it, if there is one."""
-    shapes, merged_by = model.state_dict(), {}
+    shapes = model.state_dict()
+    merged_by = {}
     for key in sorted(key.removesuffix(POSITIONS) for key in keys if key.endswith(POSITIONS)):
         name, pattern = targets.find(key)
         if name in shapes and shapes[name].ndim == 3:
@@ -89,22 +92,22 @@ def _packed_experts(model: Any, keys: Iterable[str], targets: Targets) -> dict[s
 
 
 def _why_unpacked(experts: nn.Module, kind: object, names: list[str], merged_by: list[Any]) -> str | None:
-    """Why the experts of a layer cannot stay packed."""
+    """Return why the experts of a layer cannot stay packed, or None if they can."""
     if kind is None:
         return f"{type(experts).__name__} has a way of its own to compute them"
     dense = {name for name, parameter in experts.named_parameters(recurse=False) if parameter.ndim == 3} - {*names}
     if dense:
         return f"{min(dense)} is not packed"
     operations = {type(operation) for by in merged_by if by is not None for operation in by.operations}
-    others = operations - {MergeModulelist, Concatenate}
-    return f"{others.pop().__name__} is applied to them" if others else None
+    unknown = operations - {MergeModulelist, Concatenate}
+    return f"{unknown.pop().__name__} is applied to them" if unknown else None
 
 
 class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """Step after the merge of all experts of a layer that lays out a part of them as `Packed24Experts` has it.
+    """Step after the merge of a layer's experts that lays out one part as `Packed24Experts` has it.
 
     Args:
-        of_scales: whether the part is scales.
+        of_scales: True if the part is scales.
     """
 
     def __init__(self, of_scales: bool = False) -> None:
@@ -113,40 +116,42 @@ class Hold24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, **kwargs: Any
     ) -> dict[str, Any]:
-        return {pattern: held(model, full_layer_name, tensor) for pattern, tensor in input_dict.items()}
+        """Lay out the merged tensors."""
+        return {pattern: lay_out(model, full_layer_name, tensor) for pattern, tensor in input_dict.items()}
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Saving takes the tensors as they are held."""
+        """Return the identity: saving takes the tensors as they are."""
         return _IdentityOp()
 
 
-def held(model: nn.Module, name: str, tensor: Tensor, beside: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Return a tensor that there is a place for with each output's inputs side by side in memory, any other as it is.
+def lay_out(model: nn.Module, name: str, tensor: Tensor, unset: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Return a part of packed experts with each output's inputs contiguous, and any other tensor as it is.
 
-    Damage is noted on the model: a shape that is not the place's, and parts that `check24` refuses.
+    Damage is noted on the model: a wrong shape, and parts that `check24` refuses.
 
     Args:
-        model: with the experts' places.
-        name: of the tensor's place.
+        model: the model, prepared by `keep_experts`.
+        name: name of the tensor in the model.
         tensor: values, positions or scales of all experts of a layer.
-        beside: other parts of the same weight that are not in their places yet, by name.
+        unset: other parts of the same weight that the model does not have yet, by name.
     """
-    where, _, leaf = name.rpartition(".")
-    experts: Any = model.get_submodule(where)
+    layer, _, leaf = name.rpartition(".")
+    experts: Any = model.get_submodule(layer)
     if not isinstance(experts, Packed24Experts):
         return tensor
-    weight, place = name.removesuffix(POSITIONS).removesuffix(SCALE), getattr(experts, leaf)
-    if tensor.shape != place.shape:
-        note_damage(model, weight, ValueError(f"has shape {tuple(tensor.shape)}, not {tuple(place.shape)}"))
-        return torch.zeros_like(place, device=tensor.device)
+    weight = name.removesuffix(POSITIONS).removesuffix(SCALE)
+    expected = getattr(experts, leaf)
+    if tensor.shape != expected.shape:
+        note_damage(model, weight, ValueError(f"has shape {tuple(tensor.shape)}, not {tuple(expected.shape)}"))
+        return torch.zeros_like(expected, device=tensor.device)
 
-    # The last part comes when the others are there.
+    # The last part is loaded when the others are there: then the weight is checked.
     base = leaf.removesuffix(POSITIONS).removesuffix(SCALE)
     parts = [part for part in ("", POSITIONS, SCALE) if hasattr(experts, base + part)]
     if leaf == base + parts[-1]:
-        given = {**(beside or {}), name: tensor}
-        tensors = [given.get(weight + part, getattr(experts, base + part)) for part in parts]
+        loaded = {**(unset or {}), name: tensor}
+        tensors = [loaded.get(weight + part, getattr(experts, base + part)) for part in parts]
         for expert, of_expert in enumerate(zip(*tensors, strict=True)):
             try:
                 check24(*of_expert)

@@ -1,4 +1,4 @@
-"""The one check of all operators on packed 2:4 weights: nothing touches memory before it has passed.
+"""Check of the operands of all operators on packed 2:4 weights, before anything touches memory.
 
 The C++ kernel has the same conditions in a few comparisons of its own, and calls this check for the message.
 """
@@ -41,10 +41,12 @@ def require_operands(
         ValueError: an argument does not fit; the message names it.
     """
     # Hot path: every decoded token passes here once a layer. Only a failure pays for its message.
-    dtype, device, shape = x.dtype, x.device, values.shape
+    dtype = x.dtype
+    device = x.device
+    shape = values.shape
     axes = 2 if ends is None else 3
     if len(shape) == axes:
-        kept, outputs = shape[-1], shape[-2]
+        outputs, kept = shape[-2:]
         if (
             kept > 0
             and kept % 2 == 0
@@ -97,14 +99,15 @@ def _misfit(
     """Return the first reason why arguments do not belong together."""
     operands = {"x": x, "values": values, "positions": positions, "bias": bias, "ends": ends, "scale": scale}
     tensors = {name: tensor for name, tensor in operands.items() if tensor is not None}
-    shape, axes = tuple(values.shape), 2 if ends is None else 3
+    shape = tuple(values.shape)
+    axes = 2 if ends is None else 3
 
-    # How many of everything there are.
+    # Numbers of axes and their lengths.
     if ends is not None and (
         x.ndim != 2 or values.ndim != 3 or positions.shape[:1] != shape[:1] or ends.shape != shape[:1] or 0 in shape[:1]
     ):
-        given = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-        return f"{given} are not rows and the packed weights of as many experts"
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        return f"{shapes} are not rows and the packed weights of as many experts"
     if values.ndim != axes or shape[-1] % 2 or not shape[-1] or positions.shape != (*shape[:-1], (shape[-1] + 3) // 4):
         return (
             f"values of shape {shape} and positions of shape {tuple(positions.shape)} are no weight that is packed "
@@ -113,7 +116,7 @@ def _misfit(
     if scale is not None and scale.shape != (rows := scale_shape(shape, -1)):
         return f"scale of shape {tuple(scale.shape)} does not fit values of shape {shape}; one a row is {rows}"
 
-    # What they are made of.
+    # Dtypes, layouts and devices.
     if positions.dtype != torch.uint8:
         return f"positions are uint8, these are {positions.dtype}"
     if ends is not None and ends.dtype not in _INTEGERS:
@@ -132,7 +135,7 @@ def _misfit(
     if len({tensor.device for tensor in tensors.values()}) > 1:
         return f"devices differ: {', '.join(f'{name} {tensor.device}' for name, tensor in tensors.items())}"
 
-    # Whether x and the bias fit the weight.
+    # The lengths of x and the bias.
     along, count = ("outputs", shape[-2]) if backward else ("inputs", 2 * shape[-1])
     if x.ndim == 0 or x.shape[-1] != count:
         return f"x of shape {tuple(x.shape)} does not end in the weight's {count} {along}"

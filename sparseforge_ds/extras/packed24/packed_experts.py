@@ -1,4 +1,4 @@
-"""The experts of a packed 2:4 mixture: their weights, one tensor for all experts of a layer, stay packed in memory."""
+"""Experts of a packed 2:4 mixture, whose weights, one tensor for all experts of a layer, stay packed in memory."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
 
 
 class Packed24Experts(nn.Module):
-    """What an experts module of transformers has beside its own things when its weights are packed.
+    """Base class that an experts module of transformers gets when its weights are packed.
 
-    `gate_up_proj` (or `up_proj`) and `down_proj` hold the kept values of all experts, (experts, out, in/2), and buffers
-    with `_positions` behind these names where they belong, (experts, out, ceil(in/8)); both are transposed where the
-    module's weights are. 8-bit values have scales beside them, `_scale`, (experts, out, 1). Activations, biases and
-    norms are the module's own, used as transformers' ways to compute experts use them
-    (`transformers.integrations.moe`). This way is taken whatever `experts_implementation` says.
+    `gate_up_proj` (or `up_proj`) and `down_proj` hold the kept values of all experts, (experts, out, in/2). Buffers of
+    the same names with `_positions` hold their positions, (experts, out, ceil(in/8)). Both are transposed if the
+    module's weights are. 8-bit values have scales, `_scale`, (experts, out, 1). Activations, biases and norms are the
+    module's own, as in `transformers.integrations.moe`. `experts_implementation` has no effect.
     """
 
     is_transposed: bool
     has_bias: bool
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(tokens, hidden), the experts of each token (tokens, k) and their shares (tokens, k) -> (tokens, hidden)."""
+        """Return the experts' outputs (tokens, hidden), for the experts and weights of each token, (tokens, k)."""
         it: Any = self
         experts, order, ends = sort_by_expert(top_k_index, len(it.down_proj))
         rows = hidden_states[order // top_k_index.shape[1]]
@@ -40,7 +39,7 @@ class Packed24Experts(nn.Module):
         return add_choices(y, order, top_k_weights).to(hidden_states.dtype)
 
     def _product(self, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """(rows, in) of the sorted `experts`, (rows,) -> (rows, out)."""
+        """Multiply rows (rows, in) with the weights of their sorted `experts` (rows,), and return (rows, out)."""
         parts = [getattr(self, name), getattr(self, name + POSITIONS), getattr(self, name + SCALE, None)]
         if self.is_transposed:
             parts = [part if part is None else part.transpose(1, 2) for part in parts]
@@ -50,10 +49,12 @@ class Packed24Experts(nn.Module):
 
     @torch.no_grad()
     def make_dense(self, dtype: torch.dtype = torch.float32) -> None:
-        """Become the module that it was, with unpacked weights, of 8-bit values in `dtype`, one expert at a time."""
+        """Unpack the weights, one expert at a time, 8-bit values into `dtype`, and restore the module's class."""
         for buffer in [name for name in self._buffers if name.endswith(POSITIONS)]:
             name = buffer.removesuffix(POSITIONS)
-            values, positions, scale = getattr(self, name), getattr(self, buffer), getattr(self, name + SCALE, None)
+            values = getattr(self, name)
+            positions = getattr(self, buffer)
+            scale = getattr(self, name + SCALE, None)
             scales = [None] * len(values) if scale is None else list(scale)
             first = unpack24(values[0], positions[0], scales[0], dtype)
             dense = first.new_empty((len(values), *first.shape))
@@ -71,13 +72,13 @@ class Packed24Experts(nn.Module):
 
 
 class Packed24Llama4Experts(Packed24Experts):
-    """Of Llama 4, where every expert computes all tokens: those that are not its own are zero."""
+    """Packed experts of Llama 4, each of which computes all tokens; those of other experts are zero."""
 
     is_transposed = True
     has_bias = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]  # each token comes once an expert
-        """(experts * tokens, hidden) -> (experts * tokens, hidden)."""
+        """Return the outputs (experts * tokens, hidden) of rows in the same order."""
         it: Any = self
         numbers = torch.arange(len(it.down_proj), device=hidden_states.device)
         ends = (numbers + 1) * (len(hidden_states) // len(numbers))
@@ -86,23 +87,23 @@ class Packed24Llama4Experts(Packed24Experts):
 
 
 def packed_kind(experts: nn.Module) -> type[Packed24Experts] | None:
-    """What computes a module's experts when they are packed: known of classes that `use_experts_implementation` of
-    transformers has decorated, and of Llama 4's."""
+    """Return the packed replacement class for an experts module, or None if there is none.
+
+    There is one for classes decorated by `use_experts_implementation` of transformers, and for Llama 4.
+    """
     if getattr(experts, "is_transposed", None) is not None:
         return Packed24Experts
     return Packed24Llama4Experts if type(experts).__name__ == "Llama4TextExperts" else None
 
 
-def pack_experts(
-    experts: Any, kind: type[Packed24Experts], names: list[str], grid: torch.dtype | None = None
-) -> None:
+def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str], grid: torch.dtype | None = None) -> None:
     """Turn an experts module of transformers into one for packed weights, in place; the loader fills them.
 
     Args:
         experts: the module.
         kind: its `packed_kind`.
-        names: its weights, each of which becomes an empty place for values and one for positions.
-        grid: dtype of 8-bit values, which have a place for scales too; None for values in the dtype of the module.
+        names: its weights, each of which becomes empty tensors for values and positions.
+        grid: dtype of 8-bit values, which also get a tensor for scales; None: values in the module's dtype.
     """
     experts.__class__ = type(f"Packed24{type(experts).__name__}", (kind, type(experts)), {})
     for name in names:

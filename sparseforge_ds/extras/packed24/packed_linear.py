@@ -1,4 +1,4 @@
-"""The linear layers of a packed 2:4 model: their weights stay packed in memory, on CPUs and GPUs."""
+"""Linear layers of a packed 2:4 model, whose weights stay packed in memory, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparseforge_ds.mask.packing import unpack24
 
 
 class Packed24Linear(nn.Linear):
-    """`nn.Linear` whose `weight` holds the kept values, (out, in/2), and `weight_positions` where they belong.
+    """`nn.Linear` whose `weight` holds the kept values, (out, in/2), and `weight_positions` their positions.
 
-    0.5625 of the bytes of a bf16 weight, with 8-bit values 0.3125, in memory and in its state dict, whose names are
-    those of a packed24 file. An adapter may sit on it and be trained; `weight` itself has no gradient.
+    It takes 0.5625 of the bytes of a bf16 weight, with 8-bit values 0.3125, in memory and in its state dict, whose
+    names are those of a packed24 file. An adapter on it may be trained; `weight` itself has no gradient.
 
     Args:
         weight: (out, in/2), the kept values of `pack24`, or 8-bit ones of `round_values`.
@@ -29,20 +29,21 @@ class Packed24Linear(nn.Linear):
     weight_positions: Tensor
     weight_scale: Tensor | None
     dense_class: type[nn.Linear] = nn.Linear
-    """Of the ordinary layer: Falcon has one that forms the same sum in its own words."""
+    """Class of the dense layer; Falcon has its own."""
 
     def __init__(
         self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None, scale: Tensor | None = None
     ) -> None:
         nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape[0], 2 * weight.shape[1]
+        self.out_features = weight.shape[0]
+        self.in_features = 2 * weight.shape[1]
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("weight_positions", positions)
         self.register_buffer("weight_scale", scale)
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Multiply (..., in) by the weight, and return (..., out)."""
         result: Tensor = linear24(input, self.weight, self.weight_positions, self.bias, self.weight_scale)
         return result
 
@@ -55,16 +56,16 @@ class Packed24Linear(nn.Linear):
         return layer.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move as any module does, and keep 8-bit values and their scales when others are cast."""
+        """Move as any module does, and keep 8-bit values and their scales when other tensors are cast."""
         return super()._apply(keep_bits(self, fn), recurse)
 
 
 def keep_bits(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return `fn` for 8-bit values and scales of a module as integers, which it moves and cannot cast.
+    """Return a function that applies `fn`, but passes 8-bit values and scales as integers, which `fn` does not cast.
 
     Args:
-        module: with packed weights.
-        fn: as `nn.Module._apply` takes it: it moves a tensor, or casts one that is floating point.
+        module: a module with packed weights.
+        fn: function of `nn.Module._apply`, which moves a tensor, or casts one that is floating point.
     """
     scales = {id(buffer) for name, buffer in module.named_buffers(recurse=False) if name.endswith(SCALE)}
 

@@ -1,4 +1,4 @@
-"""Loading what `sparseforge export --format packed24` writes, by transformers' own `from_pretrained`.
+"""Loader of packed24 folders (`sparseforge export --format packed24`) by transformers' own `from_pretrained`.
 
     import sparseforge_ds.extras.packed24
     model = AutoModelForCausalLM.from_pretrained("models/qwen3_14b_packed24")
@@ -73,7 +73,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
-    """Puts packed layers into a model while transformers loads it."""
+    """Quantizer that puts packed layers into a model while transformers loads it."""
 
     requires_calibration = True  # there is no packing on the fly: `sparseforge export` does that
     _leaves = ("weight",)
@@ -90,11 +90,11 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return {"weight": [f"weight{part}" for part in self.parts]}
 
     def get_load_operations(self) -> dict[str, Any]:
-        """Before a model's own conversions: unpacking comes first."""
+        """Return the operation that comes before a model's own conversions: unpacking."""
         return {"dequantize": _operation}
 
     def get_weight_conversions(self) -> list[Any]:
-        """`weight` and its other parts become `weight`; a weight that is not packed is passed through."""
+        """Return conversions of `weight` and its other parts to `weight`; one that is not packed passes through."""
         from sparseforge_ds.transformers_internals import WeightConverter
 
         return [
@@ -117,21 +117,24 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return new_dtype
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """Check the files' headers, and choose how experts are merged: those that stay packed as dense ones are, all
-        others behind a step that unpacks."""
+        """Check the files' headers, and choose how experts are merged.
+
+        Those that stay packed are merged as dense ones are, all others after a step that unpacks.
+        """
         from sparseforge_ds.extras.packed24.file_headers import check_headers, read_headers
         from sparseforge_ds.extras.packed24.merged_experts import keep_experts
         from sparseforge_ds.model.loading_targets import Targets
 
-        headers, targets = read_headers(self._files), Targets(model, weight_conversions)
+        headers = read_headers(self._files)
+        targets = Targets(model, weight_conversions)
         check_headers(model, headers, targets, self.quantization_config.values)
         if self.quantization_config.semi_structured:
             return list(super().update_weight_conversions(weight_conversions, model))
-        kept, others = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.values)
-        return [*kept, *super().update_weight_conversions(others, model)]
+        kept, rest = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.values)
+        return [*kept, *super().update_weight_conversions(rest, model)]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Matrices are called `weight` in most layers; fused experts have other names. Branches are added."""
+        """Note the names of matrices, `weight` except in fused experts, and add branches."""
         self._files = tuple(kwargs.get("checkpoint_files") or ())
         self._leaves = tuple(sorted({name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim > 1}))
         from sparseforge_ds.extras.packed24.file_headers import collect_damage
@@ -149,8 +152,9 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Refuse damaged weights, and keep saving from undoing the conversion. Without packed weights and branches, the
-        model is an ordinary one.
+        """Reject damaged weights, and keep saving from undoing the conversion.
+
+        A model without packed weights and branches becomes an ordinary one.
 
         Raises:
             ValueError: positions are damaged; the message names the first weight.
@@ -173,8 +177,10 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         return model
 
     def dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
-        """As transformers' own, but every weight keeps the dtype that it has now where none is given; with one, the
-        whole model is cast. That would give the unpacked weights alone the dtype of the config."""
+        """Make the model dense, and cast all of it to `dtype` unless that is None.
+
+        transformers' own method would give the config's dtype to the unpacked weights only.
+        """
         model = self._dequantize(model)
         self.remove_quantization_config(model)
         return model if dtype is None else model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -208,7 +214,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
                 module.weight = nn.Parameter(module.weight.to_dense(), requires_grad=True)
 
     def is_serializable(self) -> bool:
-        """Semi-structured tensors and branches are not saved: transformers raises."""
+        """Return False for semi-structured tensors and branches, so that transformers refuses to save them."""
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
     @property
@@ -218,7 +224,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters on packed layers may train. Without one, transformers' Trainer refuses."""
+        """True if adapters on packed layers may train; without one, transformers' Trainer refuses."""
         return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
 
 
@@ -238,8 +244,10 @@ def _is_sparse(module: nn.Module) -> bool:
 
 
 def _operation(quantizer: Packed24Quantizer) -> Any:
-    """The step of transformers' loader that unpacks; its class is made here, as this file is imported by a part of
-    transformers that the loader itself needs."""
+    """Return the step of transformers' loader that unpacks.
+
+    Its class is imported here, since the loader imports this file first.
+    """
     from sparseforge_ds.extras.packed24.unpacking import Unpack24
 
     return Unpack24(quantizer.quantization_config.semi_structured)

@@ -1,6 +1,6 @@
-"""The step of transformers' loader that puts packed 2:4 weights into layers that compute with them.
+"""Step of transformers' loader that puts packed 2:4 weights into layers that compute with them.
 
-A file of its own: transformers imports its quantizers, and with them `model.packed24`, before its loader.
+It is a file of its own, since transformers imports its quantizers, and with them this package, before its loader.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.extras.packed24.file_headers import note_damage
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.extras.packed24.merged_experts import held
+from sparseforge_ds.extras.packed24.merged_experts import lay_out
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.mask.packed_values import SCALE
@@ -21,13 +21,19 @@ from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpac
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.transformers_internals import ConversionOps
 
-_KEPT = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
-"""Layers that a packed one takes the place of."""
+_REPLACED = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
+"""Layers that a packed one replaces."""
 
 
 class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
-    """Values, positions and scales -> a layer that holds them, or the weight where no layer does: semi-structured
-    tensors when asked for, and experts that `keep_experts` has named. A weight without positions stays as it is."""
+    """Conversion of values, positions and scales into a layer that holds them.
+
+    Weights without such a layer are unpacked, into semi-structured tensors if asked for. A weight without positions
+    stays as it is.
+
+    Args:
+        semi_structured: make torch's semi-structured tensors of linear layers.
+    """
 
     def __init__(self, semi_structured: bool) -> None:
         self.semi_structured = semi_structured
@@ -42,14 +48,16 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
         model: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Take every entry that has a sibling with positions as a packed weight. Damage is noted on the model."""
+        """Convert every entry that has a sibling with positions; damage is noted on the model."""
+        # A layer of the model takes the parts as they are.
         is_packed = len(input_dict) > 1
         if model is not None and full_layer_name is not None and is_packed and _is_own(source_patterns):
             layer = model.get_submodule(full_layer_name.rpartition(".")[0])
-            if (type(layer) in _KEPT or _is_falcons(layer)) and not self.semi_structured:
+            if (type(layer) in _REPLACED or _is_falcons(layer)) and not self.semi_structured:
                 return _keep_packed(model, layer, full_layer_name, input_dict)
             if isinstance(layer, Packed24Experts):
                 return _into_experts(model, full_layer_name, input_dict)
+        # Other packed weights are unpacked.
         result: dict[str, Any] = {}
         for name, tensors in input_dict.items():
             if _part(name):
@@ -63,9 +71,10 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
                 rows = zip(tensors, *parts, strict=True)
                 result[name] = [_unpacked(model, full_layer_name or name, dtype, *row) for row in rows]
         if not result:
-            raise ValueError(f"{full_layer_name}{POSITIONS} is there without {full_layer_name}")
+            raise ValueError(f"{full_layer_name}{POSITIONS} exists without {full_layer_name}; export the model again")
+        # The model's own conversions go on with several tensors; a weight by itself is finished here.
         if not _is_own(source_patterns) or full_layer_name is None:
-            return result  # for the model's own conversions
+            return result
         (tensors,) = result.values()
         (weight,) = tensors
         layer = model.get_submodule(full_layer_name.rpartition(".")[0]) if model is not None else None
@@ -74,14 +83,15 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """Saving never packs: the conversion is taken off the model once it is loaded."""
+        """Raise NotImplementedError: the conversion is removed from the model once it is loaded."""
         raise NotImplementedError("a packed model is saved dense")
 
 
 class Packed24Conv1D(Packed24Linear):
-    """As `Packed24Linear`, of GPT-2's layer, whose weight is (in, out): `weight` (in/2, out), `weight_positions`
-    (ceil(in/8), out), `weight_scale` (1, out). In memory the inputs are contiguous. Not a `Conv1D`: peft reads the
-    sizes of one off its weight.
+    """Packed layer of GPT-2, whose weight is (in, out).
+
+    `weight` is (in/2, out), `weight_positions` (ceil(in/8), out), `weight_scale` (1, out). In memory the inputs are
+    contiguous. It is no `Conv1D`, since peft reads the sizes of one from its weight.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class Packed24Conv1D(Packed24Linear):
         self.weight_positions = self.weight_positions.t()
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out)."""
+        """Multiply (..., in) by the weight, and return (..., out)."""
         scale = None if self.weight_scale is None else self.weight_scale.t()
         result: Tensor = linear24(input, self.weight.t(), self.weight_positions.t(), self.bias, scale)
         return result
@@ -107,10 +117,12 @@ class Packed24Conv1D(Packed24Linear):
         return layer.train(self.training)
 
 
-def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Put a packed layer in the place of `layer`, and return its tensors under their names for the loader to set."""
-    parts = {_part(pattern): tensor for pattern, (tensor,) in given.items()}
-    values, positions, scale = parts[""], parts[POSITIONS], parts.get(SCALE)
+def _keep_packed(model: nn.Module, layer: Any, name: str, tensors: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Replace `layer` by a packed one, and return its tensors under their names for the loader to set."""
+    parts = {_part(pattern): tensor for pattern, (tensor,) in tensors.items()}
+    values = parts[""]
+    positions = parts[POSITIONS]
+    scale = parts.get(SCALE)
     try:
         check24(values, positions, scale)
     except ValueError as error:
@@ -128,7 +140,7 @@ def _keep_packed(model: nn.Module, layer: Any, name: str, given: dict[str, list[
 def _unpacked(
     model: Any, name: str, dtype: torch.dtype, values: Tensor, positions: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Return the dense weight; zeros in its place where it is damaged, which is noted on the model."""
+    """Return the dense weight, or note damage on the model and return zeros."""
     try:
         return unpack24(values, positions, scale, dtype)
     except ValueError as error:
@@ -139,24 +151,24 @@ def _unpacked(
 
 
 def _dtype_of(model: Any, name: str | None) -> torch.dtype:
-    """Return the dtype of a model's parameter, or float32 where there is none of that name."""
-    place = dict(model.named_parameters()).get(name) if model is not None else None
-    return torch.float32 if place is None else place.dtype
+    """Return the dtype of a model's parameter, or float32 if there is none of that name."""
+    parameter = dict(model.named_parameters()).get(name) if model is not None else None
+    return torch.float32 if parameter is None else parameter.dtype
 
 
 def _is_falcons(layer: nn.Module) -> bool:
-    """Whether it is the layer of Falcon, by its name: its file is not imported for other models."""
+    """Return True for Falcon's layer, by its name, since its file is not imported for other models."""
     return isinstance(layer, nn.Linear) and type(layer).__name__ == "FalconLinear"
 
 
-def _into_experts(model: nn.Module, name: str, given: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """The weight of a layer's experts that lies in one tensor in the file too."""
-    tensors = {name + _part(pattern): tensor for pattern, (tensor,) in given.items()}
-    return {key: held(model, key, tensor, tensors) for key, tensor in tensors.items()}
+def _into_experts(model: nn.Module, name: str, parts: dict[str, list[Tensor]]) -> dict[str, Any]:
+    """Lay out the parts of a weight of experts that is one tensor in the file too."""
+    tensors = {name + _part(pattern): tensor for pattern, (tensor,) in parts.items()}
+    return {key: lay_out(model, key, tensor, tensors) for key, tensor in tensors.items()}
 
 
 def _is_own(source_patterns: list[str]) -> bool:
-    """Whether the loader is at our own conversion, and not at one of the model's that has taken us in."""
+    """Return True for our own conversion, and False for one of the model's that includes this step."""
     return source_patterns[-1].endswith("$")
 
 
@@ -167,11 +179,12 @@ def _part(pattern: str) -> str:
 
 
 def _is_of(other: str, values: str, part: str) -> bool:
+    """Return True if `other` is the pattern of that part of the weight `values`."""
     return other.removesuffix("$") == values.removesuffix("$") + part
 
 
 def _semi_structured(weight: Tensor, layer: object) -> Tensor | None:
-    """A dense 2:4 weight as torch's semi-structured tensor, or None where torch has no kernel for it."""
+    """Convert a dense 2:4 weight to torch's semi-structured tensor, or return None if torch has no kernel for it."""
     if not isinstance(layer, nn.Linear) or weight.device.type != "cuda" or weight.ndim != 2:
         return None
     from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUSPARSELT

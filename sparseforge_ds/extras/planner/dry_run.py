@@ -150,17 +150,20 @@ def _memory_of_unfused_attention(spec: RunSpec) -> Iterator[str]:
 
 
 def check_estimable(resolved: dict[str, Any]) -> None:
-    """Refuse what there is no estimate for. That is a state that is offloaded to NVMe, and masters that are not in
-    fp32, save in bf16 under plain ZeRO-3."""
-    zero, bf16 = resolved.get("zero_optimization", {}), resolved.get("bf16") or {}
+    """Reject a DeepSpeed configuration that the planner has no estimate for.
+
+    These are states offloaded to NVMe, and masters that are not in fp32, except in bf16 under plain ZeRO-3.
+    """
+    zero = resolved.get("zero_optimization", {})
+    bf16 = resolved.get("bf16") or {}
     plain = zero.get("stage") == 3 and not zero.get("offload_optimizer")
     if bf16.get("bf16_master_weights_and_grads") and not (bf16.get("bf16_optimizer_states") and plain):
         raise ValueError(
-            "bf16_master_weights_and_grads: the planner knows it with bf16_optimizer_states under ZeRO-3 without "
-            "offload_optimizer only; plan without"
+            "bf16_master_weights_and_grads: the planner knows it only with bf16_optimizer_states, under ZeRO-3 without "
+            "offload_optimizer; plan without it"
         )
     if (resolved.get("fp16") or {}).get("fp16_master_weights_and_grads"):
-        raise ValueError("fp16_master_weights_and_grads: the planner knows fp32 masters only; plan without")
+        raise ValueError("fp16_master_weights_and_grads: the planner knows fp32 masters only; plan without it")
     for key in ("offload_optimizer", "offload_param"):
         if (zero.get(key) or {}).get("device") == "nvme":
             raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')

@@ -23,7 +23,7 @@ from sparseforge_ds.mask.packed_values import require_grid
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
 
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""vLLM's usual fused layers, for a model that does not say which ones it has."""
+"""Fused layers that are usual in vLLM, for a model that lists none."""
 
 
 class Packed24VLLMConfig(QuantizationConfig):
@@ -41,7 +41,7 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{PACKED24_FORMAT}); upgrade it, or export again"
             )
         self.transposed: dict[str, bool] = {}
-        """Every packed module, and whether its inputs are its first axis, as in GPT-2."""
+        """Packed modules, True for those whose inputs are the first axis, as in GPT-2."""
 
     @override
     def get_name(self) -> str:
@@ -78,7 +78,7 @@ class Packed24VLLMConfig(QuantizationConfig):
 
     @override
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Look up in the headers of the weights which modules are packed.
+        """Read from the headers of the weights which modules are packed.
 
         Raises:
             ValueError: none is, one is stored in a dtype that no packed weight has, or a low-rank adapter belongs to
@@ -89,11 +89,11 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{model_name}: has a low-rank adapter, without which its weights compute nonsense, and which vLLM "
                 "does not add by itself; use transformers, or train without low_rank"
             )
-        held = get_safetensors_params_metadata(model_name, revision=revision)
-        for name in held:
-            if (values := name.removesuffix(POSITIONS)) != name and values in held:
-                require_stored_dtypes(values, held[values]["dtype"], held[name]["dtype"])  # vLLM would cast them
-                axis = packed24_axis(tuple(held[values]["shape"]), tuple(held[name]["shape"]))
+        headers = get_safetensors_params_metadata(model_name, revision=revision)
+        for name in headers:
+            if (values := name.removesuffix(POSITIONS)) != name and values in headers:
+                require_stored_dtypes(values, headers[values]["dtype"], headers[name]["dtype"])  # vLLM would cast them
+                axis = packed24_axis(tuple(headers[values]["shape"]), tuple(headers[name]["shape"]))
                 self.transposed[values.removesuffix(".weight")] = axis == -2
         if not self.transposed:
             raise ValueError(f"{model_name}: config.json says {PACKED24}, but no weight has positions; export it again")
@@ -104,7 +104,7 @@ class Packed24VLLMConfig(QuantizationConfig):
 
     @override
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """How a layer multiplies: packed, or, where the export left it dense, as vLLM does without us.
+        """Return the method of a layer: packed, or vLLM's own if the export has left it dense.
 
         Raises:
             ValueError: only a part of a fused layer is packed.
