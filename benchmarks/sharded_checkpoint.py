@@ -34,8 +34,10 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
     """Write `folder` with a model config and one checkpoint.
 
     Args:
-        folder: must not exist.
+        folder: the run folder, which must not exist.
+        model_config: shapes of the model.
         ranks: world size; every file holds 1/ranks of every weight.
+        seed: seed of the random numbers.
 
     Returns:
         The checkpoint's folder, `folder/checkpoints/step_000100`.

@@ -56,6 +56,7 @@ def train_tokenizer(documents: list[str], vocab_size: int, folder: Path) -> None
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer into another folder."""
     for name in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
         if source.resolve() != folder.resolve():
             shutil.copyfile(source / name, folder / name)

@@ -25,6 +25,7 @@ def documents(book: Path) -> list[str]:
 
 
 def main() -> None:
+    """Write train.jsonl from the books, and heldout.jsonl from the one that is not trained on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("books", type=Path)
     parser.add_argument("output", type=Path)

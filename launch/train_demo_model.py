@@ -45,6 +45,7 @@ Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Train the demo's tokenizer and model, and save them."""
     args = parse_arguments(arguments)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -89,6 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Train the demo's model and tokenizer on the documentation of the standard library.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -137,6 +139,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -162,6 +165,7 @@ def batches(train_N: Tensor, batch_size: int, sequence_length: int, seed: int) -
 
 
 def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Build the model with random weights."""
     config = LlamaConfig(
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
@@ -213,6 +217,7 @@ def magnitude_2_4(model: Model) -> Model:
 
 
 def save_model(model: Model, folder: Path) -> None:
+    """Save the model in the format of transformers."""
     model.save_pretrained(folder)
 
 
