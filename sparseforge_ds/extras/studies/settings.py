@@ -32,7 +32,7 @@ _MINIMUM = {
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutText:
     """A text to measure on, or a range of its documents."""
 
     path: str
@@ -66,9 +66,9 @@ class CompareConfig:
     """Dense model, a folder or hub id; the baseline, and the start of every run."""
     train_text: str
     """Training text (`--dataset` of the launcher); runs with the same seed read it in the same order."""
-    validation_text: HeldOut
+    validation_text: HeldOutText
     """Text that decides the learning rates, and nothing else."""
-    test_text: HeldOut
+    test_text: HeldOutText
     """Text that results are measured on; it decides nothing."""
     base: dict[str, Any]
     """DeepSpeed JSON of every run, as its path or its content."""
@@ -85,7 +85,7 @@ class CompareConfig:
     choose_by: Literal["perplexity", "kl"] = "perplexity"
     """Measurement on the validation text that decides a learning rate: its perplexity, or the KL divergence to the
     dense model, which no method can lower by learning the text."""
-    other_texts: dict[str, HeldOut] = field(default_factory=dict)
+    other_texts: dict[str, HeldOutText] = field(default_factory=dict)
     """Further texts that results are measured on, by the name of their column; they decide nothing."""
     one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune without training: one run for each seed, no budget, no learning rate."""
@@ -200,7 +200,7 @@ def _resolve(config: CompareConfig, folder: Path) -> CompareConfig:
         flags = _resolve_flags(method.flags, f"{kind}.{method.name}.flags", folder)
         return replace(method, flags=flags, learning_rates=rates, decays=tuple(sorted(method.decays)))
 
-    def resolve_text(key: str, text: HeldOut) -> HeldOut:
+    def resolve_text(key: str, text: HeldOutText) -> HeldOutText:
         path = _resolve_path(text.path, key, folder)
         is_one_text = documents_belong_together(path)
         return replace(text, path=path, protocol=text.protocol or ("windows" if is_one_text else "documents"))

@@ -41,7 +41,7 @@ from sparseforge_ds.extras.studies.records import Records, settled, write_rows, 
 from sparseforge_ds.extras.studies.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import read_texts
-from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer
+from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer
 
 _BASELINES = "baselines"
 
@@ -187,7 +187,7 @@ class Study:
         """Train and export one run, measure it on the validation text, and return its outcome."""
         try:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
-        except RunDivergedError as error:
+        except DivergedRunError as error:
             return {"diverged": str(error)}
         if not resumed:  # the model may be of an earlier run of this name, whose record was removed
             shutil.rmtree(model, ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
 from sparseforge_ds.data.text_formats import is_readable
 from sparseforge_ds.evaluate.scored_text import STDLIB, read_documents, records
-from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOut
+from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOutText
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def read_texts(config: CompareConfig) -> Texts:
     return Texts(validation, test, other_texts, _also_in_training(config, held_out))
 
 
-def _documents(key: str, text: HeldOut, field: str) -> list[str]:
+def _documents(key: str, text: HeldOutText, field: str) -> list[str]:
     """Read the documents of a held-out text; `key` names it in errors."""
     first, end = text.documents
     try:

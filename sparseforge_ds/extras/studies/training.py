@@ -34,7 +34,7 @@ class StoppedError(RuntimeError):
     """The run was asked to stop; it has saved and can continue."""
 
 
-class RunDivergedError(RuntimeError):
+class DivergedRunError(RuntimeError):
     """The loss became infinite or NaN, which is a result of too high a learning rate."""
 
 
@@ -79,7 +79,7 @@ class Trainer:
 
         Raises:
             StoppedError: `stop` was called.
-            RunDivergedError: the loss is not finite.
+            DivergedRunError: the loss is not finite.
             ValueError: the run failed otherwise.
         """
         _wait_for(folder / ".lock")
@@ -134,7 +134,7 @@ class Trainer:
         if all(code == 0 for code in codes):
             return
         if "diverged" in result:
-            raise RunDivergedError(result["diverged"])
+            raise DivergedRunError(result["diverged"])
         if self._stop.is_set() or _STOPPED in codes:
             raise StoppedError
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []

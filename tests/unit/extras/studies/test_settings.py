@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOut, read_config
+from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOutText, read_config
 from tests.distributed import ROOT
 
 GOOD: dict[str, Any] = {
@@ -35,7 +35,7 @@ def write(folder: Path, **changes: Any) -> str:
 def test_what_a_config_means(tmp_path: Path) -> None:
     config = read_config(write(tmp_path))
     assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
-    assert config.validation_text == HeldOut(
+    assert config.validation_text == HeldOutText(
         str(tmp_path / "heldout.jsonl"), (0, 4), "documents"
     ) and config.test_text.documents == (4, None)
     assert config.compared_with == "ours" and config.test_text.protocol == "documents"

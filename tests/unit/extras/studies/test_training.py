@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.extras.studies.training import RunDivergedError, StoppedError, Trainer, _read_result, _wait_for
+from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, _read_result, _wait_for
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
     log.write_text("step 1/9  loss 1\nerror: --seq_length 4096 is too long\nmore\n")
     with pytest.raises(ValueError, match="the run run failed: --seq_length 4096 is too long; its log is .*run.log"):
         trainer._check_outcome([1, 1], {}, log)
-    with pytest.raises(RunDivergedError, match="^the loss is nan, at step 3"):
+    with pytest.raises(DivergedRunError, match="^the loss is nan, at step 3"):
         trainer._check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log)
     with pytest.raises(StoppedError):
         trainer._check_outcome([143, 143], {}, log)
