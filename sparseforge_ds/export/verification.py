@@ -55,8 +55,7 @@ class FolderReport:
     values: str | None = None
     """Grid of the 8-bit values of a packed folder, a key of `GRIDS`; None for others."""
     errors: dict[str, float] = field(default_factory=dict)
-    """What rounding to 8 bits changed in each weight, relative, as it was measured on export. The hashes say that it is
-    still that weight."""
+    """Relative rounding error of each 8-bit weight, measured on export; hashes show that the weight is the same."""
 
     @property
     def violations(self) -> int:
