@@ -1,6 +1,6 @@
 """Metrics of masks for TensorBoard: sums over this rank's shards, and one reduction.
 
-mask/undecided            mean m (1 - m): what is neither kept nor pruned yet (the paper's L_mid)
+mask/undecided            mean m (1 - m): 0 once every value is 0 or 1 (the paper's L_mid)
 mask/kept                 mean m
 mask/flip_rate            share of weights whose place in the target changed since the last update
 mask/disagreement         share of groups whose top N is not the paper's 1[m > theta]; of soft masks
@@ -49,14 +49,14 @@ class MaskMetrics:
         self._counts = dict.fromkeys(_SUMS, 0.0)
         """Sums that are known on the host."""
         self._sums: dict[str, list[Tensor]] = {}
-        """() fp64 parts of what is on a device, added up when a report is due: a kernel for all, not one for each."""
+        """() fp64 parts of each sum on a device; a report adds all of them up in one kernel."""
         self._targets: dict[tuple[str, int], Tensor] = {}
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums.setdefault(name, []).append(value)
 
     def forget_targets(self) -> None:
-        """Compare the next update with no target, as after a checkpoint was loaded."""
+        """Forget the last targets, so that the next update reports no flip rate; a loaded checkpoint has none."""
         self._targets.clear()
 
     def add_refresh(self, average: Tensor, sample: Tensor) -> None:
@@ -97,7 +97,7 @@ class MaskMetrics:
 
         `disagrees` has all groups that the chunk has a member of, see `MaskUpdate`.
         """
-        # Groups that a shard boundary cuts are left out: two ranks have them.
+        # Leave out groups that a shard boundary cuts: two ranks would count them.
         span = self.pattern.span(weight.shape, weight.input_axis)
         per_span = span // self.pattern.members
         uncut = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
@@ -112,7 +112,7 @@ class MaskMetrics:
             self._add("negative", (curvature[chunk] < 0).sum(dtype=torch.float64))
 
     def report(self, with_curvature: bool) -> dict[str, float]:
-        """Reduce over the ranks, read once, start anew. Collective."""
+        """Return the metrics over all ranks, and reset the sums. Collective."""
         device = self.matrices.layout.device
         table = torch.tensor([list(self._counts.values())], dtype=torch.float64).to(device)
         for name, parts in self._sums.items():

@@ -17,11 +17,11 @@ from sparseforge_ds.zero.restore import Masks, restore
 
 _LOG = logging.getLogger(__name__)
 VERSIONS = {"sparseforge_ds": __version__, "deepspeed": version("deepspeed"), "torch": version("torch")}
-"""Packages that decide what is in a checkpoint, and what the next step makes of it."""
+"""Versions of the packages on which the content of a checkpoint, and the next step, depend."""
 
 
 class SavedState:
-    """State of all masks of an engine. Its methods are collective."""
+    """Saving and loading of a forge's state. Its methods are collective."""
 
     def __init__(self, weights: ShardedWeights, curvature: RunningCurvature) -> None:
         self._weights = weights
@@ -84,14 +84,14 @@ class SavedState:
         return state
 
     def _compare_versions(self, state: dict[str, Any], where: str) -> None:
-        """Warn where other versions saved a checkpoint: the run goes on, and its last digits may be others."""
+        """Warn if other versions saved a checkpoint: the run goes on, but its last digits may differ."""
         saved = state.get("versions")
         unlike = differences(saved, VERSIONS, "version") if isinstance(saved, dict) else []
         if unlike and self._weights.layout.rank == 0:
             _LOG.warning("%s was saved by other versions: %s", where, "; ".join(unlike))
 
     def _masks_of(self, state: dict[str, Any]) -> Masks:
-        """Return how far masks were when a state was saved."""
+        """Return the phase that masks were in when a state was saved."""
         if not state["step"] and not (self.started and self._weights.config.release_step == 0):
             return "none"
         return "frozen" if state["step"] >= self._weights.config.release_step else "moving"

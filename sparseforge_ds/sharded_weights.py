@@ -82,7 +82,7 @@ class ShardedWeights:
         return self.halo.exchange(self.reader(values), names)
 
     def reader(self, values: Callable[[Shard], Tensor]) -> Callable[[Span], Tensor]:
-        """Return what `HaloExchange.exchange` reads spans with, of what `values` gives for a shard or a chunk."""
+        """Turn `values`, a function of a shard or a chunk, into a function of a span for `HaloExchange.exchange`."""
 
         def read(span: Span) -> Tensor:
             shard = self.shards[span.name]
@@ -142,7 +142,7 @@ class ShardedWeights:
     def check_frozen(self) -> None:
         """Raise ValueError where a group of a frozen mask has not as many members as the pattern keeps. Collective.
 
-        The weights are then not of a frozen run.
+        Such weights are not those of a frozen run.
         """
         halo = self.exchange("mask")
         misfits = torch.zeros((), dtype=torch.int64, device=self.layout.device)

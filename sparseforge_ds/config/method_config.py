@@ -22,7 +22,7 @@ class MethodConfig:
     starts_from: ClassVar[dict[str, Any]] = {}
     """Keys of the block that the method starts from, as published. A preset and given keys override them."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Keys of the block that the method does not use, objects and switches."""
+    """Keys of the block, objects or switches, that are refused because the method does not use them."""
 
     def schedule(self, max_steps: int) -> MaskSchedule:
         """Return the steps at which masks move and freeze. Here they are frozen before the first step."""

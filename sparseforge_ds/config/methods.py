@@ -21,7 +21,7 @@ from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
-"""Keys that methods start from whose mask is chosen before the first step."""
+"""Keys of the block that methods start from if they choose a mask before the first step."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class MaskLLMConfig(MethodConfig):
     reward: float = 1e-5
     """Strength lambda of the regularizer -lambda sum (m W)^2, which falls linearly to 0."""
     frozen: float = 0.0
-    """Last fraction of the run in which the mask is the likeliest pattern and nothing is trained."""
+    """Last fraction of the run, in which every group has its likeliest pattern and nothing is trained."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
     unused: ClassVar[tuple[str, ...]] = ("low_rank",)
 

@@ -64,7 +64,7 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
         )
     if not stage and kind.__name__ == "Adafactor":  # under ZeRO weights are flat, and it keeps a number for each
         raise ValueError(
-            f'optimizer.type = "{name}": keeps sums of rows and columns, which no checkpoint of ours can hold; {_USE}'
+            f'optimizer.type = "{name}": keeps sums of rows and columns, which cannot be cut into shards; {_USE}'
         )
     if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
         _check_made(name, kind, params)

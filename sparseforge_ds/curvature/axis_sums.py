@@ -16,7 +16,7 @@ from sparseforge_ds.zero.shard import Shard
 
 
 class AxisSums:
-    """R + C numbers, fp64, of every (R, C) matrix that `Matrices` numbers."""
+    """R row sums and C column sums, fp64, of every (R, C) matrix in `Matrices`."""
 
     def __init__(self, matrices: Matrices, shards: dict[str, Shard], device: torch.device) -> None:
         """Make zeros on `device`."""
@@ -38,7 +38,7 @@ class AxisSums:
         """(matrices, 2) int64 R and C of each."""
 
     def holding(self, values: Tensor) -> AxisSums:
-        """Return other numbers of the same matrices."""
+        """Return sums of the same matrices that hold `values`."""
         other = copy.copy(self)
         other.values = values
         return other.to(values.device)
@@ -77,11 +77,11 @@ class AxisSums:
         return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
 
     def first(self, name: str, part: MatrixSlice) -> int:
-        """Return the first element that a part of a shard has of its matrix."""
+        """Return the index, in its matrix, of the first element of a slice of a shard."""
         return self.shards[name].start + part.start - (part.row - self.matrices.rows[name].start) * self._size(name)
 
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
-        """Add what lies on the shards of all ranks; `values` are (numel of the shard,). Collective, one reduction."""
+        """Add the sums of `values`, (numel of the shard,), over the shards of all ranks. Collective, one reduction."""
         for name, shard in self.shards.items():
             for part in self.matrices.slices[name]:
                 inside = values(shard)[part.start : part.stop]

@@ -35,7 +35,7 @@ class Estimator(Protocol):
             step: optimizer steps so far, for random numbers.
             probes: how many, each on a batch of its own.
             total: zeros by weight name, which the average is written to.
-            write_masters: undoes what was done to the masters.
+            write_masters: restores the masters to m_eff W.
 
         Returns:
             False when a probe overflowed in fp16 and nothing can be said.
@@ -68,7 +68,7 @@ class EstimatorContext:
         fused: dict[str, nn.Module],
         input_first: Collection[str],
     ) -> None:
-        """Collect them.
+        """Collect what estimators share.
 
         Args:
             probe: of the engine.
@@ -98,7 +98,7 @@ class EstimatorContext:
                     f"{name}: {type(module).__name__} {why}, so the tokens of its experts cannot be counted; "
                     f'use "importance": "magnitude", or keep it dense with "exclude": ["{name}.*"]'
                 )
-        # One layer of each expert in a list counts for all of them.
+        # One layer of each expert in a list counts the tokens for all layers of this expert.
         counted_by: dict[int, str] = {}
         for name in expert_load.rows:
             if name in modules:
@@ -120,7 +120,7 @@ class EstimatorContext:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the tokens of every expert in the backward passes inside; `ExpertLoad.agree` afterwards."""
+        """Count the tokens of every expert in backward passes while active; call `ExpertLoad.agree` afterwards."""
 
         def fused(layer: str, parameter: str, _g: Tensor | None, _x: Tensor, stop_E: Tensor, _tokens: int) -> None:
             self.count(layer, parameter, stop_E)
@@ -169,9 +169,9 @@ class EstimatorContext:
         }
 
     def tokens_of(self, number: int, rows: int) -> list[range]:
-        """Number this rank's tokens in a pass among those of all ranks and passes, as if nothing was divided.
+        """Return the numbers of this rank's tokens in a pass, counted through all passes and ranks.
 
-        Random numbers go by these numbers.
+        Random signs depend on these numbers, so they do not depend on how a step is divided.
 
         Args:
             number: of the pass.

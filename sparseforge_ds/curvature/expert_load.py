@@ -1,7 +1,7 @@
-"""Token counts of routed experts: of a refresh, of the whole run, and faded like the curvature's average.
+"""Token counts of routed experts: of a refresh, of the whole run, and decayed like the curvature's running mean.
 
 A row is one expert of one layer. Ranks route differently; counts are summed over them once a refresh, so that all
-ranks know the same numbers. They stay on the device, and are copied to the host when somebody asks for them.
+ranks know the same numbers. They stay on the device until `read` copies them to the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparseforge_ds.zero.matrices import Matrices
 
 
 class ExpertLoad:
-    """Token counts of the experts under a mask. Nothing in it, and no communication, for dense models."""
+    """Token counts of the experts under a mask; for dense models empty, and without communication."""
 
     def __init__(self, matrices: Matrices, experts_of: dict[str, tuple[str, int, int]]) -> None:
         """Number the experts.
@@ -75,7 +75,7 @@ class ExpertLoad:
         return torch.zeros(len(self.names), dtype=torch.float64, device=self.matrices.layout.device)
 
     def begin(self) -> None:
-        """Forget the counts of a refresh that is not `agree`d on."""
+        """Reset this rank's counts for a new refresh."""
         self._counts = self._zeros()
 
     def add(self, rows: range, count_E: Tensor | int) -> None:
@@ -90,10 +90,10 @@ class ExpertLoad:
             self._read = None
 
     def fade(self, rate_of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Tensor:
-        """Take the tokens of this refresh into those of the run, and into those that fade with the curvature's mean.
+        """Add the tokens of this refresh to the counts of the run and to the decayed counts.
 
         Args:
-            rate_of: (tokens, faded tokens) -> rate at which the mean moves to the sample, new faded tokens.
+            rate_of: (tokens, decayed count) -> rate at which the mean moves to the sample, new decayed count.
 
         Returns:
             (rows,) the rates.
@@ -114,7 +114,7 @@ class ExpertLoad:
         return torch.cat([self.counted, self._tokens, self._recent])
 
     def read(self, numbers: list[float] | None = None) -> list[list[float]]:
-        """Return `numbers` on the host, which a caller may have read together with others."""
+        """Return `numbers` on the host; a caller that has them there already gives them."""
         if not self.names:
             return [[], [], []]
         if numbers is not None or self._read is None:
@@ -136,7 +136,7 @@ class ExpertLoad:
     def without(self, sums: list[float]) -> set[int]:
         """Find the matrices of experts that have no curvature, and note whose they are.
 
-        Where no expert of a layer has one, something is wrong with the layer, and its matrices are not among them.
+        If no expert of a layer has one, the fault is the layer's, and its matrices are not returned.
 
         Args:
             sums: total curvature of every matrix.
@@ -155,7 +155,7 @@ class ExpertLoad:
         return [name for name, count in zip(self.names, counted, strict=True) if not count] if any(counted) else []
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the last refresh: idle experts, and the least and most of each layer, 1 being even."""
+        """Return metrics of the last refresh: idle experts, and least and most tokens of a layer relative to even."""
         if not any(self.read()[0]):
             return {}
         metrics = {"experts/idle": float(len(self.idle))}

@@ -1,4 +1,4 @@
-"""Row and column sums of the Fisher per token, of which no weight-shaped matrix is ever formed.
+"""Row and column sums of the per-token Fisher information, without forming a weight-shaped matrix.
 
 With g (T, out) the gradient of a layer's output and x (T, in) its input, the Fisher per token of W_oi is the mean over
 tokens of g_to^2 x_ti^2, and a score by row and column sums (`mask.factored`) needs two vectors of it:
@@ -34,7 +34,7 @@ class FisherSums(SumsEstimator):
     """Collects the sums of the passes that it listens to: training's own, or those of a refresh."""
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
-        """Find the layers; that every weight has one is known before (`model.measurable`)."""
+        """Find the layers; `model.measurable` has checked that every weight has one."""
         self.context = context
         self._layer = {name: layer for layer, names in context.lists.items() for name in names}
         model = context.layout.engine.module
@@ -95,7 +95,7 @@ class FisherSums(SumsEstimator):
         """Add the sums of a linear layer's tokens."""
         context = self.context
         batch_tokens = tokens = grad_TO.shape[0]
-        if name in context.expert_load.rows:  # an expert in a list has a part of its block's tokens
+        if name in context.expert_load.rows:  # an expert in a list sees only a part of its block's tokens
             batch_tokens = self._entered[self._layer[name]]
             if name in context.listed:
                 context.expert_load.add(context.expert_load.rows[name], tokens)
@@ -106,7 +106,7 @@ class FisherSums(SumsEstimator):
     def _factor(self, name: str, tokens: int) -> float:
         """Count the tokens of a micro-batch, and return the factor of squared gradients of them.
 
-        The loss is a mean over tokens, and a token's own gradient is as many times as large as the mean has of them.
+        The loss is a sum over tokens divided by `divisor`, so a token's own gradient is `divisor` times as large.
         """
         divisor = tokens if self.divisor is None else self.divisor
         self._tokens[name] += divisor if self.counted is None else self.counted

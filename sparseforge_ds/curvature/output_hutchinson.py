@@ -2,9 +2,9 @@
 
 The paper's probe is one sign a weight, and every other weight's curvature is noise in it. Here the probe is one sign v
 for every token and output of a layer, y = W x: with g = dL/dy, v (g(y + r v) - g(y - r v)) / 2r estimates D, the second
-derivative of the loss with respect to each output at each token, and the curvature of W_oi is the sum over tokens of
-D_to x_ti^2, up to terms that couple two tokens. There are as many samples of D as tokens. Signed, and unbiased for
-what it keeps.
+derivative of the loss with respect to each output at each token. The curvature of W_oi is the sum over tokens of
+D_to x_ti^2, up to terms that couple two tokens, which are left out. There are as many samples of D as tokens. The
+estimate is signed, and unbiased but for these terms.
 
 Only the row sums, over tokens of D_to |x_t|^2, and the column sums, of (sum of D_t) x_ti^2, are formed: a few numbers a
 token are kept between the two sides, where elements would need both sides' gradients. No weight-shaped matrix is
@@ -33,8 +33,8 @@ RADIUS = 0.1
 _LEAST = 1e-6
 """Step where all outputs of a token are 0."""
 _CALLED_AGAIN = (
-    "{}: its layer is called more than once in a forward, or with other tokens by the second of a probe's two calls, "
-    'so that its tokens cannot be told apart; use importance "fisher"'
+    "{}: its layer is called more than once in a forward, or the two calls of a probe give it other tokens, so that "
+    'tokens cannot be matched; use importance "fisher"'
 )
 
 
@@ -81,7 +81,8 @@ class OutputHutchinson(SumsEstimator):
         assert self._sums is not None
         for name in self.context.shards:
             output_O, input_I = self.context.sums_of(name, self._sums)
-            output_O += (input_I.sum() - output_O.sum()) / len(output_O)  # x came from one side each
+            # Both have the same total, but for x, which each took from another side.
+            output_O += (input_I.sum() - output_O.sum()) / len(output_O)
         passes = float(self.context.layout.world_size * self._passes)
         sums = self._sums
         self._sums = None

@@ -39,7 +39,7 @@ class ScoreInputs:
 
         Args:
             span: consecutive elements of a weight.
-            elements: H of the span where it is no product.
+            elements: H of the span; None if H is a product, or scores go by magnitude.
         """
         rows = self.matrices.rows[span.name]
         size = self.matrices.size(span.name)
@@ -66,7 +66,7 @@ class Ranking:
         """Matrices that no input or no gradient reached, at the last scores."""
 
     def scored(self) -> Iterator[tuple[Shard, Tensor]]:
-        """Yield (chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective, before the first.
+        """Yield (chunk, (G, M) s~ of its groups) for every chunk of this rank's shards. Collective before the first.
 
         Raises:
             ForgeError: some matrix has no usable curvature.
@@ -98,7 +98,7 @@ class Ranking:
         """
         weights = self.weights
         sums = self.curvature.gather()
-        # With optimizer offload that is the host: one copy for all matrices, not one each.
+        # The device of the shards, which is the host under optimizer offload: copy all matrices at once.
         home = weights.layout.flats[0].device
         inputs = ScoreInputs(weights.matrices)
         if sums is not None:
@@ -137,7 +137,7 @@ class Ranking:
     def _read(
         self, totals: Tensor, squares: Tensor, sums: AxisSums | None
     ) -> tuple[list[float], list[float], list[float]]:
-        """Copy what an update must know to the host at once; return the numbers that `_require_curvature` takes."""
+        """Copy all numbers that an update needs to the host at once, and return those of `_require_curvature`."""
         running = self.curvature.running
         load = self.curvature.expert_load
         parts = [totals, ~self.curvature.unseen_matrices, load.numbers(), squares]
@@ -188,8 +188,8 @@ class Ranking:
             sums: row and column sums that scores are made of.
 
         Returns:
-            Experts without any curvature, where other experts of their layer have one, since no token has reached
-            them; and matrices that had tokens, with inputs or gradients of exactly 0.
+            Rows to score by magnitude: experts that no token has reached, if other experts of their layer have a
+            curvature, and matrices that had tokens, but inputs or gradients of exactly 0.
         """
         if not all(map(math.isfinite, totals)):
             raise DivergedError(
@@ -206,9 +206,9 @@ class Ranking:
         ]
         vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.matrix_sums(row))]
         idle: set[int] = set()
-        if self.curvature.running is not None:  # others may not have been heard
+        if self.curvature.running is not None:  # other estimators do not say which layers had tokens
             idle = {row for row in bad if heard[row] and totals[row] == 0 and row not in vanished}
-        if not any(totals):  # of a loss without any gradient nothing is known
+        if not any(totals):  # without any gradient, no matrix is special
             idle = set()
         self._tell_idle(idle)
         bad = [row for row in bad if row not in idle]
@@ -225,8 +225,8 @@ class Ranking:
             )
         else:
             why = (
-                "All of their row sums, or all of their column sums, are <= 0, which leaves no product of them: the "
-                "estimate is signed, and its noise too large; raise "
+                "All of their row sums, or all of their column sums, are <= 0: the estimate is signed, and too noisy; "
+                "raise "
                 f"curvature.first_probes = {settings.first_probes} or "
                 f'curvature.probes = {settings.probes}, or use importance "fisher"'
             )
@@ -237,11 +237,11 @@ class Ranking:
         )
 
     def _tell_idle(self, rows: set[int]) -> None:
-        """Warn once of matrices without any gradient or input, as beside a layer of zeros."""
+        """Warn once about matrices without any gradient or input, as next to a layer of zeros."""
         if rows - self._idle and self.weights.layout.rank == 0:
             names = [self.weights.matrices.names[row] for row in sorted(rows)]
             _LOG.warning(
-                "no input or no gradient reaches %d of %d matrices at step %d, as beside a layer of zeros (%s%s): "
+                "no input or no gradient reaches %d of %d matrices at step %d, as next to a layer of zeros (%s%s): "
                 "their masks keep the largest weights until one does",
                 len(rows),
                 len(self.weights.matrices.names),

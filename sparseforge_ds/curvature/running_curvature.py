@@ -67,7 +67,7 @@ class RunningCurvature:
         """Estimator of row and column sums, whose mean is `running`."""
         self.running: RunningSums | None = None
         self.unseen_matrices = torch.zeros(len(weights.matrices.names), dtype=torch.bool, device=weights.layout.device)
-        """Matrices whose layers had no token in some refresh, experts aside: for `Ranking` to stop at."""
+        """(matrices,) bool: True if a layer had no token in some refresh, experts aside; `Ranking` then raises."""
         self.without_gradient = False
         """True if the loss had no gradient at any matrix in the steps that the newest scores are made of."""
         self._hooks = ExitStack()
@@ -145,7 +145,7 @@ class RunningCurvature:
     def listen(self) -> None:
         """Measure in the passes of the next training step if its mask update needs it, else in none.
 
-        What was measured and not taken, as of a step that overflowed, is forgotten.
+        Measurements that were not taken, such as those of an overflowed step, are dropped.
         """
         self._hooks.close()
         self._listens = self.weights.config.measures_in_step(self.weights.step + 1)
@@ -155,7 +155,7 @@ class RunningCurvature:
             self._hooks.enter_context(self.sums.listening())
 
     def loss_divided_by(self, divisor: float, tokens: float) -> None:
-        """Set what the losses of this step divide sums over tokens by, and the tokens that a micro-batch counts for."""
+        """Set the divisor of this step's sums over tokens, and the tokens that a micro-batch counts for."""
         if self._listens:
             assert isinstance(self.sums, FisherSums)
             self.sums.divisor = divisor
@@ -176,7 +176,7 @@ class RunningCurvature:
 
         Args:
             probe: the passes to measure in.
-            write_masters: undoes what an estimator did to the masters.
+            write_masters: restores the masters to m_eff W after an estimator has changed them.
         """
         weights = self.weights
         settings = weights.config.curvature
@@ -249,13 +249,13 @@ class RunningCurvature:
             if sample is not None and rates[row]:
                 self.weights.metrics.add_refresh(average[inside], sample[inside])
                 average[inside].lerp_(sample[inside], rates[row])
-            elif sample is None and not rates[row]:  # else 1: the first mean is the sample
+            elif sample is None and not rates[row]:  # else the rate is 1, and the mean is the sample
                 average[inside].zero_()
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is no state of an element, as plain JSON types. Collective."""
+        """Return the state that is not per element, as plain JSON types. Collective."""
         experts = {"experts": self.expert_load.state_dict()} if self.expert_load.names else {}
         return experts if self.running is None else {**experts, "curvature_sums": self.running.state_dict()}
 
@@ -290,8 +290,8 @@ class RunningCurvature:
     def chunks(self) -> Iterator[tuple[Shard, Tensor | None]]:
         """Yield (chunk, mean of its elements, without bias correction) for every chunk of this rank's shards.
 
-        None where there is none, as of elements after the freeze. Of sums, it is the product that scores take.
-        Collective, before the first.
+        The mean is None if no elements are kept, as after the freeze. From sums it is the product that scores use.
+        Collective once, before the first.
         """
         weights = self.weights
         sums = self.gather() if self.running is not None else None

@@ -45,7 +45,7 @@ class RunningSums:
 
         Args:
             sums: what this rank has summed.
-            counts: (matrices,) divisors of the sums over all ranks; 0 where there are none.
+            counts: (matrices,) divisors of the sums over all ranks; 0 for a matrix without tokens.
             rates: (matrices,) how far the mean of each moves to the sample.
         """
         ranks = self.layout.world_size

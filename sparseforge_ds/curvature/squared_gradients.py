@@ -41,8 +41,8 @@ class SquaredGradients(Estimator):
             sum_OI = token_fisher(grad_TO, input_TI, context.probe.backward_scale)
             flat = (sum_OI.t() if name in context.input_first else sum_OI).reshape(-1)
             _, part = reduce_to_shard(layout, shard, context.ranges[name], flat)
-            # The loss is the sum over tokens divided by D, by default this pass's T: (D g)^2 summed over tokens, / D
-            # for the mean, / passes of all ranks.
+            # The loss is a sum over tokens divided by D, by default this pass's T. So sum (D g)^2 over tokens, divide
+            # by D for the mean, and by the number of passes on all ranks.
             weight = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
             total[name].add_(part.to(total[name].device), alpha=weight)
 
@@ -56,7 +56,7 @@ class SquaredGradients(Estimator):
             assert grad_SO is not None
             shard = context.shards[name]
             size = grad_SO.shape[1] * input_SI.shape[1]
-            # As above, but / N for the mean, the tokens of an expert, which are known once all ranks were asked.
+            # As above, but the mean is over an expert's N tokens, which are known after all ranks have counted.
             scale = context.probe.backward_scale / (divisor or tokens)
             for first, sum_EOI in expert_fisher(grad_SO, input_SI, stop_E, scale):
                 flat = (sum_EOI.transpose(1, 2) if name in context.input_first else sum_EOI).reshape(-1)

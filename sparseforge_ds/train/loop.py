@@ -103,7 +103,7 @@ def train(
                 if batch.trained is not None:
                     forge.loss_divided_by(batch.trained)
                 engine.backward(loss)
-                # Free what the teacher said before the optimizer takes its step.
+                # Free the teacher's targets before the optimizer takes its step.
                 if number == len(micro_batches):
                     teaching.close()
                 engine.step()
@@ -164,7 +164,7 @@ def run_result(
     seconds: float = 0.0,
     scalars: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of `result.json` for a finished run; the defaults are of a start that trained nothing."""
+    """Return the content of `result.json` for a finished run; the defaults are for a process that trained nothing."""
     steps = context.forge.step_count
     return {
         "steps": steps,
@@ -203,7 +203,7 @@ def _evaluate_if_due(evaluation: Evaluation, monitor: Monitor, step: int) -> Non
 
 
 class RunProbeBatches:
-    """The run's own sequences as probes of the curvature read them: the task loss, and nothing is consumed.
+    """The run's own sequences for probes of the curvature, which take the task loss and consume no text.
 
     Args:
         context: the run.

@@ -102,7 +102,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     evaluation = Evaluation(context, held_out)
     if resumption is not None:
         continue_from(resumption, context, evaluation)
-        ranks.on_first(lambda: checkpoints.name_best(evaluation.ranking()))  # a kill may have kept it from being named
+        ranks.on_first(lambda: checkpoints.name_best(evaluation.ranking()))  # a kill may have come before it was named
     ranks.on_first(lambda: write_folder(spec))
 
     # A run that is complete already has nothing to train; a kill may have come between its last save and its result.
@@ -189,7 +189,7 @@ def main(
     try:
         arguments = parse_arguments(command_line)
         if arguments.dry_run and dry_run is None:
-            raise ValueError("--dry_run: the planner is not here; give it to `sparseforge train`")
+            raise ValueError("--dry_run: this command has no planner; use `sparseforge train --dry_run`")
         if arguments.print_config:
             if rank_from_launcher() == 0:
                 content, config = settings_of(arguments)

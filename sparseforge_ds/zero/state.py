@@ -4,9 +4,10 @@ While masks move, W, the mask and, for some scores, a curvature lie in the inner
 element for each element of DeepSpeed's flat master partition: DeepSpeed saves, shards and offloads them. Adam creates
 its moments only if a parameter's state is empty, so our tensors wait outside until its first step is over.
 
-Once masks are frozen, W beyond the mask is dead and the master is the weight that trains. One bit a weight, `kept`,
-stays in memory, and a checkpoint holds nothing of ours. A pruned weight is +0.0 in it and a kept one never is: a kept
-weight that happens to be 0 is written as -0.0 (`mark_kept_zeros`), so that the mask can be read from the weights.
+Once masks are frozen, pruned elements of W are never used again, and the master is the weight that trains. One bit a
+weight, `kept`, stays in memory, and a checkpoint holds nothing of ours. A pruned weight is +0.0 in it and a kept one
+never is: a kept weight that happens to be 0 is written as -0.0 (`mark_kept_zeros`), so that the mask can be read from
+the weights.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ class ShardState:
             if isinstance(value, Tensor) and value.numel() not in (1, flat.numel()):
                 raise ValueError(
                     f"optimizer {type(self.layout.inner).__name__} keeps {key} of shape {tuple(value.shape)} for "
-                    f"weights of shape {tuple(flat.shape)}, which no checkpoint of ours can hold; use one with a "
-                    "number per weight, like AdamW"
+                    f"weights of shape {tuple(flat.shape)}, which cannot be cut into shards; use an optimizer "
+                    "with one number per weight, like AdamW"
                 )
         for key, value in self._moments(index).items():
             if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
