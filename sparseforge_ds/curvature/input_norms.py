@@ -1,4 +1,4 @@
-"""Statistics of Wanda, in the place of a curvature.
+"""Wanda's activation norms, used as a curvature.
 
 Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, H matrices stacked in an expert, O outputs,
 I inputs.
