@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from sparseforge_ds.model.architecture import Architecture
-from sparseforge_ds.train.memory_settings import Settings
+from sparseforge_ds.train.memory_settings import MemorySettings
 
 Kinds = dict[str, int]
 """Bytes of each kind of tensors, by its name."""
@@ -17,7 +17,7 @@ Kinds = dict[str, int]
 _MASK_BYTES = {"uint16": 2, "bool": 1, "float32": 4}
 
 
-def model_states(model: Architecture, settings: Settings, frozen: bool | None = None) -> Kinds:
+def model_states(model: Architecture, settings: MemorySettings, frozen: bool | None = None) -> Kinds:
     """Return the student's share of what lasts, on device or host, without gradients.
 
     Args:
@@ -45,7 +45,7 @@ def model_states(model: Architecture, settings: Settings, frozen: bool | None = 
     }
 
 
-def lasting(model: Architecture, settings: Settings, teacher: Architecture | None = None) -> Kinds:
+def lasting(model: Architecture, settings: MemorySettings, teacher: Architecture | None = None) -> Kinds:
     """Return all that lasts on one rank, on device or host: states, gradients and the teacher."""
     gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
     teacher_bytes = teacher_weights(teacher or model, settings) if settings.teacher else 0
@@ -54,26 +54,26 @@ def lasting(model: Architecture, settings: Settings, teacher: Architecture | Non
     return positive({**states, "gradients": gradients, "fp32 gradients": whole, "teacher": teacher_bytes})
 
 
-def kept_gradients(model: Architecture, settings: Settings) -> int:
+def kept_gradients(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of gradients between the backward pass and the step."""
     if settings.stage == 0 or settings.whole_gradients:
         return settings.low * model.total
     return settings.gradient_bytes * local(model, settings, 1)
 
 
-def whole_gradients(model: Architecture, settings: Settings) -> int:
+def whole_gradients(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of the fp32 gradients in which DeepSpeed's BF16_Optimizer sums over micro-batches."""
     return 4 * model.total if settings.whole_gradients else 0
 
 
-def teacher_weights(teacher: Architecture, settings: Settings) -> int:
+def teacher_weights(teacher: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of a rank's part of a teacher."""
     if not settings.divided_teacher:
         return settings.low * teacher.total
     return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
 
 
-def checkpoint_bytes(model: Architecture, settings: Settings, frozen: bool = False) -> int:
+def checkpoint_bytes(model: Architecture, settings: MemorySettings, frozen: bool = False) -> int:
     """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights."""
     kinds = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
     states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
@@ -82,7 +82,7 @@ def checkpoint_bytes(model: Architecture, settings: Settings, frozen: bool = Fal
     return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)
 
 
-def local(model: Architecture, settings: Settings, from_stage: int, only_masked: bool = False) -> int:
+def local(model: Architecture, settings: MemorySettings, from_stage: int, only_masked: bool = False) -> int:
     """Return the elements of this rank, padding included, of what ZeRO divides from `from_stage` on."""
     sizes = [parameter.numel for parameter in model.parameters if parameter.masked or not only_masked]
     if settings.stage < from_stage:

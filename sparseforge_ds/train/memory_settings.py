@@ -15,7 +15,7 @@ _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """Layout of one run over its ranks. Sizes are in elements, as in DeepSpeed."""
 
     forge: SparseForgeConfig
@@ -99,7 +99,7 @@ def settings(
     ranks: int,
     seq_length: int,
     checkpointing: bool,
-) -> Settings:
+) -> MemorySettings:
     """Read the settings of a run from its configuration.
 
     Args:
@@ -124,7 +124,7 @@ def settings(
     gradient_dtype = (resolved.get("data_types") or {}).get("grad_accum_dtype")
     params = resolved.get("optimizer", {}).get("params", {})
     # Absent keys have DeepSpeed's defaults.
-    return Settings(
+    return MemorySettings(
         forge=forge,
         stage=stage,
         ranks=ranks,

@@ -41,7 +41,7 @@ from sparseforge_ds.model.pretrained import (
 from sparseforge_ds.start.block_start import check_blocks
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.find_text import find_texts
-from sparseforge_ds.train.memory_settings import Settings, leaf_suffixes, settings
+from sparseforge_ds.train.memory_settings import MemorySettings, leaf_suffixes, settings
 from sparseforge_ds.train.output_location import check_output_location
 from sparseforge_ds.train.schedule import LearningRate
 from sparseforge_ds.train.tracking import check_trackers
@@ -114,7 +114,7 @@ class RunSpec:
         return int(self.deepspeed.get(SEQUENCE, 1))
 
     @property
-    def memory_settings(self) -> Settings:
+    def memory_settings(self) -> MemorySettings:
         """Return the settings that decide the memory of a rank, for the planner."""
         return settings(
             self.deepspeed,

@@ -20,7 +20,7 @@ from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, kept_gradients, model_states
-from sparseforge_ds.train.memory_settings import Settings, settings
+from sparseforge_ds.train.memory_settings import MemorySettings, settings
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests import tiny_models
 from tests.distributed import run_distributed
@@ -39,7 +39,7 @@ def model_of(case: Case, layers: int = 3) -> Any:
     return model.to(DTYPES[case.dtype])
 
 
-def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, Settings]:
+def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, MemorySettings]:
     """What the planner knows of a case; on the ranks."""
     empty = empty_model(model_of(case, layers).config, case.sparseforge, DTYPES[case.dtype])
     model = describe(empty, prunable_weights(empty, case.sparseforge))

@@ -15,10 +15,10 @@ from sparseforge_ds.mask.random_numbers import rademacher, rademacher_rows
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.model.peak_memory import measured
 from sparseforge_ds.train.lasting_memory import Kinds, local
-from sparseforge_ds.train.memory_settings import Settings
+from sparseforge_ds.train.memory_settings import MemorySettings
 
 
-def training_step_memory(model: Architecture, settings: Settings) -> Kinds:
+def training_step_memory(model: Architecture, settings: MemorySettings) -> Kinds:
     """Return the bytes of measuring in a training step: the sums, and squares of some of a layer's tokens."""
     squares = [
         measured(partial(add_fisher_sums, *_tokens(settings, *shape), 1.0, *(_sums(size) for size in shape)))
@@ -27,7 +27,7 @@ def training_step_memory(model: Architecture, settings: Settings) -> Kinds:
     return {"row and column sums": 8 * model.rows_and_columns, "squares": max(squares, default=0)}
 
 
-def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
+def probe(model: Architecture, settings: MemorySettings, shard: int) -> Kinds:
     """Return the bytes of a curvature refresh besides its passes; scores and gates come later, and take less."""
     forge = settings.forge
     kinds: Kinds = {}
@@ -47,7 +47,7 @@ def probe(model: Architecture, settings: Settings, shard: int) -> Kinds:
     return kinds
 
 
-def _tokens(settings: Settings, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+def _tokens(settings: MemorySettings, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
     """Make a layer's output gradients (T, out) and inputs (T, in) on the meta device."""
     tokens = settings.tokens_at_once
     grad_TO = torch.empty(tokens, outputs, dtype=settings.dtype, device="meta")
@@ -60,7 +60,7 @@ def _sums(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.float64, device="meta")
 
 
-def _displaced(model: Architecture, settings: Settings) -> int:
+def _displaced(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of displacing a layer's outputs and of using their gradients, and of the sums of all layers."""
     tokens = settings.tokens_at_once
     largest = 0
@@ -71,7 +71,7 @@ def _displaced(model: Architecture, settings: Settings) -> int:
     return largest + 4 * 3 * tokens * len(model.matrices)
 
 
-def _fisher(model: Architecture, settings: Settings, experts: int, outputs: int, inputs: int) -> int:
+def _fisher(model: Architecture, settings: MemorySettings, experts: int, outputs: int, inputs: int) -> int:
     """Return the bytes of a weight's full-size matrix of summed squares, with its operands and its reduction."""
     together = min(experts, experts_at_once(outputs, inputs))
     size = 4 * outputs * inputs * together

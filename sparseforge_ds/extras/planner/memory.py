@@ -26,7 +26,7 @@ from sparseforge_ds.train.lasting_memory import (
     teacher_weights,
     whole_gradients,
 )
-from sparseforge_ds.train.memory_settings import Settings
+from sparseforge_ds.train.memory_settings import MemorySettings
 
 _MASK_SCRATCH = 32
 """Bytes for each element of a chunk of a shard that scores, gates and the flip count take during an update."""
@@ -70,7 +70,7 @@ class Memory:
 
 def memory(
     model: Architecture,
-    settings: Settings,
+    settings: MemorySettings,
     trace: Trace,
     *,
     teacher: Architecture | None = None,
@@ -91,7 +91,7 @@ def memory(
 
 
 def _memory(
-    model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, reserve: int, frozen: bool
+    model: Architecture, settings: MemorySettings, trace: Trace, teacher: Architecture, reserve: int, frozen: bool
 ) -> Memory:
     """Add up the memory of a rank while masks move, or once they are frozen."""
     low = settings.low
@@ -128,7 +128,7 @@ def _memory(
     return Memory(positive(device), positive(host), {n: positive(k) for n, k in phases.items()}, reserve, 0)
 
 
-def gathered_weights(model: Architecture, settings: Settings, backward: bool = True) -> int:
+def gathered_weights(model: Architecture, settings: MemorySettings, backward: bool = True) -> int:
     """Return an upper estimate of the elements that ZeRO-3 has gathered at a time, without the persistent ones.
 
     They are the module that runs, one weight of a block that is recomputed, and weights that are used again within
@@ -144,7 +144,7 @@ def gathered_weights(model: Architecture, settings: Settings, backward: bool = T
     return min(divided, max(needed, ahead))
 
 
-def _gathering(model: Architecture, settings: Settings, backward: bool = True) -> Kinds:
+def _gathering(model: Architecture, settings: MemorySettings, backward: bool = True) -> Kinds:
     """Return the gathered weights, and the flat output of an all-gather from which they are copied."""
     copied = settings.ranks > 1 and not settings.sequential
     return {
@@ -153,13 +153,13 @@ def _gathering(model: Architecture, settings: Settings, backward: bool = True) -
     }
 
 
-def _persistent(model: Architecture, settings: Settings) -> int:
+def _persistent(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of the weights that ZeRO-3 keeps gathered on every rank."""
     return settings.low * sum(p.numel for p in model.parameters if p.numel <= settings.persistence)
 
 
 def _phases(
-    model: Architecture, settings: Settings, trace: Trace, teacher: Architecture, frozen: bool
+    model: Architecture, settings: MemorySettings, trace: Trace, teacher: Architecture, frozen: bool
 ) -> dict[str, Kinds]:
     """Return the temporary memory of every phase of a step."""
     scratch = _MASK_SCRATCH * min(_largest_shard(model, settings), CHUNK)
@@ -195,7 +195,7 @@ def _phases(
     return phases
 
 
-def _pass_buffers(model: Architecture, settings: Settings) -> Kinds:
+def _pass_buffers(model: Architecture, settings: MemorySettings) -> Kinds:
     """Return the buffers of a pass besides activations: gathered weights, or gradients before ZeRO divides them."""
     if settings.stage == 3:
         return _gathering(model, settings)
@@ -221,7 +221,7 @@ def _activations(activations: Activations) -> Kinds:
     }
 
 
-def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -> Kinds:
+def _step(model: Architecture, settings: MemorySettings, scratch: int, frozen: bool) -> Kinds:
     """Return the temporary memory of the optimizer's step on the device."""
     if settings.optimizer_on_host:
         return {}
@@ -251,7 +251,7 @@ def _step(model: Architecture, settings: Settings, scratch: int, frozen: bool) -
     return max(stepped, cast, key=lambda kinds: sum(kinds.values()))
 
 
-def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
+def _before_step(model: Architecture, settings: MemorySettings, frozen: bool) -> int:
     """Return the bytes of W before the step, which a soft mask needs, for one call of the inner optimizer."""
     soft = settings.forge.soft
     # An fp32 master needs no copy of them, a bf16 master does.
@@ -261,7 +261,7 @@ def _before_step(model: Architecture, settings: Settings, frozen: bool) -> int:
     return 4 * (min(masked, settings.sub_group) if settings.stage == 3 else masked)
 
 
-def _update(model: Architecture, settings: Settings, probe_pass: Kinds, scratch: int) -> Kinds:
+def _update(model: Architecture, settings: MemorySettings, probe_pass: Kinds, scratch: int) -> Kinds:
     """Return the temporary memory of a mask update; scores and gates come after the passes of a probe, if any."""
     if settings.forge.from_training_step:
         # The fp64 sums, their fp32 copy, divisors and weights of each matrix, and the running mean.
@@ -271,7 +271,7 @@ def _update(model: Architecture, settings: Settings, probe_pass: Kinds, scratch:
     return {**probe_pass, **probe(model, settings, _largest_shard(model, settings))}
 
 
-def _largest_shard(model: Architecture, settings: Settings) -> int:
+def _largest_shard(model: Architecture, settings: MemorySettings) -> int:
     """Return the elements of the largest part of one masked weight on a rank."""
     largest = max(parameter.numel for parameter in model.parameters if parameter.masked)
     if settings.stage == 3:

@@ -16,7 +16,7 @@ from sparseforge_ds.extras.planner.operations import operations
 from sparseforge_ds.extras.planner.start import start_operations, start_tokens
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, checkpoint_bytes
-from sparseforge_ds.train.memory_settings import Settings
+from sparseforge_ds.train.memory_settings import MemorySettings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Plan:
     """Plan of one run."""
 
     machine: Machine
-    settings: Settings
+    settings: MemorySettings
     model: Architecture
     memory: Memory
     seconds_per_step: float
@@ -114,7 +114,7 @@ class Plan:
 def make_plan(
     config: PretrainedConfig,
     model: Architecture,
-    settings: Settings,
+    settings: MemorySettings,
     machine: Machine,
     *,
     teacher: tuple[PretrainedConfig, Architecture] | None = None,
@@ -145,7 +145,7 @@ def make_plan(
         )
         return trace(config, settings.forge, step, teacher_config if settings.teacher else None)
 
-    def estimate(changed: Settings) -> Memory:
+    def estimate(changed: MemorySettings) -> Memory:
         return memory(model, changed, activations, teacher=teacher_sizes, reserve=machine.reserve)
 
     # A backward pass takes twice the operations of a forward pass. Probe passes, some 15 in a run that has any, are
@@ -171,7 +171,7 @@ def make_plan(
     )
 
 
-def ladder(settings: Settings, peak: Callable[[Settings], int], device: int) -> list[tuple[str, int]]:
+def ladder(settings: MemorySettings, peak: Callable[[MemorySettings], int], device: int) -> list[tuple[str, int]]:
     """Return `Plan.ladder` for a GPU of `device` bytes; the global batch stays the same."""
     rungs = []
     # One GPU has nothing to divide, and takes a higher stage only with the offload that asks for it.

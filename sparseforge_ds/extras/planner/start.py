@@ -7,7 +7,7 @@ from collections import Counter
 
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, local
-from sparseforge_ds.train.memory_settings import Settings
+from sparseforge_ds.train.memory_settings import MemorySettings
 
 _OF_A_WEIGHT = 21
 """Bytes of a weight: W, its gradient and two moments in fp32, a byte that tells if it is trained, and its mask."""
@@ -18,7 +18,7 @@ _ON_DEVICE = 1 << 30
 _NUMBERED = re.compile(r"(.+?\.\d+)\.")
 
 
-def start_tokens(settings: Settings) -> int:
+def start_tokens(settings: MemorySettings) -> int:
     """Return the tokens that every block reads, over all ranks; 0 without such a start."""
     forge = settings.forge
     if forge.start is not None:
@@ -30,7 +30,7 @@ def start_tokens(settings: Settings) -> int:
     return forge.curvature.first_probes * batch
 
 
-def start_operations(model: Architecture, settings: Settings, forward: float) -> float:
+def start_operations(model: Architecture, settings: MemorySettings, forward: float) -> float:
     """Return the operations of all ranks, for `forward` operations of a token's forward pass.
 
     The dense model runs once, and every block about four times; each epoch takes the work of three passes more.
@@ -40,7 +40,7 @@ def start_operations(model: Architecture, settings: Settings, forward: float) ->
     return start_tokens(settings) * (forward + blocks * (4 + 3 * epochs))
 
 
-def start_memory(model: Architecture, settings: Settings) -> Kinds:
+def start_memory(model: Architecture, settings: MemorySettings) -> Kinds:
     """Return the bytes of the largest block on a device, when the optimizer has no state yet."""
     blocks: Counter[str] = Counter()
     for parameter in model.parameters:
@@ -60,12 +60,12 @@ def start_memory(model: Architecture, settings: Settings) -> Kinds:
     }
 
 
-def streams(model: Architecture, settings: Settings) -> int:
+def streams(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of a rank's dense and pruned hidden states."""
     return 2 * start_tokens(settings) // settings.ranks * model.hidden * settings.low
 
 
-def streams_on_host(model: Architecture, settings: Settings) -> int:
+def streams_on_host(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of the streams that may wait on the host."""
     size = streams(model, settings)
     return size if size > _ON_DEVICE else 0

@@ -19,7 +19,7 @@ from sparseforge_ds.mask.kernels.fisher import EXPERT_BYTES
 from sparseforge_ds.model.architecture import Architecture, describe, empty_model
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, lasting, model_states
-from sparseforge_ds.train.memory_settings import Settings, settings
+from sparseforge_ds.train.memory_settings import MemorySettings, settings
 from tests.unit.extras.planner.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
@@ -50,7 +50,7 @@ def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any =
     return describe(model, prunable_weights(model, forge)), laid_out
 
 
-def total(model: Architecture, laid_out: Settings, phase: str) -> int:
+def total(model: Architecture, laid_out: MemorySettings, phase: str) -> int:
     """Bytes of a GPU in a phase, without what is ours."""
     found: Memory = memory(model, laid_out, lambda *_: NOTHING)
     resident = sum(size for name, size in found.resident.items() if name not in OURS)
