@@ -1,4 +1,7 @@
-"""The methods of the trainer, one file each, all on the same shards (`MaskMethod`, `ShardedWeights`)."""
+"""The methods of the trainer, one file each, all on the same shards (`MaskMethod`, `ShardedWeights`).
+
+CONTRIBUTING.md says what a new one needs.
+"""
 
 from __future__ import annotations
 

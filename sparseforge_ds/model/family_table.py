@@ -1,4 +1,4 @@
-"""All model families, as a table. Adding a family is adding a row.
+"""All model families, as a table. CONTRIBUTING.md says what a new family needs besides.
 
 A row is a glob over parameter names, written without the prefix that the surrounding model class adds (`model.`,
 `model.decoder.`, `transformer.`, none), plus the axis which the matmul contracts. Routers, embeddings and heads are
