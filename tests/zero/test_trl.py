@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparseforge_ds.integrations.mask_callback import MaskKeeperCallback
 from sparseforge_ds.integrations.trainer_batches import task_micro_batch, trained_tokens
 from tests.distributed import run_distributed
+from tests.sparse_folders import sparse_model
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 from tests.tiny_models import tiny_llama
 
@@ -143,3 +145,28 @@ def test_completions_are_the_labels_of_a_probe() -> None:
     assert trained_tokens({"input_ids": ids([3])}, model) is None
     with pytest.raises(ValueError, match="have no labels.*but input_ids, rewards: the trainer has a loss of its own"):
         task_micro_batch({"input_ids": ids([3]), "rewards": ids([1])}, None, model)
+
+
+def test_sft_keeps_the_zeros_of_a_sparse_model_without_deepspeed(tmp_path: Path) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    shape = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
+    zeros: dict[str, Tensor] = {}
+    model = sparse_model(tiny_llama(**shape), zeros)
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    keeper = MaskKeeperCallback()
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to=[], weight_decay=0.1, disable_tqdm=True
+        ),
+        train_dataset=Dataset.from_list([{"text": f"Document {i} counts {i * i}."} for i in range(16)]),
+        processing_class=tokenizer,
+        callbacks=[keeper],
+    )
+    trainer.train()
+    assert keeper.keeper is not None and keeper.keeper.pruned.keys() == zeros.keys()
+    for name, zero in zeros.items():
+        assert torch.equal(trainer.model.get_parameter(name) == 0, zero), name
