@@ -11,9 +11,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/addcmul.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -30,10 +32,10 @@ enum class Path { portable, avx2, avx512 };
 
 // Rows of x up to which packed bytes are read directly; beyond, unpacking into a tile is faster. With AVX-512 that is
 // as long as x is not much larger than a second-level cache, since every four outputs read all of it.
-int64_t few_rows(Path path, bool bf16, int64_t inputs) {
+int64_t few_rows(Path path, bool bf16, bool coded, int64_t inputs) {
     if (path == Path::portable) return bf16 ? 1 : 4;
     if (path == Path::avx2) return 24;
-    return std::clamp<int64_t>((1 << 20) / inputs, 16, bf16 ? 128 : 192);
+    return std::clamp<int64_t>((1 << 20) / inputs, 16, coded ? 96 : bf16 ? 128 : 192);
 }
 constexpr int64_t TILE_BYTES = 1 << 20;  // for each thread, or as many outputs as torch multiplies well
 constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
@@ -93,9 +95,12 @@ Product product_with(Path path, Values values) {
 template <typename T>
 Unpack unpack_with(Path path, Values values) {
 #if defined(__x86_64__)
-    if (path != Path::portable && sizeof(T) < 8) {
-        if (values == Values::int8) return avx2::unpack_codes<T, Int8>;
-        return values == Values::fp8 ? avx2::unpack_codes<T, Fp8> : avx2::unpack_rows<sizeof(T)>;
+    if constexpr (sizeof(T) < 8) {
+        if (path != Path::portable) {
+            if (values == Values::int8) return avx2::unpack_codes<T, Int8, avx2_decode<T, Int8>>;
+            if (values == Values::fp8) return avx2::unpack_codes<T, Fp8, avx2_decode<T, Fp8>>;
+            return avx2::unpack_rows<sizeof(T)>;
+        }
     }
 #endif
     if (values == Values::int8) return portable::unpack_codes<T, Int8>;
@@ -209,7 +214,7 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             outputs};
     const Path path = path_of(bf16);
 
-    if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, inputs)) {
+    if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, kind != Values::as_x, inputs)) {
         const Tensor ready = prepared(rows, path, bf16, kind);
         job.x = ready.const_data_ptr();
         job.x_stride = ready.size(1);
@@ -241,13 +246,18 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             const Optional part_bias = bias ? Optional(shift.narrow(0, first, count)) : Optional();
             const Tensor part = tile_type == wide.scalar_type() ? tile.narrow(0, 0, count)
                                                                 : tile.narrow(0, 0, count).to(wide.scalar_type());
-            Tensor product = at::linear(wide, part, coded ? Optional() : part_bias);
-            if (coded) {  // in fp32 or fp64, rounded once more
-                product = product.to(dtype == at::kDouble ? at::kDouble : at::kFloat);
-                product.mul_(s.narrow(0, first, count).view({-1}));
-                if (bias) product.add_(*part_bias);
+            const Tensor product = at::linear(wide, part, coded ? Optional() : part_bias);
+            Tensor to = out.narrow(1, first, count);
+            if (!coded) {
+                to.copy_(product);
+                continue;
             }
-            out.narrow(1, first, count).copy_(product);
+            // In fp32 or fp64 and in one pass, rounded once more.
+            const Tensor factor = s.narrow(0, first, count).view({-1});
+            if (bias)
+                at::addcmul_out(to, *part_bias, product, factor);
+            else
+                at::mul_out(to, product, factor);
         }
     });
     return y;

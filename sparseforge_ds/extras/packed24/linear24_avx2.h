@@ -138,3 +138,26 @@ void avx2_rows(const Job& job, int64_t output, int64_t end) {
     for (; output + 4 <= end; output += 4) avx2_outputs<T, V, 4>(job, output);
     for (; output < end; ++output) avx2_outputs<T, V, 1>(job, output);
 }
+
+ISA(ISA_AVX2) INLINE void avx2_put(float* to, __m256 low, __m256 high) {
+    _mm256_storeu_ps(to, low), _mm256_storeu_ps(to + 8, high);
+}
+ISA(ISA_AVX2) INLINE void avx2_put(c10::BFloat16* to, __m256 low, __m256 high) {  // exact, of 8-bit values
+    const __m256i a = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
+    const __m256i b = _mm256_srli_epi32(_mm256_castps_si256(high), 16);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8));
+}
+
+// 8-bit values as fp32 or bf16, with room for 15 more behind the last.
+template <typename T, typename V>
+ISA(ISA_AVX2)
+void avx2_decode(T* to, const V* from, int64_t count) {
+    const __m256 unit = _mm256_set1_ps(Sixteen<V>::UNIT);
+    for (int64_t at = 0; at < count; at += BLOCK) {
+        V padded[BLOCK] = {};
+        if (count - at < BLOCK) std::copy_n(from + at, count - at, padded);
+        __m256 low, high;
+        Sixteen<V>::load(count - at < BLOCK ? padded : from + at, low, high);
+        avx2_put(to + at, _mm256_mul_ps(low, unit), _mm256_mul_ps(high, unit));
+    }
+}

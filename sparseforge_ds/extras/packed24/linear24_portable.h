@@ -120,19 +120,23 @@ INLINE void put(c10::BFloat16* to, Floats from) {  // exact, of 8-bit values
     std::memcpy(to, &half, sizeof half);
 }
 
-// Rows of 8-bit values as rows of the dense weight, not scaled.
 template <typename T, typename V>
+INLINE void decode(T* to, const V* from, int64_t count) {
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) put(to + at, load(from + at));
+    if (at < count) {
+        V padded[LANES] = {};
+        std::copy_n(from + at, count - at, padded);
+        put(to + at, load(padded));  // there is room behind the last
+    }
+}
+
+// Rows of 8-bit values as rows of the dense weight, not scaled.
+template <typename T, typename V, void (*DECODE)(T*, const V*, int64_t) = decode<T, V>>
 INLINE void unpack_codes(char* to, const Job& job, int64_t row, int64_t end) {
-    std::vector<T> kept(job.kept + LANES);
+    std::vector<T> kept(job.kept + 2 * LANES);
     for (; row < end; ++row, to += 2 * job.kept * sizeof(T)) {
-        const V* from = static_cast<const V*>(job.values) + row * job.kept;
-        int64_t at = 0;
-        for (; at + LANES <= job.kept; at += LANES) put(kept.data() + at, load(from + at));
-        if (at < job.kept) {
-            V padded[LANES] = {};
-            std::copy_n(from + at, job.kept - at, padded);
-            put(kept.data() + at, load(padded));
-        }
+        DECODE(kept.data(), static_cast<const V*>(job.values) + row * job.kept, job.kept);
         Job one = job;
         one.values = kept.data(), one.positions = job.positions + row * job.position_bytes;
         unpack_rows<sizeof(T)>(to, one, 0, 1);
