@@ -14,13 +14,13 @@ name="$(basename "$0" .sh)"
 cd "$(dirname "$0")/.."
 flags=()
 case "${1:-}" in
-    full) block='{"low_rank": {"k": 16}}' ;;
-    no_slorb) block='{"low_rank": null}' ;;
-    magnitude) block='{"low_rank": {"k": 16}, "importance": "magnitude"}' ;;
-    no_distillation) block='{"low_rank": {"k": 16}, "distillation": null}' ;;
-    teacher_13b) block='{"low_rank": {"k": 16}}' flags=(--teacher meta-llama/Llama-2-13b-hf) ;;
-    paper_like) block='{"preset": "paper_like"}' ;;
-    block16) block='{"pattern": "block16"}' ;;
+    full) block='{"start": null, "low_rank": {"k": 16}}' ;;
+    no_slorb) block='{"start": null, "low_rank": null}' ;;
+    magnitude) block='{"start": null, "low_rank": {"k": 16}, "importance": "magnitude"}' ;;
+    no_distillation) block='{"start": null, "low_rank": {"k": 16}, "distillation": null}' ;;
+    teacher_13b) block='{"start": null, "low_rank": {"k": 16}}' flags=(--teacher meta-llama/Llama-2-13b-hf) ;;
+    paper_like) block='{"start": null, "preset": "paper_like"}' ;;
+    block16) block='{"start": null, "pattern": "block16"}' ;;
     *) echo "usage: launch/$name.sh full|no_slorb|magnitude|no_distillation|teacher_13b|paper_like|block16" \
         "[flags of launch/train.py]" >&2; exit 2 ;;
 esac

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sparseforge_ds.branches.branch_start import move_into_branches, switch_on_branches
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
@@ -255,11 +257,10 @@ class SparseForge:
         mask is saved as the zeros of the masters alone. This call therefore writes kept weights that are 0 as -0.0.
 
         Raises:
-            ValueError: `start` was called and no step was made since, while W is not yet in the optimizer's state:
-                masks are going to move, or masters have 16 bits.
+            ValueError: `start` was called, no step was made yet, and not `can_save_start`.
         """
         fresh = self._needs_start and self.ready and not self.step_count
-        if fresh and self.config.max_steps and self.sharded.state.has_waiting_state:
+        if fresh and self.config.max_steps and not self.can_save_start:
             raise ValueError(
                 "a checkpoint between forge.start and the first step would lose the weights that the starting mask "
                 "removes or a shift moves: save after a step, or before forge.start"
@@ -288,6 +289,19 @@ class SparseForge:
     def _needs_start(self) -> bool:
         """True if `start` must come before the first step."""
         return self.method.needs_start or self.config.moves_weights_into_branches
+
+    @property
+    def can_save_start(self) -> bool:
+        """True if a checkpoint before the first step would hold all that `start` made, none of it beside the masters.
+
+        W waits outside the optimizer's state where masters have 16 bits, and where a starting mask or a shift took a
+        part of it from the masters.
+        """
+        state = self.sharded.state
+        masters = self.sharded.layout.flats
+        nothing_removed = self.config.soft is not None and not self.config.moves_weights_into_branches
+        in_32_bits = all(flat.dtype == torch.float32 for flat in masters)
+        return not state.has_waiting_state or (nothing_removed and in_32_bits)
 
     def _listen(self) -> None:
         """Measure the curvature in the next step's passes if a mask update needs it; drop what was not taken."""

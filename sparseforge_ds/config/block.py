@@ -67,9 +67,9 @@ class SparseForgeConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     reconstruction: ReconstructionConfig | None = None
     start: StartConfig | None = None
-    """Choose the masks block by block before the first step, and train the kept weights of each block; null: do not.
-    It is for `naive_retrain`, `oneshot`, and `sparseforge`, whose masks are then frozen from the first step on.
-    `start.mask` is the rule that chooses the masks, and `importance` is not used."""
+    """Choose masks block by block before the first step, and train the kept weights of each block; null: do not.
+    `naive_retrain` and `oneshot` keep these masks. In `sparseforge` what they prune begins at 0 and can come back while
+    masks move; with `method.hardening` [0, 0] it keeps them, too. `start.mask` is the rule that chooses them."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_steps <= MOST, "max_steps", self.max_steps, f"use an integer >= 0, at most {MOST:,}")
@@ -118,7 +118,8 @@ class SparseForgeConfig:
     @property
     def keeps_curvature(self) -> bool:
         """Return True if scores need a curvature."""
-        return self.start is None and self.importance not in ("magnitude", "sparsegpt")
+        chosen_by_start = self.start is not None and self.soft is None
+        return not chosen_by_start and self.importance not in ("magnitude", "sparsegpt")
 
     @property
     def starts_by_block(self) -> bool:
@@ -221,9 +222,6 @@ class SparseForgeConfig:
             own_keys["method"] = {"name": name}
         kind = METHODS.get(name, SoftMaskConfig)  # `build` refuses an unknown name
         merged = merge(merge(kind.starts_from, preset_keys), own_keys)
-        if name == "sparseforge" and merged.get("start") is not None and isinstance(merged.get("method", {}), dict):
-            # A start leaves a fixed mask, unless a window is given that says otherwise, which is refused.
-            merged = merge({"method": {"hardening": (0.0, 0.0)}}, merged)
         return typing.cast(SparseForgeConfig, build(cls, merged, "sparseforge"))
 
     @classmethod

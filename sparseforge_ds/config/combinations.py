@@ -71,20 +71,15 @@ def _check_start(config: SparseForgeConfig) -> None:
     assert config.start is not None
     method = config.method
     start = config.start
-    # 1. The method must keep its masks fixed.
+    # 1. The method must take the start's mask, or grow from it.
     if method.name not in STARTED:
         raise ValueError(
-            f'sparseforge.start: method "{method.name}" moves its masks, and a start leaves a fixed one; set it to '
-            f"null, or use method {' or '.join(STARTED)}"
+            f'sparseforge.start: method "{method.name}" would not keep the masks of a start; set it to null, or use '
+            f"method {' or '.join(STARTED)}"
         )
-    if method.name == "sparseforge" and config.soft is not None:
-        raise ValueError(
-            f"sparseforge.method.hardening = {list(config.soft.hardening)}: masks are frozen from the first step on "
-            'after a start; leave it out, or use [0, 0], or set "start" to null'
-        )
-    # 2. `start.mask` takes the place of `importance` and `reconstruction`.
+    # 2. `start.mask` takes the place of `importance`, unless masks move afterwards, and of `reconstruction`.
     default = method.starts_from.get("importance", "fisher")
-    if config.importance not in (default, start.mask):
+    if config.soft is None and config.importance not in (default, start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(start.mask)}; leave it out, or set "start" to null'
@@ -97,12 +92,12 @@ def _check_start(config: SparseForgeConfig) -> None:
     if config.reconstruction is not None:
         raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
     # 3. The rule must know the pattern, and branches something to begin from.
-    if start.mask in (None, "sparsegpt") and not isinstance(config.parsed_pattern, NM):
+    if start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
-            f"sparseforge.start.mask: sparsegpt, the default, makes masks of an n:m pattern, not {config.pattern}; use "
+            f"sparseforge.start.mask: sparsegpt makes masks of an n:m pattern, not {config.pattern}; use "
             '"annealed", "wanda" or "magnitude"'
         )
-    if config.low_rank is not None and not config.moves_weights_into_branches:
+    if config.soft is None and config.low_rank is not None and not config.moves_weights_into_branches:
         raise ValueError(
             "sparseforge.low_rank: branches that begin from what the mask removes have nothing to begin from after a "
             'start; use "shift": true, or leave one of the two out'

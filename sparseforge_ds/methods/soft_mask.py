@@ -19,6 +19,7 @@ from sparseforge_ds.mask.kernels.fused_update import MaskUpdate, update_mask_in_
 from sparseforge_ds.mask.kernels.publication import soft_publish, soft_step
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
+from sparseforge_ds.start.block_start import BlockStart
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
@@ -34,6 +35,8 @@ class SoftMask(MaskMethod):
         assert isinstance(weights.config.method, SoftMaskConfig)
         self.settings = weights.config.method
         self.schedule = self.settings.schedule(weights.config.max_steps)
+        start = weights.config.start
+        self._by_block = None if start is None else BlockStart(weights, ranking.curvature.probe, start)
 
     @property
     @override
@@ -45,7 +48,13 @@ class SoftMask(MaskMethod):
     @property
     @override
     def needs_start(self) -> bool:
-        return False
+        return self._by_block is not None
+
+    @override
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
+        """Train the blocks under masks whose pruned weights begin at 0; the masks of the run begin at 1."""
+        if self._by_block is not None:
+            self._by_block.run(probe)
 
     @override
     def resume(self) -> None:

@@ -14,7 +14,7 @@ from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start.block_start import BlockStart, start_of
-from sparseforge_ds.zero.probe import Closure, ProbeBatches, batches_of
+from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class StartingMask(MaskMethod):
@@ -38,10 +38,7 @@ class StartingMask(MaskMethod):
         """
         weights = self.weights
         if self._by_block is not None:
-            if probe is None:
-                key = 'importance "sparsegpt"' if weights.config.start is None else "sparseforge.start"
-                raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
-            self._by_block.run(batches_of(probe))
+            self._by_block.run(probe)
             weights.account()
             return self.ranking.report()
         self.ranking.curvature.refresh(probe, self.write_masters)

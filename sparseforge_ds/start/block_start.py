@@ -32,7 +32,7 @@ from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decode
 from sparseforge_ds.start.blocks import run_block, shared_arguments
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
-from sparseforge_ds.zero.probe import Probe, ProbeBatches
+from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 
 _LOG = logging.getLogger(__name__)
 _LEAST_STEPS = 16
@@ -90,13 +90,18 @@ class BlockStart:
         """The dtype that the engine's forward computes in."""
 
     @torch.no_grad()
-    def run(self, batches: ProbeBatches) -> None:
+    def run(self, probe: Closure | ProbeBatches | None) -> None:
         """Set mask and dense weights of every prunable weight, and what is trained beside them. Collective.
 
+        Where masks move afterwards, they stay 1, and what is pruned becomes 0.
+
         Raises:
-            ValueError: on all ranks: a block cannot be run alone, or its inputs are not finite.
+            ValueError: on all ranks: there is no probe, a block cannot be run alone, or its inputs are not finite.
         """
-        inputs = self._read(batches)
+        if probe is None:
+            key = 'importance "sparsegpt"' if self.weights.config.start is None else "sparseforge.start"
+            raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
+        inputs = self._read(batches_of(probe))
         parameters = FullParameters(self.weights.layout, self.weights.state)
         began = time.perf_counter()
         for number, block in enumerate(self.blocks):
@@ -224,8 +229,13 @@ class BlockStart:
         reconstruction = weights.config.reconstruction
         if reconstruction is not None and not reconstruction.update_weights:
             values = {name: value for name, value in values.items() if name not in masks}
+        moves = weights.config.soft is not None
+        if moves:
+            # Masks begin at 1 and move: what this start prunes begins at 0 instead, and can come back.
+            for name, kept in masks.items():
+                values[name].mul_(kept)
         parameters.write(values)
-        for name, kept in masks.items():
+        for name, kept in masks.items() if not moves else ():
             shard = weights.shards[name]
             part = kept.reshape(-1)[shard.start : shard.stop]
             weights.state.write_mask(shard, part.float().to(weights.state_view(shard, "mask").device))

@@ -93,9 +93,10 @@ def _mask_line(spec: RunSpec) -> str:
         tokens = start.tokens_of(config.max_steps * spec.tokens_per_step)
         # Without a name, blocks with experts in one weight have other masks than the rest (`start.first_mask`).
         masks = "" if start.mask is None else f" by {start.mask}"
+        moves = "" if config.soft is None else f", then an update every {config.resolved_schedule.update_every} steps"
         return (
             f"method {method.name}, a start block by block{masks}, every block trained {start.epochs} times on "
-            f"{tokens:,} tokens"
+            f"{tokens:,} tokens{moves}"
         )
     if method.name == "sparseforge":
         return f"importance {config.importance}, an update every {config.resolved_schedule.update_every} steps"

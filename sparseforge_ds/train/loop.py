@@ -66,8 +66,10 @@ def train(
     saved_step = first_step if spec.arguments.resume else None
     if first_step == 0:
         was_ready = forge.ready
-        forge.start(probe=RunProbeBatches(context, 0, 1, _sequences_of_start(context)))
-        if not was_ready and spec.config.start is not None and spec.arguments.save_every and spec.steps:
+        with monitor.paused_clock():
+            forge.start(probe=RunProbeBatches(context, 0, 1, _sequences_of_start(context)))
+        saves = spec.arguments.save_every and spec.steps and forge.can_save_start
+        if not was_ready and spec.config.start is not None and saves:
             save(context, checkpoints, monitor, evaluation, 0)
             saved_step = 0
     # A resumed run is scored here only where the step before the stop was due and was not scored.

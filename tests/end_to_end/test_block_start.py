@@ -10,7 +10,7 @@ from sparseforge_ds.cli.main import main
 from tests.end_to_end.test_layouts import assert_same, flags, states, taken_back
 from tests.end_to_end.test_train import train
 
-BLOCK = {"method": {"name": "sparseforge"}, "start": {"tokens": 4 * 12 * 32, "batch": 12, "epochs": 2}}
+BLOCK = {"method": {"hardening": [0, 0]}, "start": {"tokens": 4 * 12 * 32, "batch": 12, "epochs": 2}}
 
 
 def test_any_layout_and_resumed_behind_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

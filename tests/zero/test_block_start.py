@@ -70,15 +70,23 @@ def start_all(cases: list[Case]) -> list[dict[str, Any]]:
     return records if dist.get_rank() == 0 else []
 
 
+def moving(case: Case) -> Case:
+    """Return the case with masks that move for two steps after the start."""
+    block = {"method": {"hardening": [0, 0.5], "update_every": 1}, "curvature": {"source": "training"}}
+    return replace(case, config=case.config | block)
+
+
 def annealed(case: Case) -> Case:
     return replace(case, config=case.config | {"start": {**START, "mask": "annealed"}})
 
 
 LAUNCHES: dict[int, dict[str, Case]] = {
-    1: {"stage 0": CASE, "stage 3": replace(CASE, stage=3), "annealed": annealed(CASE)},
+    1: {"stage 0": CASE, "stage 3": replace(CASE, stage=3), "annealed": annealed(CASE), "moving": moving(CASE)},
     2: {
         **{f"stage {stage}": replace(CASE, stage=stage) for stage in range(4)},
         "annealed": annealed(replace(CASE, stage=3)),
+        "moving": moving(CASE),
+        "moving, stage 3": moving(replace(CASE, stage=3)),
         "bf16": replace(CASE, stage=1, dtype="bf16"),
     },
     3: {"stage 1": replace(CASE, stage=1), "stage 3": replace(CASE, stage=3)},
@@ -98,7 +106,7 @@ def records() -> dict[tuple[int, str], dict[str, Any]]:
 
 def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ranks(records) -> None:
     for (ranks, name), record in records.items():
-        if name == "bf16":
+        if name == "bf16" or name.startswith("moving"):
             continue
         alone = records[1, "annealed" if name == "annealed" else "stage 0"]
         first = record if name == "annealed" else records[ranks, "stage 0" if ranks < 3 else "stage 1"]
@@ -115,6 +123,8 @@ def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ran
 
 def test_the_start_leaves_sparse_blocks_with_trained_norms_that_stay_sparse(records) -> None:
     for where, record in records.items():
+        if where[1].startswith("moving"):
+            continue
         for weight, mask in record["mask"].items():
             assert (mask.view(-1, 4).sum(1) == 2).all(), (where, weight)
             assert torch.equal(mask, record["end"]["mask"][weight]), (where, weight)
@@ -124,6 +134,46 @@ def test_the_start_leaves_sparse_blocks_with_trained_norms_that_stay_sparse(reco
             assert torch.equal(seen != 0, mask != 0), (where, weight)
         moved = {name for name, value in record["published"].items() if not torch.equal(value, record["before"][name])}
         assert moved == {*record["mask"], *(n for n in record["before"] if "layers" in n and "norm" in n)}, where
+
+
+def test_masks_that_move_after_a_start_grow_from_what_it_left(records) -> None:
+    fixed = records[1, "stage 0"]
+    for where in ((1, "moving"), (2, "moving"), (2, "moving, stage 3")):
+        record = records[where]
+        for weight, mask in record["mask"].items():
+            seen = record["published"][weight].float()
+            assert (mask == 1).all() and torch.equal(seen.flatten(), record["dense"][weight].flatten()), (where, weight)
+            assert ((seen.view(-1, 4) != 0).sum(1) == 2).all(), (where, weight)
+            end = record["end"]["mask"][weight]
+            assert (end.view(-1, 4).sum(1) == 2).all(), (where, weight)
+        assert torch.equal(record["end"]["mask"][weight], records[2, "moving"]["end"]["mask"][weight]) or where[0] == 1
+    # Where nothing was added in another order, the start is that of fixed masks.
+    for weight, mask in fixed["mask"].items():
+        assert torch.equal(records[1, "moving"]["dense"][weight].flatten() != 0, mask.flatten() != 0), weight
+
+
+def resumed_behind_the_start(folder: str) -> bool:
+    """Return True if a run that is resumed from the checkpoint behind its start ends like the run itself."""
+    case = moving(replace(CASE, stage=3))
+    ends = []
+    for resumes in (False, True):
+        engine, forge = build(case)
+        if resumes:
+            engine.load_checkpoint(folder, tag="start")
+        else:
+            forge.start(Text(engine))
+            engine.save_checkpoint(folder, tag="start")
+        for step in range(case.steps):
+            train_step(engine, case, step)
+            forge.step()
+        forge.finish()
+        ends.append(states(forge, "mask", "dense"))
+    run, resumed = ends
+    return all(torch.equal(run[key][name], resumed[key][name]) for key in run for name in run[key])
+
+
+def test_a_start_is_not_made_again_where_masks_move_after_it(tmp_path: Path) -> None:
+    assert run_distributed(resumed_behind_the_start, 2, str(tmp_path)) == [True, True]
 
 
 FIXED = {"max_steps": 2, "method": {"hardening": [0, 0]}, "start": START}

@@ -618,13 +618,13 @@ def packed(folder: str) -> dict[str, Any]:
 
 def probed(trainer: Any) -> tuple[float, float, int]:
     """The losses that probes take of a packed row, those of its documents alone, and how many these are."""
-    from sparseforge_ds.integrations.trainer_batches import StepText
+    from sparseforge_ds.integrations.trainer_batches import StepBatches
 
     inputs = next(iter(trainer.get_train_dataloader()))
     (begin,) = (inputs["position_ids"][0] == 0).nonzero(as_tuple=True)
     sums = []
     with torch.no_grad():
-        text = StepText([inputs], trainer._prepare_inputs, Objective(trainer.deepspeed, None, trainer._config))
+        text = StepBatches([inputs], trainer._prepare_inputs, Objective(trainer.deepspeed, None, trainer._config))
         (closure,) = text.passes(0)
         together = float(closure()) * text.divisor(0)
         for document in inputs["input_ids"][0].tensor_split(begin[1:].tolist()):

@@ -11,6 +11,9 @@ from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
 from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SrSteConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
+FROZEN = {"method": {"hardening": [0, 0]}}
+"""`sparseforge` with masks that are frozen from the first step on."""
+
 
 def build(**block: Any) -> SparseForgeConfig:
     return SparseForgeConfig.from_dict(block)
@@ -53,8 +56,15 @@ def test_masks_freeze_at_the_step_of_their_method() -> None:
     assert build(method="oneshot").resolved_schedule.freeze_step == 0
 
 
-def test_after_a_start_masks_are_fixed_and_no_curvature_is_kept() -> None:
-    for block in ({}, {"method": "naive_retrain"}, {"method": "naive_retrain", "importance": "sparsegpt"}):
+def test_masks_move_after_a_start_as_they_do_without_it() -> None:
+    config, plain = build(start={}, max_steps=100), build(max_steps=100)
+    assert config.resolved_schedule == plain.resolved_schedule and config.keeps_curvature and config.starts_by_block
+    assert config.from_training_step == plain.from_training_step
+    assert build(start={}, pattern="block16", importance="wanda").keeps_curvature
+
+
+def test_a_fixed_mask_of_a_start_needs_no_curvature() -> None:
+    for block in (FROZEN, {"method": "naive_retrain"}, {"method": "naive_retrain", "importance": "sparsegpt"}):
         config = build(start={"mask": "sparsegpt"}, max_steps=100, **block)
         assert config.resolved_schedule.freeze_step == config.release_step == 0
         assert not config.keeps_curvature and not config.from_training_step and config.starts_by_block
@@ -112,15 +122,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": "oneshot", "reconstruction": {}}, ["sparseforge.reconstruction", "magnitude"]),
     ({"method": "oneshot", "importance": "sparsegpt", "reconstruction": {"damping": 0}}, ["reconstruction.damping"]),
     ({"method": "oneshot", "importance": "sparsegpt", "reconstruction": {"block": 0}}, ["reconstruction.block"]),
-    ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" moves its masks', "null", "naive_retrain"]),
-    (
-        {"start": {}, "method": {"hardening": [0, 0.5]}},
-        ["method.hardening = [0", "from the first step", "leave it out"],
-    ),
-    ({"start": {}, "preset": "paper_like"}, ["method.hardening = [0.1", "null"]),
-    ({"start": {}, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
-    ({"start": {}, "method": "naive_retrain", "pattern": "block16"}, ["start.mask", "block16", "annealed"]),
-    ({"start": {}, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
+    ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" would not keep the masks', "null", "naive_retrain"]),
+    ({"start": {}, **FROZEN, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
+    ({"start": {"mask": "sparsegpt"}, "pattern": "block16"}, ["start.mask", "block16", "annealed"]),
+    ({"start": {}, **FROZEN, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
     ({"start": {"mask": "annealed", "epochs": 0}}, ["start.epochs = 0", "annealed"]),
     ({"start": {}, "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
 ]
