@@ -23,10 +23,10 @@ STATE_KEYS = ("dense", "mask", "curvature")
 """Our tensors in the optimizer's state."""
 
 FORGE_PHASES = {
-    "_mean.refresh": "curvature",
-    "_mean.take_heard": "curvature",
-    "_method.move": "gate",
-    "_method.project": "gate",
+    "curvature.refresh": "curvature",
+    "curvature.take_heard": "curvature",
+    "method.move": "gate",
+    "method.project": "gate",
     "_republish": "push",
 }
 """Methods of a forge by phase of an update; the two optimizer hooks are `publication`."""
