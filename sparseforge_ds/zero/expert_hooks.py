@@ -79,7 +79,10 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     # Experts that are not in the table of functions get a forward of their own.
     replaced = [module for module in modules.values() if sees_all_tokens(module)]
     configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in replaced}
-    _implementations.update({key: config._experts_implementation for key, config in configs.items()})
+    # A listener of the model may be active while copies of its blocks, which share a config, get another: the outer one
+    # knows the original.
+    outermost = [key for key, config in configs.items() if config._experts_implementation != _NAME]
+    _implementations.update({key: configs[key]._experts_implementation for key in outermost})
     if _NAME not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     for name, module in modules.items():
@@ -97,8 +100,8 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
             del _listeners[module]
         for module in replaced:
             vars(module).pop("forward", None)
-        for key, config in configs.items():
-            config._experts_implementation = _implementations.pop(key)
+        for key in outermost:
+            configs[key]._experts_implementation = _implementations.pop(key)
 
 
 def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -158,7 +158,10 @@ def test_publication_on_zero3_moves_no_weight(importance: str) -> None:
     if importance == "magnitude":
         assert small["whole"] == large["whole"]
         assert total(small["whole"]) <= 64 * small["matrices"] + 256
-    assert total(large["histograms"]) == total(small["histograms"]) <= 8 * 64 * small["matrices"]
+    # Row and column sums of a curvature grow with the sides of a matrix, which are twice as long here.
+    growth = 1 if importance == "magnitude" else 2
+    assert total(small["histograms"]) <= total(large["histograms"]) <= growth * total(small["histograms"])
+    assert total(small["histograms"]) <= 8 * 64 * small["matrices"] + 4 * small["sides"]
 
 
 def test_cut_groups_add_their_missing_members_only() -> None:
