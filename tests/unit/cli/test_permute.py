@@ -74,7 +74,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     assert "use an integer >= 1" in error(str(folder), str(out), "--rows", "0")
     assert "--workers 0: use an integer >= 1" in error(str(folder), str(out), "--workers", "0")
-    assert "n:m patterns only" in error(str(folder), str(out), "--pattern", "block16")
+    assert "block16:0.5 is no n:m pattern" in error(str(folder), str(out), "--pattern", "block16")
     assert main(["permute", str(folder), str(out)]) == 0
     assert "exists and is not an empty folder" in error(str(folder), str(out))
     assert "is permuted already" in error(str(out), str(tmp_path / "twice"))
