@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
 from sparseforge_ds.extras.packed24 import alignment, triton_kernel, triton_programs
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.mask.packed_values import GRIDS
 
 OUTPUTS, INPUTS = 200, 328
 """No multiple of any tile."""
@@ -47,9 +49,14 @@ def products() -> dict[str, Any]:
     """Inside a FakeTensorMode. Each product with its result, the launch, and what the host waited for."""
     seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": [], "traced": None, "error": None}
     try:
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for dtype, grid in (
+            (torch.float16, None),
+            (torch.bfloat16, None),
+            (torch.float32, None),
+            (torch.bfloat16, "int8"),
+        ):
             for rows in ROWS:
-                seen["launches"].append(_launch(dtype, rows))
+                seen["launches"].append(_launch(dtype, rows, grid))
         seen["experts"] = [_launch_of_experts(rows) for rows in (triton_kernel.FEW_ROWS_OF_EXPERTS, 300)]
         seen["traced"] = _traced()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -57,10 +64,13 @@ def products() -> dict[str, Any]:
     return seen
 
 
-def _launch(dtype: torch.dtype, rows: int) -> dict[str, Any]:
+def _launch(dtype: torch.dtype, rows: int, grid: str | None) -> dict[str, Any]:
     x = torch.empty(INPUTS, rows, dtype=dtype, device=CUDA).t()[None]  # not contiguous, three axes
     bias = torch.empty(OUTPUTS, dtype=dtype, device=CUDA)
-    return {"rows": rows, "dtype": str(dtype), **_seen_in(lambda: triton_kernel.triton24(x, *packed(dtype), bias))}
+    values, positions = packed(dtype if grid is None else GRIDS[grid])
+    scale = None if grid is None else torch.empty(OUTPUTS, 1, device=CUDA)
+    product = partial(triton_kernel.triton24, x, values, positions, bias, scale)
+    return {"rows": rows, "dtype": str(dtype), **_seen_in(product)}
 
 
 def _launch_of_experts(rows: int) -> dict[str, Any]:

@@ -49,10 +49,10 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale:
 @experts24.register_kernel("cuda")
 def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
     require_operands("experts24", x, values, positions, ends=ends, scale=scale)
-    kernels = triton_kernels() if x.dtype in TRITON_DTYPES and scale is None else None
+    kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     if kernels is None:
         return _one_by_one(x, values, positions, ends, scale)
-    result: Tensor = kernels.triton_experts24(x, values, positions, ends)
+    result: Tensor = kernels.triton_experts24(x, values, positions, ends, scale)
     return result
 
 

@@ -13,21 +13,36 @@
 // A block takes tiles of outputs in turn, and each warp has U supersteps of weights on their way (cp.async, each lane
 // its own pieces). gridDim.y parts of the inputs leave fp32 sums in `part`, which `sum24` adds up.
 //
+// Values in 8 bits: a lane loads 8 bytes of them, and makes 16-bit numbers of them when it takes them (`expand`). Sums
+// are scaled when they are stored.
+//
 // Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs
-// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; ORDERED: the compiler knows mma.sp::ordered_metadata.
+// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8 or FP8 (e4m3): values in 8 bits; ORDERED: the compiler
+// knows mma.sp::ordered_metadata.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
+#if defined(INT8) || defined(FP8)
+#define KEPT 8  // bytes of a lane's values of a block
+typedef uint2 Kept;
+#else
+#define KEPT 16
+typedef uint4 Kept;
+#endif
 #define THREADS (32 * WO * WK)
-#define SLOT (WM * 4608)
+#define SLOT (WM * (256 * KEPT + 512))
 #define FRAGMENT (XR * 64)
 
 #ifndef EMULATED  // a test on the host brings its own
 #ifdef HALF
 #define TYPES "f32.f16.f16.f32"
+#define PAIR "f16x2"
+#define MINUS_ONES 0xBC00BC00u
 #else
 #define TYPES "f32.bf16.bf16.f32"
+#define PAIR "bf16x2"
+#define MINUS_ONES 0xBF80BF80u
 #endif
 #ifdef ORDERED
 #define MMA "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col." TYPES
@@ -58,14 +73,25 @@ __device__ __forceinline__ float wide(u16 v) {
 #endif
   return r;
 }
+// Two 16-bit numbers: differences, and products.
+__device__ __forceinline__ u32 minus(u32 a, u32 b) {
+  u32 r;
+  asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(r) : "r"(b), "r"(MINUS_ONES), "r"(a));
+  return r;
+}
+__device__ __forceinline__ u32 times(u32 a, u32 b) {
+  u32 r;
+  asm("fma.rn." PAIR " %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000u));
+  return r;
+}
 // Sixteen bytes to shared memory, zeros where not `there`.
 __device__ __forceinline__ void copy16(char* to, const char* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;"
                :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void copy8(char* to, const char* from) {
-  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;"
-               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+__device__ __forceinline__ void copy8(char* to, const char* from, bool there = true) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
@@ -83,12 +109,38 @@ __device__ __forceinline__ u32 pick(uint2 m, int j) {
   return v | v >> 12;
 }
 
+// A lane's eight values of a block as 16-bit numbers.
+__device__ __forceinline__ uint4 expand(uint4 kept) { return kept; }
+__device__ __forceinline__ u32 decode(u32 codes, bool upper) {
+#ifdef INT8
+  // 128 + the lower 7 bits, less 128, or 256 where bit 7 is set; of fp16 1024 in place of the first two.
+#ifdef HALF
+  const u32 magic = 0x64006400u;
+#else
+  const u32 magic = 0x43004300u;
+#endif
+  const u32 w = __byte_perm(codes, 0, upper ? 0x4342 : 0x4140);
+  return minus(magic | (w & 0x007F007Fu), magic | (w & 0x00800080u));
+#else
+  // Exponent and mantissa at their places, and a factor for the other bias, which small numbers survive.
+  const u32 w = __byte_perm(codes, 0, upper ? 0x3424 : 0x1404);
+#ifdef HALF
+  return times((w & 0x80008000u) | (w & 0x7F007F00u) >> 1, 0x5C005C00u);
+#else
+  return times((w & 0x80008000u) | (w & 0x7F007F00u) >> 4, 0x7B807B80u);
+#endif
+#endif
+}
+__device__ __forceinline__ uint4 expand(uint2 kept) {
+  return make_uint4(decode(kept.x, false), decode(kept.x, true), decode(kept.y, false), decode(kept.y, true));
+}
+
 struct Stage {
   uint4 value[WM][4][2];
   uint2 place[WM][2];
 };
 
-// A superstep into a slot: [output tile, half, q][lane] of 16 bytes, then [output tile, half][lane] of 8 bytes.
+// A superstep into a slot: [output tile, half, q][lane] of KEPT bytes, then [output tile, half][lane] of 8 bytes.
 __device__ __forceinline__ void fetch(char* slot, const char* values, const char* positions, int output, int inputs,
                                       int out, int superstep, int g, int t) {
   const int lane = g * 4 + t;
@@ -97,10 +149,10 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = min(output + 16 * m + 8 * half + g, out - 1);
-      const char* v = values + (u64)row * inputs + superstep * 256 + t * 16;
+      const char* v = values + (u64)row * (inputs * KEPT / 16) + superstep * (16 * KEPT) + t * KEPT;
       const char* p = positions + (u64)row * (inputs >> 3) + superstep * 32 + t * 8;
-      char* to = slot + (m * 2 + half) * 2048 + lane * 16;
-      uint2* place = (uint2*)(slot + WM * 4096 + (m * 2 + half) * 256 + lane * 8);
+      char* to = slot + (m * 2 + half) * (128 * KEPT) + lane * KEPT;
+      uint2* place = (uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
       if (!TAIL || superstep * 256 + t * 64 < inputs)
         copy8((char*)place, p);
       else
@@ -108,7 +160,11 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         bool there = !TAIL || superstep * 256 + q * 64 < inputs;
-        copy16(to + q * 512, there ? v + q * 64 : values, there);
+        const char* from = there ? v + q * (4 * KEPT) : values;
+        if (KEPT == 16)
+          copy16(to + q * (32 * KEPT), from, there);
+        else
+          copy8(to + q * (32 * KEPT), from, there);
       }
     }
 }
@@ -118,10 +174,10 @@ __device__ __forceinline__ void take(Stage& stage, const char* slot, int lane) {
   for (int m = 0; m < WM; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      stage.place[m][half] = *(const uint2*)(slot + WM * 4096 + (m * 2 + half) * 256 + lane * 8);
+      stage.place[m][half] = *(const uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        stage.value[m][q][half] = *(const uint4*)(slot + (m * 2 + half) * 2048 + q * 512 + lane * 16);
+        stage.value[m][q][half] = expand(*(const Kept*)(slot + ((m * 2 + half) * 128 + q * 32 + lane) * KEPT));
     }
 }
 
@@ -183,6 +239,7 @@ __device__ __forceinline__ void fill(char* shared, const u16* x, int rows, int i
 }
 
 struct Target {
+  const float* scale;  // of 8-bit values, or none
   const u16* bias;
   u16* y;
   float* part;  // of these inputs, or none
@@ -191,10 +248,12 @@ struct Target {
 
 __device__ __forceinline__ void store(const Target& to, float v, int n, int o) {
   if (n >= to.rows || o >= to.out) return;
-  if (to.part)
+  if (to.part) {
     to.part[(u64)n * to.out + o] = v;
-  else
-    to.y[(u64)n * to.out + o] = narrow(to.bias ? v + wide(to.bias[o]) : v);
+    return;
+  }
+  if (to.scale) v *= to.scale[o];
+  to.y[(u64)n * to.out + o] = narrow(to.bias ? v + wide(to.bias[o]) : v);
 }
 __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o) {
   store(to, v.x, n, o);
@@ -207,8 +266,8 @@ __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o)
 // with WK 1); then WO * WK * U slots. `part`: (gridDim.y, rows, out), or none with one part.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear24(const char* __restrict__ values, const char* __restrict__ positions, const u16* __restrict__ x,
-             const u16* __restrict__ bias, u16* __restrict__ y, float* __restrict__ part, int rows, int out,
-             int inputs) {
+             const float* __restrict__ scale, const u16* __restrict__ bias, u16* __restrict__ y,
+             float* __restrict__ part, int rows, int out, int inputs) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const int wk = warp % WK, wo = warp / WK;
@@ -217,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int steps = (each + WK - 1) / WK;           // of a warp, for each tile of outputs
   const int tasks = (out + 16 * WM * WO - 1) / (16 * WM * WO);
   const int total = blockIdx.x < tasks ? ((tasks - 1 - blockIdx.x) / gridDim.x + 1) * steps : 0;
-  const Target to = {bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
+  const Target to = {scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
   float4* sums = (float4*)(shared + each * NT * 8 * FRAGMENT);
   char* const ring = (char*)sums + (WK == 1 ? 0 : WO * WK * WM * NT * 512) + warp * (U * SLOT);
 
@@ -288,13 +347,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // part (parts, rows, out), n = rows * out -> y (rows, out); four elements a thread where out % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)
-    sum24(const float* __restrict__ part, const u16* __restrict__ bias, u16* __restrict__ y, int n, int out,
-          int parts) {
+    sum24(const float* __restrict__ part, const float* __restrict__ scale, const u16* __restrict__ bias,
+          u16* __restrict__ y, int n, int out, int parts) {
   const int width = out % 4 ? 1 : 4, i = (blockIdx.x * 256 + threadIdx.x) * width;
   if (i >= n) return;
   if (width == 1) {
     float s = 0;
     for (int k = 0; k < parts; k++) s += part[(u64)k * n + i];
+    if (scale) s *= scale[i % out];
     y[i] = narrow(bias ? s + wide(bias[i % out]) : s);
     return;
   }
@@ -304,8 +364,9 @@ extern "C" __global__ void __launch_bounds__(256)
     float4 v = *(const float4*)(part + (u64)k * n + i);
     s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
   }
+  const int o = i % out;
+  if (scale) s.x *= scale[o], s.y *= scale[o + 1], s.z *= scale[o + 2], s.w *= scale[o + 3];
   if (bias) {
-    int o = i % out;
     s.x += wide(bias[o]), s.y += wide(bias[o + 1]), s.z += wide(bias[o + 2]), s.w += wide(bias[o + 3]);
   }
   *(ushort4*)(y + i) = {narrow(s.x), narrow(s.y), narrow(s.z), narrow(s.w)};

@@ -63,15 +63,13 @@ def _on_gpu(
 ) -> Tensor:
     """Compute `linear24` on NVIDIA's and AMD's GPUs, which are both "cuda" to torch, by the fastest kernel."""
     require_operands("linear24", x, values, positions, bias, scale=scale)
-    if scale is not None:
-        return reference24(x, values, positions, bias, scale)
-    product = mma24(x, values, positions, bias)
+    product = mma24(x, values, positions, bias, scale)
     if product is not None:
         return product
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     if kernels is None:
         return reference24(x, values, positions, bias, scale)
-    result: Tensor = kernels.triton24(x, values, positions, bias)
+    result: Tensor = kernels.triton24(x, values, positions, bias, scale)
     return result
 
 

@@ -35,8 +35,8 @@ UNIT = 64
 """Divisor of the number of inputs."""
 _STEP = 256
 """Inputs that a warp takes at a time."""
-_SLOT = 4608
-"""Bytes of the values and positions of 16 outputs in a step."""
+MACROS = {torch.int8: ("INT8", 1), torch.float8_e4m3fn: ("FP8", 1)}
+"""Macros of the kernel by the dtype of 8-bit values."""
 _SUM_THREADS = 256
 """Threads per block that adds up parts."""
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -76,36 +76,40 @@ class Tiling(NamedTuple):
         """Return the steps of a part."""
         return _divide_up(_divide_up(inputs, _STEP), self.parts)
 
-    def shared_memory(self, inputs: int) -> int:
+    def shared_memory(self, inputs: int, value_bytes: int = 2) -> int:
         """Return the bytes of shared memory per block: x, sums of warps, weights."""
         sums = 0 if self.WK == 1 else self.WO * self.WK * self.WM * self.NT * 512
-        return self.steps(inputs) * self.NT * self.XR * 512 + sums + self.WO * self.WK * self.U * self.WM * _SLOT
+        weights = self.WO * self.WK * self.U * self.WM * _slot(value_bytes)
+        return self.steps(inputs) * self.NT * self.XR * 512 + sums + weights
 
     def blocks(self, outputs: int, multiprocessors: int) -> tuple[int, int]:
         """Return the blocks along the outputs, which take turns, and along the inputs; at most one a multiprocessor."""
         tiles = _divide_up(outputs, 16 * self.WM * self.WO)
         return min(tiles, max(1, multiprocessors // self.parts)), self.parts
 
-    def cost(self, rows: int, outputs: int, inputs: int, multiprocessors: int) -> float:
+    def cost(self, rows: int, outputs: int, inputs: int, multiprocessors: int, value_bytes: int = 2) -> float:
         """Estimate the time, as the bytes that a multiprocessor reads in it.
 
         Measured on an H200, in addition to the weights: 14 kB (half a microsecond) for each tile of outputs of a block
         and for each eight loads of x in turn, 40 kB for the second kernel that adds up parts.
         """
         steps = self.steps(inputs)
+        slot = _slot(value_bytes)
         along, parts = self.blocks(outputs, multiprocessors)
         turns = _divide_up(_divide_up(outputs, 16 * self.WM * self.WO), along)
-        bytes_read = float(turns * _divide_up(steps, self.WK) * self.WK * self.WO * self.WM * _SLOT)
+        bytes_read = float(turns * _divide_up(steps, self.WK) * self.WK * self.WO * self.WM * slot)
         # Too few bytes in flight do not fill the memory's latency.
-        bytes_read *= max(1.0, 80e3 / (self.WO * self.WK * self.U * self.WM * _SLOT)) ** 0.5
+        bytes_read *= max(1.0, 80e3 / (self.WO * self.WK * self.U * self.WM * slot)) ** 0.5
         # With many rows, shared memory is the limit.
-        bytes_read *= max(1.0, (2 * _SLOT + 4096 * self.NT / self.WM) / 19e3)
+        bytes_read *= max(1.0, (2 * slot + 4096 * self.NT / self.WM) / 19e3)
         fill = _divide_up(rows * steps, 8 * self.WO * self.WK)
         adding = 0.0 if parts == 1 else 40e3 + 8 * parts * rows * outputs / multiprocessors
         return bytes_read + 14e3 * (turns + fill) + adding
 
 
-def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> Tiling | None:
+def choose(
+    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, value_bytes: int = 2
+) -> Tiling | None:
     """Return the tiling with the least cost, or None if none fits.
 
     Args:
@@ -114,12 +118,15 @@ def choose(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
         inputs: its inputs, a multiple of `UNIT`.
         multiprocessors: multiprocessors of the GPU.
         shared_memory: bytes that a block may have.
+        value_bytes: bytes of a kept value in memory, 2 or 1.
     """
-    tilings = ranked(rows, outputs, inputs, multiprocessors, shared_memory)
+    tilings = ranked(rows, outputs, inputs, multiprocessors, shared_memory, value_bytes)
     return tilings[0] if tilings else None
 
 
-def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int) -> list[Tiling]:
+def ranked(
+    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, value_bytes: int = 2
+) -> list[Tiling]:
     """Return all tilings that fit, the cheapest first, and at equal cost the one with more warps.
 
     They are the same for 1 and 2 rows, for 3 and 4, and then for each eight, so that few are compiled.
@@ -128,25 +135,44 @@ def ranked(rows: int, outputs: int, inputs: int, multiprocessors: int, shared_me
     tiles = _divide_up(rows, 8)
     tile_rows = 2 if rows <= 2 else 4 if rows <= 4 else 8
     rows = tiles * tile_rows
+    slot = _slot(value_bytes)
     costs = []
     for parts, wm, wo, wk in product(_PARTS, (1,) if tiles <= 2 else (1, 2), (1, 2, 4), range(1, 17)):
         smallest = Tiling(tiles, tile_rows, wm, wo, wk, 1, parts)
         if parts > _divide_up(inputs, _STEP) or wk > smallest.steps(inputs) or wo * wk > 16:
             continue
         # As many steps in flight as shared memory has room for.
-        room = shared_memory - smallest.shared_memory(inputs)
+        room = shared_memory - smallest.shared_memory(inputs, value_bytes)
         if room >= 0:
-            more = min(3, room // (wo * wk * wm * _SLOT), 160_000 // (wo * wk * wm * _SLOT) - 1)
+            more = min(3, room // (wo * wk * wm * slot), 160_000 // (wo * wk * wm * slot) - 1)
             tiling = smallest._replace(U=1 + max(0, more))
-            costs.append((tiling.cost(rows, outputs, inputs, multiprocessors), -tiling.threads, tiling))
+            costs.append((tiling.cost(rows, outputs, inputs, multiprocessors, value_bytes), -tiling.threads, tiling))
     return [tiling for _, _, tiling in sorted(costs)]
 
 
 class ProductPlan:
     """Kernels of one shape and number of rows on one device, compiled and loaded."""
 
-    def __init__(self, tiling: Tiling, rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int) -> None:
+    def __init__(
+        self,
+        tiling: Tiling,
+        rows: int,
+        outputs: int,
+        inputs: int,
+        dtype: torch.dtype,
+        device: int,
+        value_dtype: torch.dtype | None = None,
+    ) -> None:
         """Compile and load kernels that the process does not have yet.
+
+        Args:
+            tiling: division of the product.
+            rows: rows of x.
+            outputs: outputs of the weight.
+            inputs: its inputs.
+            dtype: dtype of x.
+            device: index of the GPU.
+            value_dtype: dtype of 8-bit values, None for values in `dtype`.
 
         Raises:
             OSError: NVRTC or the driver is missing.
@@ -154,41 +180,60 @@ class ProductPlan:
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         macros = (*tiling.macros(inputs).items(), *([("HALF", 1)] if dtype == torch.float16 else []))
+        macros += () if value_dtype is None else (MACROS[value_dtype],)
         module = _module(macros, device)
-        shape = LaunchShape(tiling.blocks(outputs, processors), tiling.threads, tiling.shared_memory(inputs))
-        self.multiply = Launch(module, "linear24", shape, 6, (rows, outputs, inputs))
+        shape = LaunchShape(
+            tiling.blocks(outputs, processors),
+            tiling.threads,
+            tiling.shared_memory(inputs, 2 if value_dtype is None else 1),
+        )
+        self.multiply = Launch(module, "linear24", shape, 7, (rows, outputs, inputs))
         # Parts of the inputs are added by a second kernel.
         self.add: Launch | None = None
         if tiling.parts > 1:
             count = rows * outputs
             blocks = (_divide_up(count, _SUM_THREADS * (1 if outputs % 4 else 4)), 1)
-            self.add = Launch(module, "sum24", LaunchShape(blocks, _SUM_THREADS), 3, (count, outputs, tiling.parts))
+            self.add = Launch(module, "sum24", LaunchShape(blocks, _SUM_THREADS), 4, (count, outputs, tiling.parts))
         self.size = tiling.parts * rows * outputs
         self.device = device
 
-    def __call__(self, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor) -> None:
+    def __call__(
+        self,
+        x: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        scale: Tensor | None = None,
+    ) -> None:
         """Write the product into `y`, on the current stream."""
         if self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self(x, values, positions, bias, y)
+                return self(x, values, positions, bias, y, scale)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         # Copies must live until the launch.
         x = aligned(x)
         values = aligned(values)
         positions = aligned(positions)
         bias = None if bias is None else bias.contiguous()
+        scale = None if scale is None else scale.contiguous()
+        # Both kernels end with scales, bias and y.
         bias_pointer = 0 if bias is None else bias.data_ptr()
-        pointers = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), bias_pointer, y.data_ptr())
+        scale_pointer = 0 if scale is None else scale.data_ptr()
+        ending = (scale_pointer, bias_pointer, y.data_ptr())
+        pointers = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), *ending)
         if self.add is None:
             self.multiply(stream, *pointers, 0)
         else:
             parts = x.new_empty(self.size, dtype=torch.float32)
             self.multiply(stream, *pointers, parts.data_ptr())
-            self.add(stream, parts.data_ptr(), bias_pointer, y.data_ptr())
+            self.add(stream, parts.data_ptr(), *ending)
         return None
 
 
-def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor | None:
+def mma24(
+    x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
+) -> Tensor | None:
     """Compute `linear24` of checked inputs on a GPU, or return None if another kernel must.
 
     Args:
@@ -196,6 +241,7 @@ def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> 
         values: (out, in/2).
         positions: (out, in/8).
         bias: (out,).
+        scale: (out, 1) of 8-bit values.
 
     Returns:
         (..., out).
@@ -208,22 +254,24 @@ def mma24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> 
     inputs = x.shape[-1]
     if inputs % UNIT or not 0 < size <= MOST_ROWS * inputs:
         return None
-    # A plan is made once for a shape, number of rows, dtype and device.
-    key = (size // inputs, outputs, inputs, x.dtype, x.get_device())
+    # A plan is made once for a shape, number of rows, dtypes and device.
+    key = (size // inputs, outputs, inputs, x.dtype, x.get_device(), None if scale is None else values.dtype)
     if key not in _PLANS:
         _PLANS[key] = _plan(*key)
     plan = _PLANS[key]
     if plan is None:
         return None
     y = x.new_empty((*x.shape[:-1], outputs))
-    plan(x, values, positions, bias, y)
+    plan(x, values, positions, bias, y, scale)
     return y
 
 
-_PLANS: dict[tuple[int, int, int, torch.dtype, int], ProductPlan | None] = {}
+_PLANS: dict[tuple[int, int, int, torch.dtype, int, torch.dtype | None], ProductPlan | None] = {}
 
 
-def _plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int) -> ProductPlan | None:
+def _plan(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int, value_dtype: torch.dtype | None = None
+) -> ProductPlan | None:
     """Plan a product, or return None, after a warning if the GPU should have the kernel."""
     if not outputs or dtype not in (torch.bfloat16, torch.float16) or torch.version.cuda is None:
         return None
@@ -232,8 +280,9 @@ def _plan(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int)
         return None
     try:
         memory = shared_memory_limit(device)
-        tiling = choose(rows, outputs, inputs, properties.multi_processor_count, memory)
-        return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device)
+        processors = properties.multi_processor_count
+        tiling = choose(rows, outputs, inputs, processors, memory, 2 if value_dtype is None else 1)
+        return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device, value_dtype)
     except (OSError, RuntimeError) as error:
         _warn(str(error).splitlines()[0] if str(error) else type(error).__name__)
         return None
@@ -258,6 +307,11 @@ def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
         options.append("-DORDERED")
     source = Path(__file__).with_name("linear24.cu").read_text()
     return Module(compile_cubin(source, f"sm_{major}{minor}", options), device)
+
+
+def _slot(value_bytes: int) -> int:
+    """Return the bytes of the values and positions of 16 outputs in a step."""
+    return 2048 * value_bytes + 512
 
 
 def _divide_up(a: int, b: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import alignment, triton_programs
 from sparseforge_ds.extras.packed24.alignment import aligned
+from sparseforge_ds.mask.packed_values import GRIDS
 
 FEW_ROWS = 4
 """Maximum of rows for which the packed weight is multiplied directly."""
@@ -70,7 +71,7 @@ def choose_tile(rows: int, dtype: torch.dtype, outputs: int, groups: int) -> Til
     return Tile(block, 64, 16, 4, 3, splits)
 
 
-def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> Tensor:
     """Compute `linear24` of checked inputs in fp32, fp16 or bf16, with sums in fp32.
 
     Args:
@@ -78,6 +79,7 @@ def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) 
         values: (out, in/2).
         positions: (out, ceil(in/8)).
         bias: (out,).
+        scale: (out, 1) of 8-bit values.
 
     Returns:
         (..., out).
@@ -86,28 +88,40 @@ def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None) 
     inputs = x.shape[-1]
     rows = x.numel() // inputs
     if rows > MANY_ROWS:
-        return torch.nn.functional.linear(x, unpack(values, positions), bias)
+        return torch.nn.functional.linear(x, unpack(values, positions, scale=scale, dtype=x.dtype), bias)
     y = x.new_empty(*x.shape[:-1], outputs)
     if y.numel():
-        multiply(x.reshape(rows, inputs), values, positions, bias, y, choose_tile(rows, x.dtype, outputs, inputs // 4))
+        tile = choose_tile(rows, x.dtype, outputs, inputs // 4)
+        multiply(x.reshape(rows, inputs), values, positions, bias, y, tile, scale)
     return y
 
 
-def multiply(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor, tile: Tile) -> None:
+def multiply(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: Tile,
+    scale: Tensor | None = None,
+) -> None:
     """Write the product with `tile` into `y`; x is (rows, in)."""
     rows = x.shape[0]
     outputs = values.shape[0]
     groups = x.shape[1] // 4
+    value_grid, values = _grid_and_bytes(values, scale)
     x = aligned(x)
     values = aligned(values)
     positions = positions.contiguous()
     output_tiles = triton.cdiv(outputs, tile.outputs)
-    bias_or_any = y if bias is None else bias  # a kernel without bias does not read the pointer
-    compiled = constants(tile, bias is not None and tile.splits == 1, _word_width(positions, groups))
+    # A kernel without scales or bias does not read their pointers.
+    scale_or_any = y if scale is None else scale.contiguous()
+    bias_or_any = y if bias is None else bias.contiguous()
+    compiled = constants(tile, bias is not None and tile.splits == 1, _word_width(positions, groups), value_grid)
     with _on_device(x):
         if tile.few:
             triton_programs.few_rows[(output_tiles,)](
-                *(x, values, positions, bias_or_any, y, y),
+                *(x, values, positions, scale_or_any, bias_or_any, y, y),
                 *(0, rows, outputs, groups),
                 HAS_EXPERTS=False,
                 **compiled,
@@ -117,8 +131,9 @@ def multiply(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, 
         # Programs that share the inputs write parts, which another kernel adds up.
         sums = y if tile.splits == 1 else x.new_empty(tile.splits, rows, outputs, dtype=torch.float32)
         triton_programs.many_rows[(triton.cdiv(rows, tile.rows), output_tiles, tile.splits)](
-            *(x, values, positions, bias_or_any, sums, y),
+            *(x, values, positions, scale_or_any, bias_or_any, sums, y),
             *(rows, outputs, groups, _groups_of_split(tile, groups)),
+            HAS_SCALE=scale is not None and tile.splits == 1,
             HAS_EXPERTS=False,
             **compiled,
             **_options(tile),
@@ -126,25 +141,38 @@ def multiply(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, 
         if tile.splits > 1:
             count = rows * outputs
             triton_programs.add_parts[(triton.cdiv(count, _SUMS_AT_ONCE),)](
-                *(sums, bias_or_any, y, tile.splits, count, outputs), HAS_BIAS=bias is not None, SIZE=_SUMS_AT_ONCE
+                *(sums, scale_or_any, bias_or_any, y, tile.splits, count, outputs),
+                HAS_SCALE=scale is not None,
+                HAS_BIAS=bias is not None,
+                SIZE=_SUMS_AT_ONCE,
             )
 
 
-def unpack(values: Tensor, positions: Tensor, tile: Tile = UNPACKING) -> Tensor:
-    """Unpack values (out, in/2) and positions into the dense weight (out, in)."""
+def unpack(
+    values: Tensor,
+    positions: Tensor,
+    tile: Tile = UNPACKING,
+    scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Unpack values (out, in/2), positions and scales into the dense weight (out, in), of 8-bit values in `dtype`."""
     outputs = values.shape[0]
     groups = values.shape[1] // 2
+    dense = values.new_empty(outputs, 4 * groups, dtype=values.dtype if scale is None else dtype)
+    value_grid, values = _grid_and_bytes(values, scale)
     values = aligned(values)
     positions = positions.contiguous()
-    dense = values.new_empty(outputs, 4 * groups)
+    scale_or_any = dense if scale is None else scale.contiguous()
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(groups, tile.groups))
     compiled = {"EVEN": _word_width(positions, groups), "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
     with _on_device(values):
-        triton_programs.unpack[grid](values, positions, dense, outputs, groups, **compiled, **_options(tile))
+        triton_programs.unpack[grid](
+            *(values, positions, scale_or_any, dense, outputs, groups), GRID=value_grid, **compiled, **_options(tile)
+        )
     return dense
 
 
-def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
     """Compute `experts24` of checked inputs in one launch for all experts, without waiting on the host.
 
     Args:
@@ -152,6 +180,7 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor)
         values: (experts, out, in/2).
         positions: (experts, out, ceil(in/8)).
         ends: (experts,) index behind the last row of each expert.
+        scale: (experts, out, 1) of 8-bit values.
 
     Returns:
         (rows, out); rows from the last end on are zero.
@@ -166,9 +195,11 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor)
     by_row = rows <= FEW_ROWS_OF_EXPERTS
     tile = choose_tile(1 if by_row else max(rows // count, FEW_ROWS + 1), x.dtype, outputs, groups)._replace(splits=1)
     output_tiles = triton.cdiv(outputs, tile.outputs)
+    value_grid, values = _grid_and_bytes(values, scale)
     positions = positions.contiguous()
-    tensors = (aligned(x), aligned(values), positions, y, y)
-    compiled = {**constants(tile, False, _word_width(positions, groups)), **_options(tile)}
+    scale_or_any = y if scale is None else scale.contiguous()
+    tensors = (aligned(x), aligned(values), positions, scale_or_any, y, y)
+    compiled = {**constants(tile, False, _word_width(positions, groups), value_grid), **_options(tile)}
     with _on_device(x):
         if by_row:
             # A program for every row and tile of outputs.
@@ -181,7 +212,10 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor)
             # A program for every run of rows and tile of outputs.
             runs = divide_rows(ends, rows, tile.rows)
             triton_programs.many_rows[(runs.shape[0], output_tiles, 1)](
-                *tensors, runs, rows, outputs, groups, groups, HAS_EXPERTS=True, **compiled
+                *(*tensors, runs, rows, outputs, groups, groups),
+                HAS_SCALE=scale is not None,
+                HAS_EXPERTS=True,
+                **compiled,
             )
     return y
 
@@ -208,10 +242,23 @@ def divide_rows(ends: Tensor, rows: int, limit: int) -> Tensor:
     return torch.stack((expert, first, ends[expert]), 1)
 
 
-def constants(tile: Tile, has_bias: bool, word_width: int, chooses_bytes: bool = _CHOOSES_BYTES) -> dict[str, Any]:
-    """Return the constants that a kernel of products is compiled for."""
+def constants(
+    tile: Tile, has_bias: bool, word_width: int, grid: str | None = None, chooses_bytes: bool = _CHOOSES_BYTES
+) -> dict[str, Any]:
+    """Return the constants that a kernel of products is compiled for; `grid` is that of 8-bit values."""
     sizes = {"HAS_BIAS": has_bias, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
-    return sizes | {"EVEN": word_width, "PRMT": chooses_bytes} | ({"AHEAD": tile.num_stages} if tile.few else {})
+    paths = {"EVEN": word_width, "PRMT": chooses_bytes, "GRID": grid}
+    return {**sizes, **paths, **({"AHEAD": tile.num_stages} if tile.few else {})}
+
+
+def _grid_and_bytes(values: Tensor, scale: Tensor | None) -> tuple[str | None, Tensor]:
+    """Return the grid of 8-bit values and them as int8, or None and values without scales as they are.
+
+    Not every GPU has a type for fp8.
+    """
+    if scale is None:
+        return None, values
+    return next(name for name, dtype in GRIDS.items() if dtype == values.dtype), values.view(torch.int8)
 
 
 def _groups_of_split(tile: Tile, groups: int) -> int:

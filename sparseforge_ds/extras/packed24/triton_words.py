@@ -44,6 +44,33 @@ def load_four_words(address, inside, ONCE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def load_two_words(address, inside):  # type: ignore[no-untyped-def]
+    """Load 8 bytes that are used once."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+        "@p ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2]; }",
+        "=r,=r,l,r",
+        [address.to(tl.int64), inside.to(tl.int32)],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def decode(code, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert the lowest byte of a word, an 8-bit value, to fp32.
+
+    A number of fp8 becomes one of fp16 that is 256 times smaller, which any GPU can convert.
+    """
+    if GRID == "int8":
+        return ((code << 24) >> 24).to(tl.float32)
+    else:
+        half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
 def load_word(address, inside):  # type: ignore[no-untyped-def]
     """Load two bytes that are used once."""
     return tl.inline_asm_elementwise(
@@ -68,13 +95,12 @@ def both_halves(pair, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def product_of_group(pair, x01, x23, half, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+def product_of_group(low, high, x01, x23, half, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
     """Multiply two kept values with their two of four inputs, which one instruction picks, and add."""
     select = ((half | half << 6) & 0x0303) * 0x22 + 0x1010
     chosen = tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x01, x23, select], dtype=tl.int32, is_pure=True, pack=1
     )
-    low, high = both_halves(pair, dtype)
     x_low, x_high = both_halves(chosen, dtype)
     return low * x_low + high * x_high
 

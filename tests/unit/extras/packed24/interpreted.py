@@ -18,8 +18,9 @@ from sparseforge_ds.extras.packed24.triton_kernel import (
     triton_experts24,
     unpack,
 )
+from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.packing import unpack24
-from tests.unit.extras.packed24.test_linear24 import packed
+from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
 """Of a rounding, relative. The interpreter's bf16 product is wrong, for a dense one too."""
@@ -32,26 +33,29 @@ UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
     dtype=st.sampled_from(list(UNIT)),
     bias=st.booleans(),
     strided=st.booleans(),
+    grid=st.sampled_from([None, *GRIDS]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=40, deadline=None, database=None, derandomize=True)
-@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, seed=0)
-@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, seed=0)
+@settings(max_examples=50, deadline=None, database=None, derandomize=True)
+@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, grid=None, seed=0)
+@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, grid=None, seed=0)
+@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, grid="int8", seed=0)
+@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, grid="fp8_e4m3", seed=0)
 def within_the_bound_of_fp32_sums(
-    rows: int, outputs: int, groups: int, dtype: torch.dtype, bias: bool, strided: bool, seed: int
+    rows: int, outputs: int, groups: int, dtype: torch.dtype, bias: bool, strided: bool, grid: str | None, seed: int
 ) -> None:
-    """Against fp64: n products summed in fp32, in any order, and one rounding to `dtype`."""
+    """Against fp64: n products summed in fp32, in any order, scaled there, and one rounding to `dtype`."""
     torch.manual_seed(seed)
     inputs = 4 * groups
-    values, positions = packed(outputs, inputs, dtype)
+    values, positions, *scale = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid)
     x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
     b = torch.randn(outputs).to(dtype) if bias else None
-    found = triton24(x, values, positions, b)
-    weight = unpack24(values, positions).double()
+    found = triton24(x, values, positions, b, *scale)
+    weight = unpack24(values, positions, *scale).double()
     exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
     if b is not None:
         exact, size = exact + b.double(), size + b.double().abs()
-    bound = (2 * groups + 2) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
+    bound = (2 * groups + 3) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
     assert found.shape == exact.shape and found.dtype == dtype
     assert bool(((found.double() - exact).abs() <= bound).all()), (found.double() - exact).abs().max()
 
@@ -64,8 +68,8 @@ def experts_are_those_of_linear24() -> None:
         (torch.float32, 70, 43, ((0, 0, 17), (1, 17, 65), (3, 65, 66))),
         (torch.float16, 65, 9, ((1, 0, 16), (2, 16, 50), (3, 50, 70))),
     ):
-        held = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
-        values, positions = (torch.stack(parts) for parts in zip(*held, strict=True))
+        weights = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
+        rounded_weights = [rounded(outputs, 4 * groups, "int8") for _ in range(4)]
         last = runs[-1][2]
         of = {expert: end for expert, _, end in runs}
         ends = torch.tensor(
@@ -73,10 +77,16 @@ def experts_are_those_of_linear24() -> None:
         )
         x = torch.randn(last + 2, 4 * groups).to(dtype)
         assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
-        found = triton_experts24(x, values, positions, ends)
-        expected = torch.cat([torch.nn.functional.linear(x[a:b], unpack24(*held[expert])) for expert, a, b in runs])
-        torch.testing.assert_close(found[:last], expected)
-        assert found[last:].eq(0).all() and len(found) == len(x)
+        for experts in (weights, rounded_weights):
+            values, positions, *scale = (torch.stack(parts) for parts in zip(*experts, strict=True))
+            found = triton_experts24(x, values, positions, ends, *scale)
+            dense = [unpack24(*parts).to(dtype) for parts in experts]
+            expected = torch.cat([torch.nn.functional.linear(x[a:b], dense[expert]) for expert, a, b in runs])
+            size = expected.abs().amax(0) + 1e-3
+            torch.testing.assert_close(
+                found[:last] / size, expected / size, atol=2e-3 if dtype == torch.float16 else 1e-5, rtol=0
+            )
+            assert found[last:].eq(0).all() and len(found) == len(x)
 
 
 def parts_of_sums_are_added_up() -> None:
@@ -87,10 +97,16 @@ def parts_of_sums_are_added_up() -> None:
         (torch.float16, 20, 4, True),
     ):
         values, positions = packed(70, 4 * groups, dtype)
+        codes, places, scale = rounded(70, 4 * groups, "fp8_e4m3")
         x, y = torch.randn(19, 4 * groups).to(dtype), torch.empty(19, 70, dtype=dtype)
         bias = torch.randn(70).to(dtype) if has_bias else None
         multiply(x, values, positions, bias, y, Tile(16, 64, 8, 4, 1, splits))
         torch.testing.assert_close(y, torch.nn.functional.linear(x, unpack24(values, positions), bias))
+        multiply(x, codes, places, bias, y, Tile(16, 64, 8, 4, 1, splits), scale)
+        exact = torch.nn.functional.linear(
+            x.float(), unpack24(codes, places, scale), None if bias is None else bias.float()
+        )
+        torch.testing.assert_close(y.float(), exact, rtol=2e-3 if dtype == torch.float16 else 1e-4, atol=1e-2)
 
 
 def unpacked_it_is_the_same_bits() -> None:
@@ -98,6 +114,14 @@ def unpacked_it_is_the_same_bits() -> None:
         for outputs, groups in ((3, 1100), (5, 7), (1, 1024)):
             values, positions = packed(outputs, 4 * groups, dtype)
             assert unpack(values, positions).equal(unpack24(values, positions))
+            for grid in GRIDS:
+                codes, places, scale = rounded(outputs, 4 * groups, grid)
+                dense = unpack(codes, places, scale=scale, dtype=dtype)
+                # The interpreter does not round to bf16, it cuts off.
+                expected = unpack24(codes, places, scale, torch.float32 if dtype == torch.bfloat16 else dtype)
+                if dtype == torch.bfloat16:
+                    expected = (expected.view(torch.int32) & -65536).view(torch.float32).bfloat16()
+                assert dense.equal(expected), (dtype, grid)
 
 
 def views_may_begin_anywhere() -> None:
@@ -107,6 +131,20 @@ def views_may_begin_anywhere() -> None:
     x = torch.randn(2 * 64 + 1).half()[1:].view(2, 64)
     found = triton24(x, moved, places, None)
     torch.testing.assert_close(found, torch.nn.functional.linear(x, unpack24(values, positions)))
+
+
+def biases_and_scales_may_be_strided() -> None:
+    codes, positions, scale = rounded(9, 64, "int8")
+    scale = torch.stack((scale, 2 * scale), 1)[:, 0]
+    bias = torch.randn(18)[::2]
+    assert not scale.is_contiguous() and not bias.is_contiguous()
+    dense = unpack24(codes, positions, scale)
+    for tile in (Tile(2, 4, 16, 4, 1), Tile(16, 64, 8, 4, 1), Tile(16, 64, 8, 4, 1, 2)):
+        x = torch.randn(2, 64)
+        y = torch.empty(2, 9)
+        multiply(x, codes, positions, bias, y, tile, scale)
+        torch.testing.assert_close(y - bias, torch.nn.functional.linear(x, dense), rtol=1e-4, atol=1e-2)
+    assert unpack(codes, positions, scale=scale, dtype=torch.float32).equal(dense)
 
 
 @given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), behind=st.integers(0, 9), most=st.integers(1, 32))
@@ -132,5 +170,6 @@ if __name__ == "__main__":
     parts_of_sums_are_added_up()
     unpacked_it_is_the_same_bits()
     views_may_begin_anywhere()
+    biases_and_scales_may_be_strided()
     runs_cover_every_row_once()
     runs_of_damaged_ends_stay_inside()

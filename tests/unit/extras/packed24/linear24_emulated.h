@@ -44,7 +44,8 @@ struct Barrier {
 struct Copy {
   char* to;
   const char* from;
-  int size;  // 0: sixteen zeros
+  int size;
+  bool there;  // or zeros
 };
 struct Lane {
   ucontext_t context;
@@ -125,18 +126,24 @@ inline unsigned short narrow(float v) {
   std::memcpy(&bits, &v, 4);
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-inline void copy(char* to, const char* from, int size, int unit) {
-  emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % unit == 0, "a copy is not aligned");
-  emulated::lane().groups.back().push_back({to, from, size});
+inline void copy(char* to, const char* from, int size, bool there) {
+  emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % size == 0, "a copy is not aligned");
+  emulated::lane().groups.back().push_back({to, from, size, there});
 }
-inline void copy16(char* to, const char* from, bool there) { copy(to, from, there ? 16 : 0, 16); }
-inline void copy8(char* to, const char* from) { copy(to, from, 8, 8); }
+inline void copy16(char* to, const char* from, bool there) { copy(to, from, 16, there); }
+inline void copy8(char* to, const char* from, bool there = true) { copy(to, from, 8, there); }
+inline unsigned on_halves(unsigned a, unsigned b, float (*operation)(float, float)) {
+  const unsigned low = narrow(operation(emulated::bfloat16(a & 0xffff), emulated::bfloat16(b & 0xffff)));
+  return low | (unsigned)narrow(operation(emulated::bfloat16(a >> 16), emulated::bfloat16(b >> 16))) << 16;
+}
+inline unsigned minus(unsigned a, unsigned b) { return on_halves(a, b, [](float x, float y) { return x - y; }); }
+inline unsigned times(unsigned a, unsigned b) { return on_halves(a, b, [](float x, float y) { return x * y; }); }
 inline void commit() { emulated::lane().groups.emplace_back(); }
 template <int LEFT>
 void arrived() {
   auto& groups = emulated::lane().groups;
   for (; groups.size() > LEFT + 1; groups.pop_front())
-    for (const auto& c : groups.front()) c.size ? std::memcpy(c.to, c.from, c.size) : std::memset(c.to, 0, 16);
+    for (const auto& c : groups.front()) c.there ? std::memcpy(c.to, c.from, c.size) : std::memset(c.to, 0, c.size);
 }
 
 // m16n8k32: A is 16 x 32 with two of four kept, in four words; B is 32 x 8. The metadata of the first (last) 16 inputs

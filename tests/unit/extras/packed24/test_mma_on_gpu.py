@@ -13,9 +13,11 @@ from sparseforge_ds.extras.packed24 import mma_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, ProductPlan, Tiling, mma24, ranked
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.packing import pack24
 from tests.tiny_models import tiny_llama, token_batch
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
+from tests.unit.extras.packed24.test_linear24 import rounded
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +51,18 @@ def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
             found = linear24(x, values, positions, added)
             assert right(found, (x, values, positions, added)), (rows, added is None)
             assert found.equal(linear24(x, values, positions, added))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_numbers_of_8_bit_values(grid: str, dtype: torch.dtype) -> None:
+    for outputs, inputs in ((130, 448), (67, 1088), (4096, 4096)):
+        values, positions, scale = (tensor.cuda() for tensor in rounded(outputs, inputs, grid))
+        for rows in (1, 2, 5, 8, 9, 17, 25):
+            x, bias = torch.randn(rows, inputs).to(dtype).cuda(), torch.randn(outputs).to(dtype).cuda()
+            y = mma24(x, values, positions, bias, scale)
+            assert y is not None
+            assert within_bound(*(tensor.cpu() for tensor in (y, x, values, positions, bias, scale))), (rows, inputs)
 
 
 def test_every_kind_of_tiling() -> None:

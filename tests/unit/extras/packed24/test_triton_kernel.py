@@ -57,35 +57,47 @@ def test_it_builds_ahead_of_time(
         assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
         return built
 
-    for rows, dtype, experts, even in (
-        (1, torch.bfloat16, False, 4),
-        (4, torch.float16, False, 4),
-        (1, torch.bfloat16, True, 4),
-        (1, torch.bfloat16, False, 0),
-        (1, torch.float32, False, 4),
-        (16, torch.bfloat16, False, 4),
-        (65, torch.bfloat16, False, 4),
-        (65, torch.bfloat16, True, 1),
-        (16, torch.float32, False, 4),
+    for rows, dtype, experts, even, grid in (
+        (1, torch.bfloat16, False, 4, None),
+        (4, torch.float16, False, 4, None),
+        (1, torch.bfloat16, True, 4, None),
+        (1, torch.bfloat16, False, 0, None),
+        (1, torch.float32, False, 4, None),
+        (16, torch.bfloat16, False, 4, None),
+        (65, torch.bfloat16, False, 4, None),
+        (65, torch.bfloat16, True, 1, None),
+        (16, torch.float32, False, 4, None),
+        (1, torch.bfloat16, False, 4, "int8"),
+        (4, torch.float16, True, 4, "fp8_e4m3"),
+        (1, torch.float32, False, 0, "int8"),
+        (16, torch.bfloat16, False, 4, "fp8_e4m3"),
+        (65, torch.float16, True, 1, "int8"),
     ):
         tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
-        constants = triton_kernel.constants(tile, True, even, prmt) | {"HAS_EXPERTS": experts}
+        constants = triton_kernel.constants(tile, True, even, grid, prmt) | {"HAS_EXPERTS": experts}
+        constants |= {} if tile.few else {"HAS_SCALE": grid is not None}
         name = f"*{NAMES[dtype]}"
-        types = {"x": name, "values": name, "positions": "*u8", "bias": name, "y": name}
+        types = {"x": name, "values": name if grid is None else "*i8", "positions": "*u8", "scale": "*fp32"}
+        types |= {"bias": name, "y": name}
         types["y"] = "*fp32" if tile.splits > 1 else name
         types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
         types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("split_groups",))), "i32")
         built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
-            text = built.asm["ptx"]
-            assert text.count("ld.global.nc.L1::no_allocate.v4.b32") == text.count("no_allocate.u16") > 0
+            text, wide = built.asm["ptx"], "v4" if grid is None else "v2"
+            assert text.count(f"ld.global.nc.L1::no_allocate.{wide}.b32") == text.count("no_allocate.u16") > 0
             shared = text.find(".shared.")
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
     for type in NAMES.values():
-        types = {"values": f"*{type}", "positions": "*u8", "dense": f"*{type}", "outputs": "i32", "groups": "i32"}
-        build(triton_programs.unpack, types, {"EVEN": 4, "OUTPUTS": 1, "GROUPS": 512}, triton_kernel.UNPACKING)
-    types = {"parts": "*fp32", "bias": "*bf16", "y": "*bf16", "splits": "i32", "count": "i32", "outputs": "i32"}
-    build(triton_programs.add_parts, types, {"HAS_BIAS": True, "SIZE": 512}, triton_kernel.UNPACKING)
+        for grid in (None, "fp8_e4m3"):
+            types = {"values": f"*{type}" if grid is None else "*i8", "positions": "*u8", "scale": "*fp32"}
+            types |= {"dense": f"*{type}", "outputs": "i32", "groups": "i32"}
+            constants = {"EVEN": 4, "GRID": grid, "OUTPUTS": 1, "GROUPS": 512}
+            build(triton_programs.unpack, types, constants, triton_kernel.UNPACKING)
+    types = {"parts": "*fp32", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"}
+    types |= dict.fromkeys(("splits", "count", "outputs"), "i32")
+    constants = {"HAS_SCALE": True, "HAS_BIAS": True, "SIZE": 512}
+    build(triton_programs.add_parts, types, constants, triton_kernel.UNPACKING)
 
 
 def test_many_rows_go_to_the_tensor_cores() -> None:
@@ -116,15 +128,20 @@ def test_without_triton_the_reference_is_taken_and_says_so_once(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(NAMES))
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 64, 128, 300])
-def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("grid", [None, "int8", "fp8_e4m3"])
+def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> None:
     from sparseforge_ds.mask.packing import unpack24
-    from tests.unit.extras.packed24.test_linear24 import packed
+    from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
-    values, positions = (tensor.cuda() for tensor in packed(130, 172, dtype))
+    made = packed(130, 172, dtype) if grid is None else rounded(130, 172, grid)
+    values, positions, *scale = (tensor.cuda() for tensor in made)
     x, bias = torch.randn(rows, 172, device="cuda").to(dtype), torch.randn(130, device="cuda").to(dtype)
-    found = linear24.linear24(x, values, positions, bias).double()
-    exact = torch.nn.functional.linear(x.double(), unpack24(values, positions).double(), bias.double())
-    torch.testing.assert_close(found, exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    found = linear24.linear24(x, values, positions, bias, *scale).double()
+    exact = torch.nn.functional.linear(x.double(), unpack24(values, positions, *scale).double(), bias.double())
+    size = exact.abs().amax(0) if scale else torch.ones(130, device="cuda")  # rows of weights have many sizes
+    torch.testing.assert_close(
+        found / size, exact / size, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 if not scale else 0.01
+    )
 
 
 @pytest.mark.gpu
