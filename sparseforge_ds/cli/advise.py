@@ -11,8 +11,8 @@ from sparseforge_ds.cli.imports import large_imports
 _EPILOG = """\
 Speed is the least time of a decode step: its bytes over the bytes a second that matrix products reached on an H200
 (docs/hardware.md has them, and what whole models did). Rows marked "assumed" take the same share of the bandwidth
-for 8 and 4 bits, which nothing here has measured; our GPU kernels read 2:4 values of 16 bits alone. Prompts are not
-in it: a short one is read slower from packed weights.
+for 8 and 4 bits, which no GPU has measured here: our kernels for 8-bit values have not run on one, and for 4 bits there
+are none. Prompts are not in it: a short one is read slower from packed weights.
 
 example:
   sparseforge advise Qwen/Qwen3-14B --gpu h100 --batch 8
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     # DeepSpeed prints to stdout, while it is imported, that there is no GPU.
     with contextlib.redirect_stdout(sys.stderr), large_imports():
         from sparseforge_ds.config.strict import nearest
-        from sparseforge_ds.extras.planner.advice import advise, lines, model_bytes, share_of_bandwidth, with_layers
+        from sparseforge_ds.extras.planner.advice import advise, check_batch, lines, model_bytes, with_layers
         from sparseforge_ds.extras.planner.machine import GPUS
         from sparseforge_ds.model.model_config import read_model_config
 
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     gpu = GPUS.get(args.gpu.lower())
     if gpu is None:
         guess = nearest(args.gpu, known)
-        meant = f"did you mean {guess}? " if guess else ""
-        raise ValueError(f"--gpu {args.gpu}: {meant}known are {', '.join(known)}")
+        suggestion = f"did you mean {guess}? " if guess else ""
+        raise ValueError(f"--gpu {args.gpu}: {suggestion}known are {', '.join(known)}")
     if args.gpu.lower() in _NO_SPARSE_CORES:
         raise ValueError(f"--gpu {args.gpu}: it has no sparse tensor cores; use one of {', '.join(known)}")
-    share_of_bandwidth("dense", args.batch)  # for its error
+    check_batch(args.batch)
     if args.context is not None and args.context < 1:
         raise ValueError(f"--context {args.context} is not valid: use an integer >= 1")
 

@@ -120,12 +120,13 @@ def run(args: argparse.Namespace) -> int:
 def _comparison(text: str) -> Callable[[Source, Path], dict[str, Any]]:
     """Read a text, and return what measures a written folder on it against its source."""
     with large_imports():
-        import sparseforge_ds.extras.packed24  # noqa: F401  registers itself
         from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
         from sparseforge_ds.evaluate.perplexity import Scoring, measure
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
         from sparseforge_ds.export.reference import add_branches, filled_model
+        from sparseforge_ds.extras.packed24 import register_format
 
+    register_format()
     documents = read_text(text, "text", None)
     scoring = Scoring("windows" if documents_belong_together(text) else "documents", max_tokens=TOKENS)
 

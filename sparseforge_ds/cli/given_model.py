@@ -40,7 +40,9 @@ def register_packed24(name: str) -> None:
 
     cached = not Path(name).exists() and why_unreachable() is not None
     if is_packed(vars(load_config(name, name, cached))):
-        import sparseforge_ds.extras.packed24  # noqa: F401  registers itself
+        from sparseforge_ds.extras.packed24 import register_format
+
+        register_format()
 
 
 def _require_on_hub(name: str) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.cli.main import main
-from tests.end_to_end.test_layouts import assert_same, flags, states, taken_back
-from tests.end_to_end.test_train import train
+from tests.end_to_end.test_layouts import STEPS, assert_same, flags, states, taken_back
+from tests.end_to_end.test_train import flags_of, train
+from tests.tiny_folders import deepspeed_json
 
 BLOCK = {"method": {"hardening": [0, 0]}, "start": {"tokens": 4 * 12 * 32, "batch": 12, "epochs": 2}}
 
@@ -31,3 +32,25 @@ def test_any_layout_and_resumed_behind_the_start(tmp_path: Path, capfd: pytest.C
     assert_same(resumed, states(one), bound=1e-5)
     for name, checkpoint in (("end", resumed), ("start", one / "checkpoints" / "step_000000")):
         assert main(["consolidate", str(checkpoint), str(tmp_path / name), "--model", str(tmp_path / "model")]) == 0
+
+
+def test_masks_move_after_a_start_and_a_resumed_run_does_not_repeat_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    moving = BLOCK | {"method": {"hardening": [0, 0.5], "update_every": 1}}
+    run = tmp_path / "run"
+    train(*flags(tmp_path, moving, 3, 2, run))
+    log = "".join(capfd.readouterr())
+    assert "every block trained 2 times on 1,536 tokens, then an update every 1 steps" in log
+    assert "saved step_000000" in log
+    resumed = taken_back(run, 0, tmp_path / "resumed")
+    train(*flags(tmp_path, moving, 3, 2, resumed), "--resume")
+    assert "start: block" not in "".join(capfd.readouterr())
+    assert_same(resumed, states(run))
+    # Masters of 16 bits leave a part of W outside the optimizer's state: the start is not saved, and the run goes on.
+    bf16 = tmp_path / "bf16"
+    content = deepspeed_json(1, batch=12, max_steps=STEPS, **moving)
+    content["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    train(*flags_of(tmp_path, content, global_batch=12, micro_batch=2, save_every=3, output_dir=bf16))
+    assert "saved step_000000" not in "".join(capfd.readouterr())
+    assert not (bf16 / "checkpoints" / "step_000000").exists()

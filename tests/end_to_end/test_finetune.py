@@ -168,7 +168,7 @@ def test_lora_leaves_its_base_alone_and_is_merged_with_the_error(
 
 
 def _refusals(folder: str) -> list[str]:
-    """What the callback says to a trainer at ZeRO-2 and ZeRO-3."""
+    """Return the messages with which the callback refuses a trainer at ZeRO-2 and ZeRO-3."""
     said = []
     for stage in (2, 3):
         settings = {key: value for key, value in deepspeed_json(stage).items() if key != "sparseforge"}

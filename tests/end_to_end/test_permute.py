@@ -48,12 +48,12 @@ def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int
     """The run starts from the folder like from any other, and its export has the order beside it."""
     dense, run, out = dense_model(tmp_path, family), tmp_path / "run", tmp_path / "out"
     text = ("--text", str(tmp_path / "text.jsonl"), "--sequences", "4", "--seq_length", "32")
-    whole = permuted(dense, *(text if by_activations else ()))
-    torch.testing.assert_close(logits(whole), logits(dense), rtol=1e-4, atol=2e-5)
-    train(*flags_of(tmp_path, deepspeed_json(stage, **ONE_SHOT), model=whole))
+    permuted_folder = permuted(dense, *(text if by_activations else ()))
+    torch.testing.assert_close(logits(permuted_folder), logits(dense), rtol=1e-4, atol=2e-5)
+    train(*flags_of(tmp_path, deepspeed_json(stage, **ONE_SHOT), model=permuted_folder))
     assert main(["consolidate", str(run), str(out)]) == 0
     assert main(["verify", str(out)]) == 0
-    expected, exported = TensorFolder(whole), TensorFolder(out)
+    expected, exported = TensorFolder(permuted_folder), TensorFolder(out)
     rows = json.loads((out / "sparsity.json").read_text())["weights"]
     for name in exported.specs:
         value, of_dense = exported.read(name), expected.read(name)
@@ -61,7 +61,7 @@ def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int
         if name in rows:
             group_GM = NM(2, 4).to_groups(value.reshape(-1), tuple(value.shape), rows[name]["input_axis"])
             assert ((group_GM != 0).sum(1) == 2).all()
-    order = json.loads((whole / PERMUTATION).read_text())
+    order = json.loads((permuted_folder / PERMUTATION).read_text())
     assert order["score"] == ("activations" if by_activations else "magnitude")
     assert all(kept["after"] > kept["before"] for kept in order["kept"].values())
     for folder in (run / "model", out):

@@ -3,4 +3,6 @@
 `import sparseforge_ds.extras.packed24` makes `from_pretrained` of transformers know the format.
 """
 
-from sparseforge_ds.extras.packed24 import quantizer  # noqa: F401  registers itself
+from sparseforge_ds.extras.packed24.quantizer import register_format
+
+register_format()

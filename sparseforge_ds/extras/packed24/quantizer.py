@@ -253,6 +253,8 @@ def _operation(quantizer: Packed24Quantizer) -> Any:
     return Unpack24(quantizer.quantization_config.semi_structured)
 
 
-if PACKED24 not in AUTO_QUANTIZER_MAPPING:  # a reload is no error
-    register_quantization_config(PACKED24)(Packed24Config)
-    register_quantizer(PACKED24)(Packed24Quantizer)
+def register_format() -> None:
+    """Make `from_pretrained` of transformers know packed24; a further call changes nothing."""
+    if PACKED24 not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(PACKED24)(Packed24Config)
+        register_quantizer(PACKED24)(Packed24Quantizer)

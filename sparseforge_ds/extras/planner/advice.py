@@ -65,7 +65,7 @@ class ModelBytes:
     cache: int
     """Bytes of keys and values of all sequences, in 16 bits."""
 
-    def held(self, bits: float) -> float:
+    def resident_bytes(self, bits: float) -> float:
         """Bytes in memory with `bits` a pruned weight."""
         return self.pruned * bits / 8 + self.other * _HALF / 8 + self.cache
 
@@ -87,7 +87,7 @@ class Advice:
     bits: int
     """Bits of a value."""
     bits_a_weight: float
-    held: float
+    resident_bytes: float
     """Bytes of weights and cache in memory."""
     seconds: float
     """Least time of a decode step."""
@@ -154,7 +154,7 @@ def advise(model: ModelBytes, gpu: Gpu, batch: int) -> list[Advice]:
             kind=kind,
             bits=bits,
             bits_a_weight=bits_a_weight,
-            held=model.held(bits_a_weight),
+            resident_bytes=model.resident_bytes(bits_a_weight),
             seconds=seconds[kind, bits],
             over_16_bits=seconds["dense", _HALF] / seconds[kind, bits],
             over_same_bits=seconds["dense", bits] / seconds[kind, bits],
@@ -163,15 +163,20 @@ def advise(model: ModelBytes, gpu: Gpu, batch: int) -> list[Advice]:
     ]
 
 
+def check_batch(batch: int) -> None:
+    """Raise ValueError if no product with so many rows was measured."""
+    if not 1 <= batch <= max(MEASURED):
+        raise ValueError(f"--batch {batch} is not valid: products were measured with 1 to {max(MEASURED)} rows")
+
+
 def share_of_bandwidth(kind: str, batch: int) -> float:
     """Return the share of an H200's bandwidth that products reached, with the measured rows next above the batch.
 
     Raises:
         ValueError: no product with so many rows was measured.
     """
-    rows = next((rows for rows in MEASURED if rows >= batch), None)
-    if batch < 1 or rows is None:
-        raise ValueError(f"--batch {batch} is not valid: products were measured with 1 to {max(MEASURED)} rows")
+    check_batch(batch)
+    rows = min(rows for rows in MEASURED if rows >= batch)
     microseconds = MEASURED[rows][0 if kind == "dense" else 1]
     elements = sum(outputs * inputs for outputs, inputs in MEASURED_SHAPES)
     return elements * FORMATS[kind, _HALF] / 8 / (microseconds * 1e-6) / (GPUS[MEASURED_ON].bandwidth * 1e9)
@@ -189,12 +194,12 @@ def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|---|"
     for row in advices:
         basis = f"measured on {MEASURED_ON}" if row.bits == _HALF else "assumed"
-        if row.held > memory * 2**30:
+        if row.resident_bytes > memory * 2**30:
             basis += ", does not fit"
         cells = (
             f"{row.kind}, {row.bits} bits",
             f"{row.bits_a_weight:g}",
-            f"{row.held / 1e9:.2f}",
+            f"{row.resident_bytes / 1e9:.2f}",
             f"{batch / row.seconds:,.0f}",
             f"{row.over_same_bits:.2f}x",
             f"{row.over_16_bits:.2f}x",
@@ -204,7 +209,7 @@ def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
     by_format = {(row.kind, row.bits): row for row in advices}
     sparse, dense8, sparse8 = by_format["2:4", 16], by_format["dense", 8], by_format["2:4", 8]
     yield ""
-    memory_share = sparse.held / by_format["dense", 16].held
+    memory_share = sparse.resident_bytes / by_format["dense", 16].resident_bytes
     yield f"2:4 in 16 bits: {sparse.over_16_bits:.2f}x decoding, {memory_share:.2f} of the memory."
     if dense8.over_16_bits > sparse.over_16_bits:
         yield (

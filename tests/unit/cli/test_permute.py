@@ -39,8 +39,8 @@ def test_published_files_of_every_family(
     torch.testing.assert_close(logits(out), logits(folder), rtol=1e-4, atol=2e-5)
     assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     assert (out / "tokenizer.json").is_file() and (out / "model.safetensors.index.json").is_file()
-    found = json.loads((out / "permutation.json").read_text())
-    assert found["dimensions"] == "all" and found["score"] == "magnitude"
+    record = json.loads((out / "permutation.json").read_text())
+    assert record["dimensions"] == "all" and record["score"] == "magnitude"
     assert [file.name for file in tmp_path.iterdir() if file.suffix == ".tmp"] == []
 
 
@@ -52,8 +52,8 @@ def test_scores_by_activations(family: str, tmp_path: Path) -> None:
     options = ["--text", str(text), "--seq_length", "32", "--sequences", "4", "--dimensions", "mlp+heads"]
     assert main(["permute", str(folder), str(tmp_path / "out"), *options]) == 0
     torch.testing.assert_close(logits(tmp_path / "out"), logits(folder), rtol=1e-4, atol=2e-5)
-    found = json.loads((tmp_path / "out" / "permutation.json").read_text())
-    assert found["dimensions"] == "mlp+heads" and found["score"] == "activations"
+    record = json.loads((tmp_path / "out" / "permutation.json").read_text())
+    assert record["dimensions"] == "mlp+heads" and record["score"] == "activations"
 
 
 def test_the_same_every_time(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ def test_flags_of_the_command_line_win(run_file):
 
 @pytest.mark.parametrize("is_inline", [True, False])
 def test_a_printed_run_is_the_same_run(run_file, tmp_path, is_inline):
-    whole = deepspeed_json(stage=2, batch=8, low_rank={"k": 16}, allow_dense=["*.a"])
+    full_json = deepspeed_json(stage=2, batch=8, low_rank={"k": 16}, allow_dense=["*.a"])
     text = WHOLE.replace("project: yes", "project: '1e-4'\nallow_dense: ['*.b']\nsplit: 'no'")
     if is_inline:
-        text = text.replace("{json}", json.dumps(whole))
+        text = text.replace("{json}", json.dumps(full_json))
     first = parse_arguments(["--config", run_file(text), "--seed", "7", "--global_batch=16"])
     content, config = settings_of(first)
     printed = tmp_path / "printed.yaml"

@@ -74,9 +74,9 @@ def test_shares_hold_in_every_step():
 )
 def test_the_global_batch_does_not_depend_on_the_ranks(micro, accumulation, world_size):
     ranks = [mixed(BatchLayout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
-    one = mixed(BatchLayout(12, 1, 1, 0))
+    one_rank = mixed(BatchLayout(12, 1, 1, 0))
     for _ in range(20):
-        assert torch.equal(torch.cat([next(rank) for _ in range(accumulation) for rank in ranks]), next(one))
+        assert torch.equal(torch.cat([next(rank) for _ in range(accumulation) for rank in ranks]), next(one_rank))
 
 
 @given(consumed=st.integers(0, 200), world_size=st.sampled_from([1, 2, 3, 6]))

@@ -66,8 +66,8 @@ def test_labels_say_what_is_trained_on(tmp_path):
         find_source(str(path))
     with pytest.raises(ValueError, match="document 1: has token ids without labels, which --loss_on completion needs"):
         find_source(str(write_megatron(tmp_path / "b", [[[1]]])), TextOptions(loss_on="completion"))
-    whole = write_parquet(tmp_path / "whole.parquet", input_ids=IDS, labels=IDS)
-    assert cached(whole, tmp_path).open().tolist() == sum(IDS, [])
+    complete_labels = write_parquet(tmp_path / "whole.parquet", input_ids=IDS, labels=IDS)
+    assert cached(complete_labels, tmp_path).open().tolist() == sum(IDS, [])
 
 
 def test_a_text_is_read_where_there_are_both_unless_the_field_is_named(tmp_path):

@@ -29,10 +29,10 @@ def model(request: pytest.FixtureRequest, assets: Path) -> str:
 @pytest.mark.parametrize(("sequences", "seq_length"), [(1, 7), (4, 64), (64, 32), (3, None)])
 def test_windows_are_those_of_the_whole_text(model: str, sequences: int, seq_length: int | None, assets: Path) -> None:
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
-    found = calibration_windows(model, CONFIG, text, sequences, seq_length)
+    batches = calibration_windows(model, CONFIG, text, sequences, seq_length)
     length = 512 if seq_length is None else seq_length
     wanted, _ = windows(load_tokenizer(model), read_documents(text, limit=2000), length, length)
-    assert [batch.tolist() for batch in found] == [[passage.tokens] for passage in wanted[:sequences]]
+    assert [batch.tolist() for batch in batches] == [[passage.tokens] for passage in wanted[:sequences]]
 
 
 def test_no_more_text_is_read_than_the_windows_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +42,8 @@ def test_no_more_text_is_read_than_the_windows_need(tmp_path: Path, monkeypatch:
     iter_texts = module.iter_texts
     monkeypatch.setattr(module, "iter_texts", lambda text: (read.append(0) or each for each in iter_texts(text)))
     model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
-    found = calibration_windows(model, CONFIG, str(path), 2, 128)
-    assert torch.cat(found).shape == (2, 128) and len(read) < 20
+    batches = calibration_windows(model, CONFIG, str(path), 2, 128)
+    assert torch.cat(batches).shape == (2, 128) and len(read) < 20
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(model: str, assets: Path) -> None:

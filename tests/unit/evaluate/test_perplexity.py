@@ -47,37 +47,37 @@ def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> 
 
 def test_documents_agree_with_a_naive_loop(stories: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    found = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, Scoring("documents", batch_size=2))
+    score = measure(load_model(stories), load_tokenizer(stories), DOCUMENTS, Scoring("documents", batch_size=2))
     total, count = 0.0, 0
     for document in DOCUMENTS:
         nll, tokens = naive_nll(model, [1, *tokenizer(document, add_special_tokens=False)["input_ids"]])
         total, count = total + nll, count + tokens
-    assert found.tokens == count and found.unscored == 0
-    assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+    assert score.tokens == count and score.unscored == 0
+    assert score.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
 @pytest.mark.parametrize(("seq_length", "stride"), [(16, None), (16, 16), (16, 5), (16, 1)])
 def test_windows_agree_with_a_naive_loop(stories: str, seq_length: int, stride: int | None) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
-    found = measure(model.eval(), tokenizer, DOCUMENTS, Scoring("windows", seq_length, stride, batch_size=3))
+    score = measure(model.eval(), tokenizer, DOCUMENTS, Scoring("windows", seq_length, stride, batch_size=3))
     ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
     total, count, done = 0.0, 0, 0
     for start in range(0, len(ids) - seq_length + 1, stride or seq_length):
         first = max(done - start, 1)
         nll, tokens = naive_nll(model, ids[start : start + seq_length], first)
         total, count, done = total + nll, count + tokens, start + seq_length
-    assert (found.tokens, found.unscored) == (count, len(ids) - count)
-    assert found.nll == pytest.approx(total / count, rel=1e-5)
+    assert (score.tokens, score.unscored) == (count, len(ids) - count)
+    assert score.nll == pytest.approx(total / count, rel=1e-5)
 
 
 def share_of_ranks(model: str) -> tuple[Perplexity, float]:
     ranks = Ranks()
     dense = load_model(model, "bfloat16")
-    given = (load_model(model), load_tokenizer(model), DOCUMENTS * 3, Scoring("documents", batch_size=2))
-    found = measure(*given, ranks=ranks, dense=dense)
+    model_and_text = (load_model(model), load_tokenizer(model), DOCUMENTS * 3, Scoring("documents", batch_size=2))
+    score = measure(*model_and_text, ranks=ranks, dense=dense)
     with pytest.raises(ValueError, match="^on rank 1: odd$"):
         ranks.all_or_raise(lambda: refuse() if ranks.rank == 1 else None)
-    return found, found.nll
+    return score, score.nll
 
 
 def refuse() -> None:
@@ -85,10 +85,10 @@ def refuse() -> None:
 
 
 def test_the_number_is_the_same_at_any_number_of_ranks(stories: str) -> None:
-    given = (load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, Scoring("documents", batch_size=2))
-    alone = measure(*given, dense=load_model(stories, "bfloat16"))
-    for found, nll in run_distributed(share_of_ranks, 3, stories):
-        assert found == alone and nll == alone.nll
+    model_and_text = (load_model(stories), load_tokenizer(stories), DOCUMENTS * 3, Scoring("documents", batch_size=2))
+    alone = measure(*model_and_text, dense=load_model(stories, "bfloat16"))
+    for score, nll in run_distributed(share_of_ranks, 3, stories):
+        assert score == alone and nll == alone.nll
 
 
 def refused_on_ranks(model: str) -> str:
@@ -126,12 +126,12 @@ def test_wikitext2_joins_all_rows(stories: str, tmp_path: Path, capsys: pytest.C
     dataset.to_parquet(tmp_path / "rows.parquet")
     dataset.to_json(tmp_path / "rows.jsonl")
     (tmp_path / "joined.txt").write_text("\n\n".join(rows))
-    found = []
+    losses = []
     copies = [f"wikitext2:{tmp_path / name}" for name in ("rows.parquet", "rows.jsonl")]
     for text in (str(tmp_path / "joined.txt"), *copies):
         assert main(["evaluate", stories, "--text", text, "--seq_length", "32"]) == 0
-        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
-    assert len(set(found)) == 1
+        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
+    assert len(set(losses)) == 1
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write((tmp_path / "rows.jsonl").read_text())
     assert read_documents(str(tmp_path / "rows.jsonl.gz")) == read_documents(str(tmp_path / "rows.jsonl"))
@@ -205,27 +205,27 @@ def test_kl_to_the_dense_model_agrees_with_a_naive_loop(
 
 
 def test_max_tokens_takes_the_first_of_a_text(stories: str) -> None:
-    given = (load_model(stories), load_tokenizer(stories))
+    model_and_text = (load_model(stories), load_tokenizer(stories))
     for protocol, length in (("documents", None), ("windows", 8)):
-        lengths = [measure(*given, DOCUMENTS[:n], Scoring(protocol, length)).tokens for n in (1, 2)]  # type: ignore[arg-type]
+        lengths = [measure(*model_and_text, DOCUMENTS[:n], Scoring(protocol, length)).tokens for n in (1, 2)]  # type: ignore[arg-type]
         for most, documents in ((1, 1), (lengths[0], 1), (lengths[1], 2), (lengths[1] + 1, 2)):
-            found = measure(*given, DOCUMENTS, Scoring(protocol, length, max_tokens=most))  # type: ignore[arg-type]
+            score = measure(*model_and_text, DOCUMENTS, Scoring(protocol, length, max_tokens=most))  # type: ignore[arg-type]
             if protocol == "documents":
-                alone = measure(*given, DOCUMENTS[:documents], Scoring("documents"))
-                assert (found.tokens, found.nll) == (alone.tokens, alone.nll)
+                alone = measure(*model_and_text, DOCUMENTS[:documents], Scoring("documents"))
+                assert (score.tokens, score.nll) == (alone.tokens, alone.nll)
             else:  # windows of 8 score 7
-                assert found.tokens == max(7, most // 7 * 7)
+                assert score.tokens == max(7, most // 7 * 7)
 
 
 def test_a_model_is_0_from_itself_at_any_number_of_rows_of_a_block(
     stories: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = (load_model(stories, "bfloat16"), load_tokenizer(stories), DOCUMENTS, Scoring("documents"))
-    found = measure(*given, dense=load_model(stories, "bfloat16"))
-    assert found.kl == 0 and found.dense_perplexity == found.perplexity
-    whole = measure(*given, dense=load_model(stories, "float32"))
+    model_and_text = (load_model(stories, "bfloat16"), load_tokenizer(stories), DOCUMENTS, Scoring("documents"))
+    score = measure(*model_and_text, dense=load_model(stories, "bfloat16"))
+    assert score.kl == 0 and score.dense_perplexity == score.perplexity
+    against_fp32 = measure(*model_and_text, dense=load_model(stories, "float32"))
     monkeypatch.setattr(token_scores, "BLOCK", 512 * 7)
-    assert measure(*given, dense=load_model(stories, "float32")) == whole and 0 < whole.kl < 1e-3
+    assert measure(*model_and_text, dense=load_model(stories, "float32")) == against_fp32 and 0 < against_fp32.kl < 1e-3
 
 
 def test_a_dense_model_of_other_tokens_is_refused(
@@ -332,13 +332,13 @@ def test_half_of_a_surrogate_pair_is_scored_as_training_reads_it(
     protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(Path(__file__).parents[3] / "sparseforge_ds" / "assets" / "stdlib_llama")
-    found = []
+    losses = []
     for half in ("\\ud83d", "\\ufffd"):
         path = tmp_path / "text.jsonl"
         path.write_text('{"text": "hello ' + half + ' world, a b c"}\n')
         assert main(["evaluate", model, "--text", str(path), "--protocol", protocol, "--seq_length", "8"]) == 0
-        found.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
-    assert found[0] == found[1]
+        losses.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]["nll"])
+    assert losses[0] == losses[1]
 
 
 def test_a_config_may_name_no_positions() -> None:

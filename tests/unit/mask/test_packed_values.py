@@ -45,7 +45,7 @@ def test_by_hand_ties_go_to_even() -> None:
 def test_every_value_is_the_nearest(
     dtype: torch.dtype, exponents: list[int], kept: int, input_axis: int, source: torch.dtype, seed: int
 ) -> None:
-    """Of rows of any size, also so small that no scale of fp32 is: no row uses more of the grid than it has."""
+    """Rows have any size, also one too small for a scale in fp32; no row uses more of the grid than there is."""
     torch.manual_seed(seed)
     sizes = 2.0 ** torch.tensor(exponents, dtype=torch.float64)[:, None]
     rows = torch.randn(len(exponents), 2 * kept, dtype=torch.float64) * sizes

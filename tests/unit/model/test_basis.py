@@ -1,4 +1,4 @@
-"""What a model's folder says of the order and basis of its channels."""
+"""Records of the order and basis of channels in a model's folder."""
 
 from __future__ import annotations
 

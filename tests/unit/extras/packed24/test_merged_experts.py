@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as users do
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.formats import export

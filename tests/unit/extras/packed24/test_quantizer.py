@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingArguments
 
-import sparseforge_ds.extras.packed24  # noqa: F401  registers the format
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as users do
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.formats import export

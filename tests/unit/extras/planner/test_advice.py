@@ -63,9 +63,9 @@ def test_a_whole_model_gains_what_is_predicted(batch: int, capsys: pytest.Captur
 def test_memory_is_what_was_resident(capsys: pytest.CaptureFixture[str]) -> None:
     ((dense, packed),) = re.findall(r"MB resident \| \| ([\d,]+) \| ([\d,]+) \| 0.62", RESULTS)
     found = _advice(capsys, *EIGHT_LAYERS)
-    held = {(row["kind"], row["bits"]): row["held"] - found["model"]["cache"] for row in found["formats"]}
-    assert held["dense", 16] / 1e6 == pytest.approx(float(dense.replace(",", "")), abs=1)
-    assert held["2:4", 16] / 1e6 == pytest.approx(float(packed.replace(",", "")), abs=1)
+    weights = {(row["kind"], row["bits"]): row["resident_bytes"] - found["model"]["cache"] for row in found["formats"]}
+    assert weights["dense", 16] / 1e6 == pytest.approx(float(dense.replace(",", "")), abs=1)
+    assert weights["2:4", 16] / 1e6 == pytest.approx(float(packed.replace(",", "")), abs=1)
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
