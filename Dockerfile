@@ -11,7 +11,9 @@ FROM ubuntu:24.04 AS system-cpu
 ENV SPARSEFORGE_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 # What a checkout needs, without packages of Python: the devcontainer ends here.
+# hadolint ignore=DL3006
 FROM system-${DEVICE} AS system
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         ca-certificates g++ git libaio-dev openssh-client pdsh python3 python3-dev python3-venv \

@@ -25,7 +25,16 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     expected = {str(path.relative_to(source)) for path in (source / "sparseforge_ds").rglob("*") if path.is_file()}
     expected |= {f"sparseforge_ds/ds_configs/{path.name}" for path in (ROOT / "ds_configs").iterdir()}
 
-    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)], check=True, timeout=PATIENCE)
+    # As `python -m build` does: the source distribution first, and the wheel from what is in it.
+    packing = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    packed_source = subprocess.run(
+        [sys.executable, "-c", packing], cwd=source, check=True, timeout=PATIENCE, capture_output=True, text=True
+    )
+    assert "would be ignored" not in packed_source.stdout + packed_source.stderr, "setuptools warns of data folders"
+    (archive_of_source,) = tmp_path.glob("*.tar.gz")
+    made = [*PIP, "wheel", "-v", "--no-deps", "-w", str(tmp_path), str(archive_of_source)]
+    building = subprocess.run(made, check=True, timeout=PATIENCE, capture_output=True, text=True)
+    assert "would be ignored" not in building.stdout + building.stderr, "setuptools warns of data folders"
 
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
