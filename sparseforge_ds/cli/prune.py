@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
 
     # Prune.
-    settings = PruneSettings(config, start, args.any_family)
+    settings = PruneSettings(config, start, args.any_family, args.text)
     result = prune(args.model, args.out, text, settings, device, shard_bytes)
     weights = result.record["weights"].values()
     print(

@@ -35,6 +35,8 @@ _LINKED = re.compile(rf"{_REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
 """Names that become links: a repository, perhaps with a part of it."""
 _HARMLESS = re.compile(r"[\w .,:;+=%()/-]*")
 """Text that is not Markdown."""
+KL = "KL to dense, nats a token"
+"""Metric of a text on which a model was compared with the dense one."""
 _LONGEST = 200
 """Most characters of a value."""
 _LARGEST_LOSS = 88.0
@@ -84,6 +86,8 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
         }
         text = published_name(row["text"])
         results.append(_result("text-generation", text, "perplexity", row["perplexity"], arguments))
+        if row.get("kl") is not None:
+            results.append(_result("text-generation", text, KL, row["kl"], arguments))
     # Accuracies of zero-shot tasks.
     zero_shot = content.get("zero_shot") or {"tasks": {}}
     limit = {"limit": zero_shot["limit"]} if zero_shot.get("limit") else {}
@@ -314,19 +318,29 @@ def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> li
     run = sections["run"]
     config = sections["config"]
     method = config.get("method")
+    # A model that was pruned without a run has the settings of that in place of a method.
+    start = sections["source"].get("start")
+    pruned = start if isinstance(start, dict) else {}
+    if pruned:
+        method = "sparseforge prune, block by block"
     tokens = run.get("tokens")
     teacher = run.get("teacher")
     values = {
         "method": method.get("name") if isinstance(method, dict) else method,
         "pattern": record.get("pattern"),
-        "importance": config.get("importance"),
+        "importance": None if pruned else config.get("importance"),
+        "first mask": pruned.get("mask"),
+        "epochs": pruned.get("epochs"),
+        "rate, relative to the weights": pruned.get("rate"),
         "steps": record.get("step"),
         "tokens": f"{tokens:,}" if isinstance(tokens, int) else None,
     }
     rows = {name: _plain(value) for name, value in values.items() if value is not None}
     rows["text"] = ", ".join(map(_link, run.get("dataset") or []))
     rows["teacher"] = _link(teacher) if isinstance(teacher, str) else ""
-    settings = {name.replace("_", " "): run.get(name) for name in ("seq_length", "global_batch", "learning_rate")}
+    shown_settings = {"seq_length": "seq length", "global_batch": "global batch", "learning_rate": "learning rate"}
+    shown_settings |= {"lr_scheduler_type": "schedule of the rate", "lr_scheduler_kwargs": "settings of the schedule"}
+    settings = {shown: run.get(name) for name, shown in shown_settings.items()}
     rows |= {name: _plain(value) for name, value in settings.items() if value is not None}
     rows["dtype"] = _plain(record.get("dtype"))
     return [(name, shown) for name, shown in rows.items() if shown]

@@ -273,7 +273,8 @@ def _describe_run(description: dict[str, Any], train: object, step: int) -> dict
         publish = published_name
     names = {key: publish(published[key]) for key in ("model", "teacher") if isinstance(published.get(key), str)}
     texts = [publish(text) for text in published.get("dataset") or [] if isinstance(text, str)]
-    settings = {key: flags.get(key) for key in ("seq_length", "global_batch", "learning_rate")}
+    keys = ("seq_length", "global_batch", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
+    settings = {key: flags.get(key) for key in keys}
     # The loss that the run itself measured at this step.
     train_state = train if isinstance(train, dict) else {}
     evaluation = _evaluation_at(step, train_state.get("evaluations"))

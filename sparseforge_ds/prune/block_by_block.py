@@ -54,6 +54,8 @@ class PruneSettings:
     start: StartConfig
     any_family: bool = False
     """True to prune a family without rows along the axes that its layers tell (`model.any_family`)."""
+    text: str | None = None
+    """Name of the text, for the model card; it decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,12 @@ def prune(
         "source": source | {"errors": progress.errors()},
         "coverage": asdict(coverage(dense.module, weights)),
         "config": config.to_dict(),
-        "run": {"model": published_name(str(folder))},
+        "run": {
+            "model": published_name(str(folder)),
+            "dataset": [published_name(settings.text)] if settings.text else [],
+            "seq_length": sequences_NS.shape[1],
+            "tokens": sequences_NS.numel(),
+        },
     }
     results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
     with unfinished_folder(out) as unfinished:

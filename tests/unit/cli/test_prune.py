@@ -45,6 +45,10 @@ def test_folders_of_every_kind(family: str, tmp_path: Path, text: Path, capsys: 
     assert report.ok and sum(row.violations for row in report.rows) == 0
     record = json.loads((out / "sparsity.json").read_text())
     assert record["finished"] and record["dtype"] == "bfloat16" and len(record["source"]["errors"]) == 2
+    card = (out / "README.md").read_text()
+    for row in ("method | sparseforge prune, block by block", "tokens | 512", "text | `text.jsonl`"):
+        assert f"| {row} |" in card, row
+    assert "| first mask |" in card and "oneshot" not in card and "importance" not in card
     assert (out / "tokenizer.json").is_file() and (out / "LICENSE").is_file()
     dense = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     pruned = AutoModelForCausalLM.from_pretrained(out).state_dict()

@@ -28,6 +28,7 @@ RUN = {
     "teacher": None,
     "dataset": ["allenai/c4:en", "own.jsonl"],
     "seq_length": 64,
+    "lr_scheduler_type": "warmup_stable_decay",
     "tokens": 640000,
     "evaluation": {"text": "held_out.jsonl", "loss": 2.0, "sequences": 8, "seq_length": 64},
 }
@@ -59,7 +60,7 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         "model": str(folder),
         "dtype": "bfloat16",
         "perplexity": wikitext,
-        "texts": [wikitext, {"text": "c4.jsonl", "perplexity": 20.5}],
+        "texts": [wikitext, {"text": "c4.jsonl", "perplexity": 20.5, "kl": 0.25}],
     }
     zero_shot = {
         "model": str(folder),
@@ -76,6 +77,7 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         ("held_out.jsonl", "perplexity"): 7.389056,
         ("wikitext2", "perplexity"): 12.5,
         ("c4.jsonl", "perplexity"): 20.5,
+        ("c4.jsonl", "KL to dense, nats a token"): 0.25,
         ("arc_easy", "acc"): 0.5,
         ("arc_easy", "acc_norm"): 0.45,
     }
@@ -85,6 +87,7 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         "limit": 5,
         "dtype": "bfloat16",
     }
+    assert "| schedule of the rate | warmup_stable_decay |" in made.text
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
         assert words in made.text, words
 
