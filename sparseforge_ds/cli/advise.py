@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     # DeepSpeed prints to stdout, while it is imported, that there is no GPU.
     with contextlib.redirect_stdout(sys.stderr), large_imports():
         from sparseforge_ds.config.strict import nearest
-        from sparseforge_ds.extras.planner.advice import advise, check_batch, lines, model_bytes, with_layers
+        from sparseforge_ds.extras.planner.advice import advise, basis, check_batch, lines, model_bytes, with_layers
         from sparseforge_ds.extras.planner.machine import GPUS
         from sparseforge_ds.model.model_config import read_model_config
 
@@ -75,9 +75,10 @@ def run(args: argparse.Namespace) -> int:
     rows = advise(model, gpu, args.batch)
     if args.json:
         formats = [{**dataclasses.asdict(row), "tokens_per_second": args.batch / row.seconds} for row in rows]
-        print(json.dumps({"model": dataclasses.asdict(model), "context": context, "formats": formats}, indent=2))
+        content = {"model": dataclasses.asdict(model), "context": context, "formats": formats}
+        print(json.dumps({**content, "basis": basis(args.batch, gpu)}, indent=2))
         return 0
     print(f"{args.model} on {args.gpu.lower()}, batch {args.batch}, {context:,} tokens of context each\n")
-    for line in lines(rows, args.batch, gpu.memory):
+    for line in lines(rows, args.batch, gpu):
         print(line)
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -36,6 +37,11 @@ MEASURED = {
 """Rows of the input, and microseconds of all three products on an H200, dense by cuBLAS and 2:4 by our kernels, in
 bf16. They are sums over the shapes of the table in docs/results/gpu.md, under "The packed product"."""
 MEASURED_ON = "h200"
+MEASURED_GAINS = {1: (1.42, 1.38), 8: (1.33, 1.29)}
+"""Sequences decoded together, and the speed of 2:4 over dense of 8 layers of Llama-2-7B's shape on an H200, in bf16:
+predicted from the products, and measured. docs/hardware.md has them, with the tokens a second."""
+MEASURED_SHARES = (0.71, 0.75)
+"""Measured tokens a second over the predicted ones, least and most of these runs."""
 _HALF = 16
 
 FORMATS = {
@@ -169,33 +175,53 @@ def check_batch(batch: int) -> None:
         raise ValueError(f"--batch {batch} is not valid: products were measured with 1 to {max(MEASURED)} rows")
 
 
+def measured_rows(batch: int) -> int:
+    """Return the measured number of rows next above a batch; ValueError if there is none."""
+    check_batch(batch)
+    return min(rows for rows in MEASURED if rows >= batch)
+
+
+def basis(batch: int, gpu: Gpu) -> dict[str, Any]:
+    """Return the measurements that the speeds are made of, and their error where whole models were measured."""
+    rows = measured_rows(batch)
+    dense, sparse = MEASURED[rows]
+    return {
+        "rows": rows,
+        "measured_on": MEASURED_ON,
+        "shapes": MEASURED_SHAPES,
+        "microseconds": {"dense": dense, "2:4": sparse},
+        "share_of_bandwidth": {kind: share_of_bandwidth(kind, batch) for kind in ("dense", "2:4")},
+        "bandwidth": gpu.bandwidth,
+        "gains": {n: {"predicted": gain, "measured": measured} for n, (gain, measured) in MEASURED_GAINS.items()},
+        "measured_over_predicted_tokens": MEASURED_SHARES,
+    }
+
+
 def share_of_bandwidth(kind: str, batch: int) -> float:
     """Return the share of an H200's bandwidth that products reached, with the measured rows next above the batch.
 
     Raises:
         ValueError: no product with so many rows was measured.
     """
-    check_batch(batch)
-    rows = min(rows for rows in MEASURED if rows >= batch)
-    microseconds = MEASURED[rows][0 if kind == "dense" else 1]
+    microseconds = MEASURED[measured_rows(batch)][0 if kind == "dense" else 1]
     elements = sum(outputs * inputs for outputs, inputs in MEASURED_SHAPES)
     return elements * FORMATS[kind, _HALF] / 8 / (microseconds * 1e-6) / (GPUS[MEASURED_ON].bandwidth * 1e9)
 
 
-def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
-    """Yield a table for people, and what it says.
+def lines(advices: list[Advice], batch: int, gpu: Gpu) -> Iterator[str]:
+    """Yield a table for people, what it says, what it was read from, and its error.
 
     Args:
         advices: rows of `advise`.
         batch: sequences that are decoded together.
-        memory: GiB of the GPU.
+        gpu: that decodes.
     """
     yield "| format | bits a weight | GB held | tokens/s, at most | over dense, same bits | over dense, 16 bits | |"
     yield "|---|---:|---:|---:|---:|---:|---|"
     for row in advices:
-        basis = f"measured on {MEASURED_ON}" if row.bits == _HALF else "assumed"
-        if row.resident_bytes > memory * 2**30:
-            basis += ", does not fit"
+        remark = f"measured on {MEASURED_ON}" if row.bits == _HALF else "assumed"
+        if row.resident_bytes > gpu.memory * 2**30:
+            remark += ", does not fit"
         cells = (
             f"{row.kind}, {row.bits} bits",
             f"{row.bits_a_weight:g}",
@@ -203,7 +229,7 @@ def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
             f"{batch / row.seconds:,.0f}",
             f"{row.over_same_bits:.2f}x",
             f"{row.over_16_bits:.2f}x",
-            basis,
+            remark,
         )
         yield f"| {' | '.join(cells)} |"
     by_format = {(row.kind, row.bits): row for row in advices}
@@ -216,6 +242,25 @@ def lines(advices: list[Advice], batch: int, memory: float) -> Iterator[str]:
             f"Dense in 8 bits is faster by its bytes: {dense8.over_16_bits:.2f}x. Where 8 bits suffice, quantize; "
             f"2:4 on top would give {sparse8.over_same_bits:.2f}x, with a kernel that reads 8-bit 2:4 values."
         )
+    # What all this is made of, and how far it was off.
+    made_of = basis(batch, gpu)
+    shapes = ", ".join(f"{outputs} x {inputs}" for outputs, inputs in MEASURED_SHAPES)
+    shares = made_of["share_of_bandwidth"]
+    yield ""
+    yield (
+        f"read from: bf16 products of {made_of['rows']} rows ({shapes}) on {MEASURED_ON}, together "
+        f"{made_of['microseconds']['dense']:g} us dense and {made_of['microseconds']['2:4']:g} us 2:4, which is "
+        f"{shares['dense']:.0%} and {shares['2:4']:.0%} of its bandwidth; and {gpu.bandwidth:,.0f} GB/s of this card"
+    )
+    errors = ", ".join(
+        f"batch {n} {gain:.2f}x for {measured:.2f}x measured ({gain / measured - 1:+.0%})"
+        for n, (gain, measured) in MEASURED_GAINS.items()
+    )
+    least, most = MEASURED_SHARES
+    yield (
+        f"error: 8 layers of Llama-2-7B in 16 bits on {MEASURED_ON}: {errors}; measured tokens/s were {least:g} "
+        f"to {most:g} of the predicted. Whole models were measured on no other card, and 8 and 4 bits on none"
+    )
 
 
 def _share_of_experts(text: PretrainedConfig, batch: int) -> float:
