@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from sparseforge_ds.zero.shard import Shard, ShardLayout
+from sparseforge_ds.zero.shard import OTHER_ENGINES, Shard, ShardLayout
 
 
 def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
@@ -33,6 +33,8 @@ def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
     Raises:
         ValueError: the optimizer's layout is not supported.
     """
+    if other := OTHER_ENGINES.get(type(engine)):
+        return other(engine)
     if engine.optimizer is engine.basic_optimizer:
         return InnerLayout(engine)
     for kind, layout in _LAYOUTS.items():

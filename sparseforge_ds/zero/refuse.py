@@ -6,6 +6,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, MUON, refused_setting
+from sparseforge_ds.zero.shard import OTHER_ENGINES
 
 
 def _describe_no_engine(value: object) -> str:
@@ -31,6 +32,11 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
     Raises:
         ValueError: the message says what is set, why it cannot work, and what to set instead.
     """
+    attached = "a SparseForge is attached to it already, and its hooks stay; make a new engine"
+    if type(engine) in OTHER_ENGINES:
+        if getattr(engine, "has_sparseforge", False):
+            raise ValueError(f"cannot train a mask with this engine: {attached}")
+        return
     if not isinstance(engine, DeepSpeedEngine):
         raise ValueError(_describe_no_engine(engine))
     inner = getattr(engine, "basic_optimizer", None)
@@ -43,10 +49,7 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
         raise ValueError(f"cannot train a mask with this engine: {message}")
     # Parts of the engine that were made outside of its configuration.
     refusals = [
-        (
-            getattr(engine, "has_sparseforge", False),
-            "a SparseForge is attached to it already, and its hooks stay; make a new engine with deepspeed.initialize",
-        ),
+        (getattr(engine, "has_sparseforge", False), f"{attached} with deepspeed.initialize"),
         (
             engine.sequence_parallel_size > 1 and engine.mesh_device is not None,
             f"sequence_parallel_size = {engine.sequence_parallel_size} by a device mesh, over whose rows alone "

@@ -286,3 +286,7 @@ class ShardLayout(ABC):
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+OTHER_ENGINES: dict[type, type[ShardLayout]] = {}
+"""Layouts of engines that are not DeepSpeed's, by the type of the engine; a room of `extras` adds its own."""

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, str] = {
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
     "sharded_weights start forge",
     "integrations": "extension_locks mask config checkpoint zero model data forge train",
+    "extras.fsdp2": "zero",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.planner": "transformers_internals mask config zero model data train",

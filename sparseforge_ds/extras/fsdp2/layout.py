@@ -1,0 +1,55 @@
+"""The shards of a model under FSDP2: each rank holds consecutive rows of every weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from sparseforge_ds.zero.shard import Shard, ShardLayout
+
+
+class Fsdp2Layout(ShardLayout):
+    """Layout of DTensors that are divided along dimension 0, whose local tensors are the masters."""
+
+    def _data_parallel_group(self) -> Any:
+        return self.optimizer.mesh.get_group()
+
+    def _read(self) -> None:
+        for group in self.optimizer.weights:
+            for weight, master in group:
+                # FSDP2 divides rows as torch.chunk does: all ranks but the last ones have the same number.
+                length = math.ceil(weight.shape[0] / self.world_size) * math.prod(weight.shape[1:])
+                start = min(self.rank * length, weight.numel())
+                self._add(weight, tuple(weight.shape), start, start + master.numel(), len(self.flats), 0)
+                self.flats.append(master)
+        self.group_of_flat = [index for index, group in enumerate(self.optimizer.weights) for _ in group]
+
+    def _low_precision_of(self, shard: Shard) -> Tensor:
+        part: Tensor = self.low_precision[shard.name].to_local().detach().reshape(-1)
+        return part
+
+    @override
+    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
+        self.optimizer.before_norm = lambda index, gradient: mask(index, 0, gradient.view(-1))
+        return True
+
+    @torch.no_grad()
+    @override
+    def push(self) -> None:
+        """Drop weights that FSDP2 has gathered: masters are the local tensors that the next forward gathers."""
+        for module in self.engine.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @override
+    def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
+        raise ValueError(
+            "weights outside the optimizer cannot be read under FSDP2 yet; a start that is trained block by block, and "
+            "a restored checkpoint, need DeepSpeed"
+        )
