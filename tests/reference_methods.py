@@ -258,6 +258,56 @@ class ReferenceCast(ReferenceMethod):
         return True
 
 
+class ReferenceElsa(ReferenceMethod):
+    """Dense passes; a sparse copy z and a dual u pull W to the pattern."""
+
+    def start(self, probes: list[Batch]) -> None:
+        """See `ReferenceMethod`; z begins as the projection of W."""
+        super().start(probes)
+        self.dual = {name: [0.0] * len(mask) for name, mask in self.mask.items()}
+        self.copy = {
+            name: [m * w for m, w in zip(mask, self.weight(name), strict=True)] for name, mask in self.mask.items()
+        }
+
+    def effective_mask(self, name: str, step: int) -> Tensor:
+        """1 until the mask is frozen."""
+        return torch.tensor(self.mask[name]) if step >= self.freeze else torch.ones(len(self.mask[name]))
+
+    def use(self, name: str, gradient: list[float]) -> list[float] | None:
+        """See `ReferenceMethod`."""
+        if self.step_count >= self.freeze:
+            return gradient
+        parts = zip(gradient, self.weight(name), self.copy[name], self.dual[name], strict=True)
+        return [g + self.decay() * (w - z + u) for g, w, z, u in parts]
+
+    def after(self, name: str) -> None:
+        """See `ReferenceMethod`."""
+        weight = self.weight(name)
+        second = self.optimizer.state[self.master[name]]["exp_avg_sq"].flatten().tolist()
+        if self.step_count == self.freeze:
+            scores = [f * w**2 for f, w in zip(second, weight, strict=True)]
+            self.mask[name] = harden(scores, self.groups[name], self.n)
+        elif self.step_count < self.freeze and self.step_count % self.part["every"] == 0:
+            both = [w + u for w, u in zip(weight, self.dual[name], strict=True)]
+            scores = [f * b**2 for f, b in zip(second, both, strict=True)]
+            self.mask[name] = harden(scores, self.groups[name], self.n)
+            self.copy[name] = [m * b for m, b in zip(self.mask[name], both, strict=True)]
+            self.dual[name] = [u + w - z for u, w, z in zip(self.dual[name], weight, self.copy[name], strict=True)]
+
+
+class ReferencePat(ReferenceMethod):
+    """The base optimizer's step, and a projection of what it wrote, after dense steps."""
+
+    def effective_mask(self, name: str, step: int) -> Tensor:
+        """1 in the dense steps, of which the first is one."""
+        dense = step <= round(self.part["warmup"] * self.config["max_steps"])
+        return torch.ones(len(self.mask[name])) if dense else torch.tensor(self.mask[name])
+
+    def after(self, name: str) -> None:
+        """See `ReferenceMethod`."""
+        self.choose_again(name)
+
+
 class ReferenceMaskLLM(ReferenceMethod):
     """Frozen weights; a categorical over the patterns of every group, sampled by Gumbel-softmax."""
 

@@ -27,13 +27,13 @@ from sparseforge_ds.config.block_sections import (
 from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.method_config import MethodConfig
-from sparseforge_ds.config.methods import METHODS, Method, logit_keys
+from sparseforge_ds.config.methods import METHODS, Method
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.config.strict import MOST, build, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
-from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
+from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,7 @@ class SparseForgeConfig:
     def state_keys(self) -> tuple[str, ...]:
         """Return the names of further optimizer states beside `dense` and `mask`, each one fp32 number per element."""
         keys: tuple[str, ...] = ("curvature",) if self.keeps_elements else ()
-        if self.method.name == "maskllm":
-            assert isinstance(self.parsed_pattern, NM)
-            keys += logit_keys(self.parsed_pattern.n, self.parsed_pattern.m)
-        return keys
+        return keys + self.method.state_keys(self.parsed_pattern)
 
     @property
     def mask_storage(self) -> Literal["uint16", "bool", "float32"]:
@@ -211,7 +208,7 @@ class SparseForgeConfig:
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"sparseforge.preset: unknown preset {preset!r}, use one of {', '.join(PRESETS)}")
         preset_keys = PRESETS[preset]
-        name = method_name(block)
+        name = method_name(block if "method" in block else preset_keys)
         if name != method_name(preset_keys) and "method" in preset_keys:
             raise ValueError(
                 f'sparseforge.preset = "{preset}" sets keys of method "{method_name(preset_keys)}", not of "{name}"; '

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
+from sparseforge_ds.mask.pattern import Pattern
 
 Window = tuple[float, float]
 REPORT_EVERY = 10
@@ -30,6 +31,10 @@ class MethodConfig:
 
     def check_length(self, max_steps: int) -> None:
         """Raise ValueError if masks would freeze before their first move."""
+
+    def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
+        """Return the names of the method's own optimizer states, each one fp32 number per element while masks move."""
+        return ()
 
 
 def require_key(part: MethodConfig, key: str, condition: bool, cure: str) -> None:

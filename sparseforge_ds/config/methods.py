@@ -19,6 +19,7 @@ from sparseforge_ds.config.method_config import (
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
+from sparseforge_ds.mask.pattern import NM, Pattern
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
 """Keys of the block that methods start from if they choose a mask before the first step."""
@@ -118,6 +119,45 @@ class CastConfig(RefreshedMaskConfig):
 
 
 @dataclass(frozen=True)
+class ElsaConfig(RefreshedMaskConfig):
+    """ELSA (arXiv 2510.01650): ADMM on the loss of the whole model, with `every` and `decay` as its authors run it.
+
+    The network sees dense weights until masks freeze. A sparse copy and a dual variable pull them to the pattern.
+    """
+
+    name: Literal["elsa"] = "elsa"
+    every: int = 32
+    """Optimizer steps between two projections, each of which makes the sparse copy and the dual variable anew."""
+    decay: float = 0.01
+    """Penalty lambda, the strength of the term lambda (W - z + u), which is added to the gradient."""
+    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
+    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+
+    @override
+    def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
+        return ("split",)
+
+
+@dataclass(frozen=True)
+class PatConfig(RefreshedMaskConfig):
+    """PAT with its N:M constraint (torchao, pytorch/ao#4381): every step cuts all but the N largest off what is seen.
+
+    Beside the dense steps at first, it is SR-STE without the term that draws masked weights to 0.
+    """
+
+    name: Literal["pat"] = "pat"
+    every: int = 1
+    warmup: float = 0.0
+    """First fraction of the run in which the network sees dense weights; the first step always does."""
+    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
+    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_key(self, "warmup", 0 <= self.warmup < 1 - self.frozen, "use 0 <= warmup < 1 - frozen")
+
+
+@dataclass(frozen=True)
 class MaskLLMConfig(MethodConfig):
     """MaskLLM (arXiv 2409.17481, section 4.1): masks learned by Gumbel-softmax samples, with fixed weights.
 
@@ -154,8 +194,23 @@ class MaskLLMConfig(MethodConfig):
         """Return a schedule that measures masks every 10 steps; they move in every step."""
         return MaskSchedule(REPORT_EVERY, _frozen_from(self.frozen, max_steps))
 
+    @override
+    def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
+        assert isinstance(pattern, NM)
+        return logit_keys(pattern.n, pattern.m)
 
-Method = SoftMaskConfig | OneShotConfig | NaiveRetrainConfig | SrSteConfig | AstConfig | CastConfig | MaskLLMConfig
+
+Method = (
+    SoftMaskConfig
+    | OneShotConfig
+    | NaiveRetrainConfig
+    | SrSteConfig
+    | AstConfig
+    | CastConfig
+    | ElsaConfig
+    | PatConfig
+    | MaskLLMConfig
+)
 METHODS: dict[str, type[MethodConfig]] = {kind.name: kind for kind in get_args(Method)}
 """Settings class of each method by its name; the first is the default."""
 

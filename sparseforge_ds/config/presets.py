@@ -23,9 +23,18 @@ _PAPER: dict[str, Any] = {
     "distillation": {"temperature": 2.0, "task_weight": 1.0, "weight": 1.0},
 }
 
+# Sparse-Llama-3.1-8B-2of4 (its model card): a mask of SparseGPT, fixed, and training with the distance of hidden states
+# (SquareHead, arXiv 2310.06927) beside the loss. The card gives no weights of the parts.
+_SPARSE_LLAMA: dict[str, Any] = {
+    "method": {"name": "naive_retrain"},
+    "importance": "sparsegpt",
+    "distillation": {"hidden": {"weight": 1.0}},
+}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper_like": _PAPER,
     "paper_like_no_low_rank": {**_PAPER, "low_rank": None},
+    "sparse_llama": _SPARSE_LLAMA,
 }
 """Named starting points of a block; the default is what measured best (studies/notes.md)."""

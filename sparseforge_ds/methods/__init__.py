@@ -8,8 +8,10 @@ from __future__ import annotations
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.methods.ast import Ast
 from sparseforge_ds.methods.cast import Cast
+from sparseforge_ds.methods.elsa import Elsa
 from sparseforge_ds.methods.maskllm import MaskLLM
 from sparseforge_ds.methods.method import MaskMethod
+from sparseforge_ds.methods.pat import Pat
 from sparseforge_ds.methods.soft_mask import SoftMask
 from sparseforge_ds.methods.sr_ste import SrSte
 from sparseforge_ds.methods.starting_mask import StartingMask
@@ -24,6 +26,8 @@ _METHODS: dict[str, type[MaskMethod]] = {
     "sr_ste": SrSte,
     "ast": Ast,
     "cast": Cast,
+    "elsa": Elsa,
+    "pat": Pat,
     "maskllm": MaskLLM,
 }
 

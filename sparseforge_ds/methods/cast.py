@@ -24,6 +24,8 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 class Cast(PeriodicMagnitudeMask):
     """CAST's AdamS, on top of the engine's own Adam."""
 
+    chooses_at_freeze = True
+
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
         weights.require_adam("cast")
@@ -41,12 +43,10 @@ class Cast(PeriodicMagnitudeMask):
         for layer in scaled_layers(self.weights.engine.module).values():
             layer.enabled = self.weights.step < self.weights.schedule.freeze_step
 
+    @property
     @override
-    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        if self.weights.step >= self.weights.schedule.freeze_step:
-            super().publish(index, dense, before, out, step)
-        else:
-            out.copy_(dense.view(out.shape))
+    def dense_until(self) -> int:
+        return self.weights.schedule.freeze_step
 
     @override
     def after_step(self, index: int, group: dict[str, Any]) -> None:
@@ -70,11 +70,6 @@ class Cast(PeriodicMagnitudeMask):
             return count
         states = self.weights.layout.inner.state
         return max(count, *(states.get(flat, {}).get("step", 0) for flat in group["params"]))
-
-    @override
-    def is_due(self, step: int) -> bool:
-        """Return True if this step chooses the mask; the freeze chooses once more, from the final weights."""
-        return super().is_due(step) or step == self.weights.schedule.freeze_step
 
     @torch.no_grad()
     def _fold(self) -> None:

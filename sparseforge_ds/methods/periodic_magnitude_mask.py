@@ -1,4 +1,4 @@
-"""A mask of the largest weights that is chosen anew while training, as in SR-STE, AST and CAST.
+"""A mask of the largest weights that is chosen anew while training, as in SR-STE, AST, CAST, ELSA and PAT.
 
 The choice is made inside the optimizer's step, from the weights that it just wrote, and is published by that step. So
 nothing is gathered twice, and ranks exchange only the missing members of cut groups.
@@ -20,10 +20,14 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.methods.starting_mask import StartingMask
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.shard import Shard
 
 
 class PeriodicMagnitudeMask(StartingMask):
     """Top N of |W| in every group, chosen every `method.every` steps; a starting mask before the first of them."""
+
+    chooses_at_freeze = False
+    """True if the freeze chooses the mask once more, from the final weights."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
@@ -40,6 +44,18 @@ class PeriodicMagnitudeMask(StartingMask):
             return None
         self.weights.account()
         return self.ranking.report()
+
+    @property
+    def dense_until(self) -> int:
+        """Number of optimizer steps after which the network sees m W; it sees W before."""
+        return 0
+
+    @override
+    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
+        if step < self.dense_until:
+            out.copy_(dense.view(out.shape))
+        else:
+            super().publish(index, dense, before, out, step)
 
     @property
     def decay(self) -> float:
@@ -67,12 +83,17 @@ class PeriodicMagnitudeMask(StartingMask):
 
     def is_due(self, step: int) -> bool:
         """Return True if the mask is chosen anew by optimizer step `step`."""
-        return step % self.settings.every == 0
+        is_last = self.chooses_at_freeze and step == self.weights.schedule.freeze_step
+        return is_last or step % self.settings.every == 0
+
+    def score(self, shard: Shard) -> Tensor:
+        """Return the (numel of the shard,) scores of which a choice keeps the N largest of every group."""
+        return self.weights.dense(shard).abs()
 
     @torch.no_grad()
     def _choose_again(self, index: int) -> None:
         weights = self.weights
         names = [name for name, shard in weights.shards.items() if shard.flat == index]
-        halo = weights.halo.exchange(weights.reader(lambda shard: weights.dense(shard).abs()), names)
+        halo = weights.halo.exchange(weights.reader(self.score), names)
         for chunk in weights.chunks(names):
-            weights.state.write_mask(chunk, weights.top(chunk, weights.dense(chunk).abs(), halo))
+            weights.state.write_mask(chunk, weights.top(chunk, self.score(chunk), halo))

@@ -39,7 +39,7 @@ def model_states(model: Architecture, settings: MemorySettings, frozen: bool | N
         "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
         "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,
         "curvature sums": math.ceil(4 * model.rows_and_columns / settings.ranks) if forge.keeps_sums else 0,
-        "logits": 0 if frozen else 4 * masked * sum("logit" in key for key in forge.state_keys),
+        "method states": 0 if frozen else 4 * masked * len(forge.method.state_keys(forge.parsed_pattern)),
         "kept bits": math.ceil(masked / 8) if frozen or forge.mask_storage == "uint16" else 0,
         "flip bits": 0 if frozen else math.ceil(masked / 8),
     }
@@ -76,7 +76,7 @@ def teacher_weights(teacher: Architecture, settings: MemorySettings) -> int:
 def checkpoint_bytes(model: Architecture, settings: MemorySettings, frozen: bool = False) -> int:
     """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights."""
     kinds = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
-    states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "logits"))
+    states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "method states"))
     if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
         states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
     return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)

@@ -112,6 +112,9 @@ CASES: dict[str, Case] = {
     "cast": _other("cast", own=_EVERY),
     "cast, scaling": _other("cast", own={**_EVERY, "scaling": True}),
     "cast, offload": _other("cast", own=_EVERY, offload=True),
+    "elsa": _other("elsa", own=_EVERY),
+    "elsa, offload": _other("elsa", own=_EVERY, offload=True),
+    "pat": _other("pat", own={"warmup": 0.25, "frozen": 0.25}),
     "maskllm": _other("maskllm", own={"frozen": 0.25}),
     "maskllm, offload": _other("maskllm", own={"frozen": 0.25}, offload=True),
 }

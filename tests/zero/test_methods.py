@@ -16,9 +16,11 @@ from tests.distributed import run_distributed
 from tests.reference_methods import (
     ReferenceAst,
     ReferenceCast,
+    ReferenceElsa,
     ReferenceFixed,
     ReferenceMaskLLM,
     ReferenceMethod,
+    ReferencePat,
     ReferenceSparseGPT,
     ReferenceSrSte,
 )
@@ -67,6 +69,21 @@ METHODS |= {
         ReferenceCast,
     ),
 }
+METHODS |= {
+    # A penalty large enough that masks change; it is not clipped.
+    "elsa": (
+        Case(model="llama_odd", config={**ODD, "method": {"name": "elsa", "every": 2, "decay": 0.1}}, clip=0.1),
+        ReferenceElsa,
+    ),
+    "elsa-conv1d": (
+        Case(model="gpt2", config={"max_steps": STEPS, "method": {"name": "elsa", **LAST, "decay": 0.1}}),
+        ReferenceElsa,
+    ),
+    "pat": (
+        Case(model="llama_odd", config={**ODD, "method": {"name": "pat", "warmup": 0.34, "frozen": 0.17}}),
+        ReferencePat,
+    ),
+}
 BY_SPARSEGPT = {**ODD, "method": "naive_retrain", "importance": "sparsegpt"}
 METHODS |= {
     "naive_retrain-sparsegpt": (
@@ -91,6 +108,7 @@ METHODS |= {
     ),
 }
 
+ON_TWO_STAGES = ("ast", "sr_ste", "cast", "elsa", "maskllm", "naive_retrain-sparsegpt")
 METHODS = {name: (replace(case, eps=1e-6), kind) for name, (case, kind) in METHODS.items()}  # as in test_parity
 
 
@@ -143,12 +161,8 @@ def snapshot(reference: ReferenceMethod) -> dict[str, dict[str, Tensor]]:
 
 
 def test_methods_are_their_literal_versions() -> None:
-    names = [
-        (name, stage)
-        for name in METHODS
-        for stage in ((1, 3) if name in ("ast", "sr_ste", "cast", "maskllm", "naive_retrain-sparsegpt") else (2,))
-    ]
-    names.append(("sr_ste", 0))
+    names = [(name, stage) for name in METHODS for stage in ((1, 3) if name in ON_TWO_STAGES else (2,))]
+    names += [("sr_ste", 0), ("elsa", 0)]
     cases = [replace(METHODS[name][0], stage=stage) for name, stage in names]
     records = run_distributed(run_methods, 2, cases)[0]
     expected = {name: reference_of(name) for name in METHODS}

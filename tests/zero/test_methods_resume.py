@@ -22,6 +22,9 @@ CASES: dict[str, Case] = {
     "cast": Case(stage=2, dtype="bf16", config={"method": {"name": "cast", **REFRESH}, "importance": "wanda"}),
     "cast-0": Case(stage=0, config={"method": {"name": "cast", **REFRESH}}),
     "folded cast": Case(stage=3, clip=0.1, config={"method": {"name": "cast", **REFRESH, "frozen": 0.5}}),
+    "elsa": Case(stage=3, config={"method": {"name": "elsa", "every": 2, "decay": 0.1}}),
+    "elsa-bf16": Case(stage=1, dtype="bf16", config={"method": {"name": "elsa", "every": 2, "decay": 0.1}}),
+    "pat": Case(stage=2, config={"method": {"name": "pat", "warmup": 0.5}}),
     "maskllm": Case(stage=3, config={"method": {"name": "maskllm", "scale": [2.0, 5.0], "reward": 0.01}}),
     "maskllm-bf16": Case(stage=1, dtype="bf16", config={"method": "maskllm"}),
 }

@@ -30,7 +30,7 @@ from sparseforge_ds.train.memory_settings import MemorySettings
 
 _MASK_SCRATCH = 32
 """Bytes for each element of a chunk of a shard that scores, gates and the flip count take during an update."""
-_WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "logits", "kept bits", "flip bits"}
+_WITH_OPTIMIZER = {"master", "moments", "dense", "mask", "curvature", "method states", "kept bits", "flip bits"}
 """Kinds of memory that are on the host if the optimizer's state is."""
 
 Trace = Callable[[int, bool, bool], Activations]

@@ -40,6 +40,13 @@ def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
     assert build(distillation=None).distillation is None
 
 
+def test_a_preset_may_name_a_method():
+    config = build(preset="sparse_llama")
+    assert (config.method.name, config.importance, config.curvature.first_probes) == ("naive_retrain", "sparsegpt", 16)
+    assert config.distillation is not None and config.distillation.hidden is not None
+    assert build(preset="sparse_llama", method="naive_retrain") == config
+
+
 def test_a_preset_is_not_changed_by_what_is_built_from_it():
     before = json.dumps(PRESETS)
     build(preset="paper_like", method={"update_every": 3}, curvature={"decay": 0.5})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
-from sparseforge_ds.config.methods import AstConfig, CastConfig, MaskLLMConfig, SrSteConfig
+from sparseforge_ds.config.methods import AstConfig, CastConfig, ElsaConfig, MaskLLMConfig, PatConfig, SrSteConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
 FROZEN = {"method": {"hardening": [0, 0]}}
@@ -35,9 +35,11 @@ def test_settings_are_as_published() -> None:
     assert build(method="cast").distillation == ast.distillation
     assert ast.branch_step == 0, "AST's branches are there from the start"
     assert build(method="cast").method == CastConfig(every=10, decay=1e-4, ramp=(0.0, 0.5), frozen=0.1, scaling=True)
+    assert build(method="elsa").method == ElsaConfig(every=32, decay=0.01, ramp=(0.0, 0.0), frozen=0.0)
+    assert build(method="pat").method == PatConfig(every=1, decay=0.0, warmup=0.0, frozen=0.0)
     maskllm = build(method="maskllm").method
     assert maskllm == MaskLLMConfig(scale=(100.0, 500.0), temperature=(4.0, 0.05), prior=3.0)
-    for method in ("sr_ste", "oneshot", "maskllm"):
+    for method in ("sr_ste", "elsa", "pat", "oneshot", "maskllm"):
         assert build(method=method).distillation is None
     for method in set(METHODS) - {"sparseforge"}:
         config = build(method=method)
@@ -73,7 +75,8 @@ def test_a_fixed_mask_of_a_start_needs_no_curvature() -> None:
 
 
 def test_every_method_has_its_states() -> None:
-    assert build(method="ast").state_keys == ()
+    assert build(method="ast").state_keys == build(method="pat").state_keys == ()
+    assert build(method="elsa").state_keys == ("split",)
     assert build().state_keys == (), "row and column sums are no state of an element"
     assert build(curvature={"factored": False}).state_keys == ("curvature",)
     assert build(method="naive_retrain", importance="sparsegpt").state_keys == ()
@@ -93,7 +96,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": {"name": "ast", "mask_rate": 0.2}}, ["sparseforge.method.mask_rate", '"ast"', "only sparseforge does"]),
     ({"method": {"name": "ast", "threshold": "nth"}}, ["sparseforge.method.threshold", '"ast"', "leave it out"]),
     ({"method": {"name": "ast", "prior": 1}}, ["sparseforge.method.prior", "only maskllm does", "leave it out"]),
-    ({"method": {"name": "maskllm", "every": 2}}, ["sparseforge.method.every", '"maskllm"', "sr_ste, ast, cast do"]),
+    ({"method": {"name": "maskllm", "every": 2}}, ["sparseforge.method.every", '"maskllm"', "cast, elsa, pat do"]),
     ({"method": {"every": 2}}, ["sparseforge.method.every", '"sparseforge" does not use it']),
     ({"method": {"name": "ast", "evry": 2}}, ["sparseforge.method.evry", "unknown", "sparseforge.method.every"]),
     ({"hardening": [0, 0.3]}, ["sparseforge.hardening: unknown key", "sparseforge.method.hardening"]),
@@ -102,7 +105,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"preset": "paper_like", "method": "ast"},
         ["sparseforge.preset", '"paper_like"', '"sparseforge"', '"ast"', "leave one"],
     ),
+    ({"preset": "sparse_llama", "method": {"hard": True}}, ["sparseforge.preset", '"naive_retrain"', '"sparseforge"']),
     ({"method": "cast", "low_rank": {}}, ["sparseforge.low_rank", '"cast"', "null"]),
+    ({"method": "elsa", "low_rank": {}}, ["sparseforge.low_rank", '"elsa"', "null"]),
+    ({"method": {"name": "pat", "warmup": 0.6, "frozen": 0.4}}, ["method.warmup = 0.6", "< 1 - frozen"]),
+    ({"method": "elsa", "max_steps": 30}, ["method.every = 32", "step 30 of 30", "at least 32 steps"]),
     ({"method": "maskllm", "low_rank": {}}, ["sparseforge.low_rank", '"maskllm"', "sr_ste, ast do"]),
     ({"method": "oneshot", "max_steps": 10}, ["sparseforge.max_steps = 10", "trains nothing", "0"]),
     ({"method": "oneshot", "distillation": {}}, ["sparseforge.distillation", "null"]),

@@ -1,0 +1,26 @@
+"""PAT with its constraint for N:M (torchao.prototype.pat, `PruneOptimizer` and `NMSparseConstraint`; pytorch/ao#4381).
+
+Every step of the base optimizer moves latent weights, and a proximal map then gives the weights that the network sees.
+That of N:M is a projection: the N largest of every group as they are, 0 for the others, with no strength that rises.
+Before it there may be dense steps (`warmup_steps`), and after it steps under a frozen mask (`healing_start_step`).
+"""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from sparseforge_ds.config.methods import PatConfig
+from sparseforge_ds.methods.sr_ste import SrSte
+
+
+class Pat(SrSte):
+    """PAT: SR-STE after dense steps, by default without its pull on what is pruned."""
+
+    chooses_at_freeze = True
+
+    @property
+    @override
+    def dense_until(self) -> int:
+        config = self.weights.config
+        assert isinstance(config.method, PatConfig)
+        return min(round(config.method.warmup * config.max_steps) + 1, self.weights.schedule.freeze_step)
