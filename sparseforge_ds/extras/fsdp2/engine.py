@@ -46,7 +46,7 @@ class Fsdp2Engine:
         self.module = model
         self.optimizer = Fsdp2Optimizer(groups, make_optimizer, gradient_clipping)
         self.basic_optimizer = self.optimizer.inner
-        self.device = next(iter(model.parameters())).to_local().device  # type: ignore[operator]
+        self.device = self.optimizer.weights[0][0][1].device
         self._config = SimpleNamespace(_param_dict={})
         self._accumulation = gradient_accumulation_steps
         self._micro_steps = 0
@@ -126,7 +126,7 @@ class Fsdp2Optimizer:
                 f"a weight of shape {tuple(weight.shape)} is {weight.dtype}, and masters are fp32: load the model in "
                 "fp32, and give fully_shard MixedPrecisionPolicy(param_dtype=...)"
             )
-        return weight.detach().to_local()
+        return weight.to_local().detach()
 
     @torch.no_grad()
     def step(self) -> None:
