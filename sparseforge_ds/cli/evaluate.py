@@ -1,8 +1,9 @@
-"""`sparseforge evaluate`: perplexity and zero-shot accuracy of a model, by one command."""
+"""`sparseforge evaluate`: perplexity of a model, and its accuracy on tasks, by one command."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
@@ -14,15 +15,28 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, means
+from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, generation_table, means
 
 if TYPE_CHECKING:
+    from sparseforge_ds.evaluate.harness import LoadedTasks
     from sparseforge_ds.ranks import Ranks
 
+BACKENDS = ("hf", "vllm")
+"""Libraries that can run a model on tasks."""
+_CODE = "humaneval"
+"""Task of a suite that runs code."""
+_OF_TASKS = (
+    *("include_path", "paper", "backend", "model_args", "apply_chat_template"),
+    *("num_fewshot", "gen_kwargs", "confirm_run_unsafe_code"),
+)
+"""Flags that tasks alone have."""
 _EPILOG = """\
 --text measures perplexity, --tasks or --suite (extra zero_shot) accuracy; one command can do both. --dense compares
 with the dense model: the KL divergence on the same tokens, in nats a token, and the share of items that both models
 answer the same. KL needs both models in memory.
+--suite generation is GSM8K, IFEval and HumanEval, whose answers the model writes: accuracy, length of answers, share of
+answers that the limit of tokens cut, and with --dense the items that one model alone has right. HumanEval runs the
+written code, and is left out without --confirm_run_unsafe_code.
 On several GPUs each has a whole copy of the model and scores its share of a text; the result is the same:
   torchrun --nproc_per_node 8 -m sparseforge_ds evaluate MODEL --text wikitext2
 
@@ -35,6 +49,7 @@ protocols of perplexity, which give different results:
 examples:
   sparseforge evaluate models/qwen3_14b_2to4 --dense Qwen/Qwen3-14B --text wikitext2 c4.jsonl --seq_length 4096
   sparseforge evaluate models/qwen3_14b_2to4 --suite paper --dense Qwen/Qwen3-14B --json evaluation.json
+  sparseforge evaluate models/qwen3_14b_2to4 --suite generation --dense Qwen/Qwen3-14B --apply_chat_template --limit 100
   sparseforge evaluate Qwen/Qwen3-14B --one_shot 2:4 --text wikitext2 --tasks arc_easy,boolq
 """
 
@@ -43,7 +58,7 @@ def register(commands: Any) -> None:
     """Add the parser of `sparseforge evaluate`."""
     parser = commands.add_parser(
         "evaluate",
-        help="perplexity on a text and zero-shot accuracy of a model",
+        help="perplexity on a text and accuracy of a model",
         usage="sparseforge evaluate MODEL [flags]",  # flags of several values before MODEL would take it for one more
         description="Measure a dense or sparse Hugging Face model: its perplexity on texts, its accuracy on the tasks "
         "of lm-evaluation-harness, and how close it is to the dense model.",
@@ -82,7 +97,7 @@ def register(commands: Any) -> None:
     add("--seq_length", type=int, metavar="N", help="tokens of a window, or limit of a document")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
     # Flags of accuracy.
-    group = parser.add_argument_group("zero-shot accuracy")
+    group = parser.add_argument_group("accuracy")
     tasks = group.add_mutually_exclusive_group()
     tasks.add_argument("--tasks", metavar="NAMES", help="tasks of the harness, separated by commas")
     tasks.add_argument("--suite", choices=list(SUITES), help="a named list of tasks")
@@ -93,11 +108,41 @@ def register(commands: Any) -> None:
         help="folder of task files in the harness' format, or of benchmark data; they replace the harness' own",
     )
     add("--paper", choices=list(PUBLISHED), help="show the paper's accuracies of this model beside the measured ones")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="library that runs the model: transformers, or vLLM where it is installed (default: hf)",
+    )
+    add(
+        "--model_args",
+        metavar="ARGS",
+        help="arguments of vLLM, like tensor_parallel_size=2,gpu_memory_utilization=0.8",
+    )
+    add(
+        "--apply_chat_template",
+        action="store_true",
+        default=None,
+        help="put prompts into the tokenizer's chat template",
+    )
+    # Flags of generated answers.
+    add = parser.add_argument_group("generated answers").add_argument
+    add("--num_fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's own number)")
+    add(
+        "--gen_kwargs",
+        metavar="ARGS",
+        help="settings of generation instead of the task's, like max_gen_toks=2048,do_sample=true,temperature=0.6",
+    )
+    add(
+        "--confirm_run_unsafe_code",
+        action="store_true",
+        default=None,
+        help="allow tasks that run the code that the model writes, as HumanEval; best in a container",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure perplexity, accuracy or both, print them, and write one JSON with `perplexity` and `zero_shot`."""
+    """Measure perplexity, accuracy or both, print them, and write one JSON: `perplexity`, `zero_shot`, `generation`."""
     # Check flags now, and not after hours of measuring.
     has_tasks = args.tasks is not None or args.suite is not None
     if args.text is None and not has_tasks:
@@ -105,11 +150,14 @@ def run(args: argparse.Namespace) -> int:
     values = vars(args)
     for flags, is_measured, measurement in (
         (("protocol", "max_tokens", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
-        (("include_path", "paper"), has_tasks, "accuracy; give --tasks or --suite"),
+        (_OF_TASKS, has_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not is_measured and (unread := [flag for flag in flags if values[flag] is not None]):
             raise ValueError(f"--{unread[0]} {values[unread[0]]}: it belongs to {measurement}, or leave it out")
-    for flag, least in {"limit": 1, "batch_size": 1, "max_tokens": 1, "seq_length": 2, "stride": 1}.items():
+    _check_backend(args)
+    least_values = {"num_fewshot": 0, "seq_length": 2}
+    for flag in ("num_fewshot", "limit", "batch_size", "max_tokens", "seq_length", "stride"):
+        least = least_values.get(flag, 1)
         if values[flag] is not None and values[flag] < least:
             raise ValueError(f"--{flag} {values[flag]}: use an integer >= {least}")
     if args.json is not None:
@@ -141,7 +189,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Load the model once, measure what the flags say, and print it for people on the first rank."""
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
-        from sparseforge_ds.evaluate import perplexity, zero_shot
+        from sparseforge_ds.evaluate import perplexity
         from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer, prune_by_magnitude
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
@@ -164,10 +212,17 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         adapter = find_adapter(args.model, args.adapter)
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
-        tasks = None if names is None else load_tasks(names, args.include_path, args.limit)
+        tasks = None
+        if names is not None:
+            allows_code = bool(args.confirm_run_unsafe_code)
+            tasks = load_tasks(names, args.include_path, args.limit, args.num_fewshot, allows_code)
         if args.dense is not None:
             for documents in texts.values():
                 require_same_tokens(tokenizers[0], tokenizers[1], documents)
+        if args.backend == "vllm":
+            if adapter is not None:
+                raise ValueError(f"--backend vllm: {args.model} has an adapter; use --backend hf, or --adapter none")
+            return texts, tokenizers, tasks, None, None, adapter
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
@@ -179,7 +234,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     texts, tokenizers, tasks, model, dense, adapter = ranks.all_or_raise(load)
 
     # Score the texts.
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = args.dtype if model is None else str(model.dtype).removeprefix("torch.")
     record: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
     scores = []
@@ -199,27 +254,95 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         if ranks.first and (len(scores) > 1 or dense is not None):
             print(perplexity.table(scores))
 
-    # Measure accuracy, one model after the other.
+    # Measure accuracy.
     if tasks is not None:
-        results = {"this": zero_shot.measure(model, tokenizers[0], tasks, args.limit, args.batch_size)}
-        if args.dense is not None:
-            del model
-            dense = dense or load_model(args.dense, dtype)
-            results["dense"] = zero_shot.measure(dense, tokenizers[1], tasks, args.limit, args.batch_size)
-            zero_shot.compare_answers(results["this"], results["dense"])
-        metrics = {name: result.metrics for name, result in results.items()}
-        entries = {name: {"tasks": tasks, "means": means(tasks)} for name, tasks in metrics.items()}
-        record["zero_shot"] = {**entries["this"], "limit": args.limit}
-        if "dense" in entries:
-            record["zero_shot"]["dense"] = {"model": args.dense, **entries["dense"]}
-        print(accuracy_table(metrics, args.paper))
+        models = [dense, model]
+        del model, dense
+        record |= _measure_tasks(args, tasks, tokenizers, models, dtype)
     return record
+
+
+def _measure_tasks(
+    args: argparse.Namespace, tasks: LoadedTasks, tokenizers: list[Any], models: list[Any], dtype: str
+) -> dict[str, Any]:
+    """Measure accuracy, print it for people, and return its part of the JSON.
+
+    Args:
+        args: the flags.
+        tasks: the tasks with their rows.
+        tokenizers: of the model and, with `--dense`, of the dense model.
+        models: the dense model and the model, each None if it is not loaded; the list is emptied, which frees them.
+        dtype: of the weights.
+    """
+    from sparseforge_ds.evaluate import task_scores
+    from sparseforge_ds.evaluate.finished_model import load_model
+
+    settings = task_scores.TaskSettings(
+        limit=args.limit,
+        gen_kwargs=task_scores.parse_arguments(args.gen_kwargs),
+        apply_chat_template=bool(args.apply_chat_template),
+        confirm_run_unsafe_code=bool(args.confirm_run_unsafe_code),
+    )
+    model_args = task_scores.parse_arguments(args.model_args)
+
+    def measure(name: str, model: Any, tokenizer: Any) -> task_scores.TaskScores:
+        if args.backend == "vllm":
+            wrapped = task_scores.open_in_vllm(name, dtype, model_args)
+        else:
+            wrapped = task_scores.wrap_model(model, tokenizer, args.batch_size)
+        return task_scores.measure(wrapped, tasks, settings)
+
+    # One model after the other. Both stay only where next tokens along the dense model's answers can be compared.
+    model = models.pop()
+    dense = models.pop()
+    results = {"this": measure(args.model, model, tokenizers[0])}
+    if args.dense is not None:
+        same_tokens = tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+        has_kl = model is not None and same_tokens and bool(results["this"].generated)
+        if not has_kl:
+            del model
+            gc.collect()
+        if dense is None and args.backend != "vllm":
+            dense = load_model(args.dense, dtype)
+        results["dense"] = measure(args.dense, dense, tokenizers[1])
+        task_scores.compare_answers(results["this"], results["dense"])
+        if has_kl and model.get_output_embeddings().weight.shape[0] == dense.get_output_embeddings().weight.shape[0]:
+            task_scores.compare_next_tokens(results["this"], results["dense"], model, dense, args.batch_size)
+
+    # Tasks whose answers are generated have a table and a part of the JSON of their own.
+    record: dict[str, Any] = {}
+    for part, is_part in (("zero_shot", False), ("generation", True)):
+        names = [name for name in tasks.by_name if (name in results["this"].generated) == is_part]
+        metrics = {model: {name: result.metrics[name] for name in names} for model, result in results.items()}
+        if not names:
+            continue
+        entries = {model: {"tasks": by_task, "means": means(by_task)} for model, by_task in metrics.items()}
+        record[part] = {**entries["this"], "limit": args.limit}
+        if args.dense is not None:
+            record[part]["dense"] = {"model": args.dense, **entries["dense"]}
+        print(generation_table(metrics) if is_part else accuracy_table(metrics, args.paper))
+    return record
+
+
+def _check_backend(args: argparse.Namespace) -> None:
+    """Reject what vLLM cannot do, and vLLM where it is missing."""
+    if args.backend != "vllm":
+        if args.model_args is not None:
+            raise ValueError(f"--model_args {args.model_args}: they are vLLM's; give --backend vllm, or leave it out")
+        return
+    for flag in ("text", "one_shot"):
+        if getattr(args, flag) is not None:
+            raise ValueError(f"--{flag}: transformers alone measures it; leave it out, or use --backend hf")
+    from sparseforge_ds.evaluate.task_scores import require_vllm
+
+    require_vllm()
 
 
 def _tasks(args: argparse.Namespace) -> list[str] | None:
     """Return the names of the tasks to measure, or None for none."""
     if args.tasks is None:
-        return list(SUITES[args.suite]) if args.suite else None
+        names = SUITES.get(args.suite)
+        return None if names is None else [name for name in names if name != _CODE or args.confirm_run_unsafe_code]
     if not (tasks := list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))):
         raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
     return tasks

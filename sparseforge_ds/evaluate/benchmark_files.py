@@ -14,15 +14,24 @@ _FOLDERS = {
     "arc_challenge": "ai2_arc/ARC-Challenge",
     "arc_easy": "ai2_arc/ARC-Easy",
     "boolq": "boolq",
+    "gsm8k": "gsm8k/main",
     "hellaswag": "hellaswag",
+    "humaneval": "openai_humaneval",
+    "ifeval": "IFEval",
     "openbookqa": "openbookqa/main",
     "piqa": "piqa",
     "rte": "glue/rte",
     "winogrande": "winogrande/winogrande_xl",
 }
 """Folder of a task's data below that of all benchmarks."""
-_TESTED = ("arc_challenge", "arc_easy", "openbookqa")
-"""Tasks that the harness scores on the test split, or on a validation split where there is no other."""
+_SPLITS = {
+    **dict.fromkeys(("arc_challenge", "arc_easy", "openbookqa"), ("test", "validation|val")),
+    **dict.fromkeys(("gsm8k", "humaneval"), ("test",)),
+    "ifeval": (".*",),  # published as one file, which names no split
+}
+"""Splits that a task is scored on, the first that is there; validation for all others."""
+_EXAMPLES = {"gsm8k": "train"}
+"""Split that the examples of a prompt come from."""
 _BUILDERS = {".arrow": "arrow", ".parquet": "parquet", ".jsonl": "json"}
 _SPLIT = r"(?<![a-z]){}(?![a-z])"
 """Name of a split in a path, as a word."""
@@ -33,24 +42,35 @@ def has_data(folder: Path, task: str) -> bool:
     return task in _FOLDERS and (folder / _FOLDERS[task]).is_dir()
 
 
-def write_task_file(folder: Path, task: str, harness_file: Path, into: Path) -> None:
+def write_task_file(folder: Path, task: str, harness_file: Path, into: Path, with_examples: bool = True) -> None:
     """Write a task file that reads a benchmark's rows below `folder`, and the rest from the harness' own file.
+
+    Args:
+        folder: folder of all benchmarks.
+        task: name of the task.
+        harness_file: the harness' own file of it.
+        into: folder of the new file.
+        with_examples: also read the rows that a prompt's examples are taken from, if the task has such rows.
 
     Raises:
         ValueError: there are no rows of a split that the task is scored on.
     """
     # Find the rows.
-    splits = ("test", "validation|val") if task in _TESTED else ("validation|val",)
-    files = _files_of_split(folder / _FOLDERS[task], splits)
+    files = _files_of_split(folder / _FOLDERS[task], _SPLITS.get(task, ("validation|val",)))
     builder = _BUILDERS[files[0].suffix]
     paths = [str(file.resolve()) for file in files]
+    data_files = {"test": paths}
+    if with_examples and task in _EXAMPLES:
+        examples = _files_of_split(folder / _FOLDERS[task], (_EXAMPLES[task],))
+        data_files["train"] = [str(file.resolve()) for file in examples]
+    train = "train" if "train" in data_files else None
     content: dict[str, Any] = {
         "include": str(harness_file),
         "task": task,
         "dataset_path": builder,
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"test": paths}},
-        **{"training_split": None, "validation_split": None, "test_split": "test"},
+        "dataset_kwargs": {"data_files": data_files},
+        **{"training_split": train, "validation_split": None, "test_split": "test", "fewshot_split": train},
     }
     # Two benchmarks are also published in another form than the harness reads.
     if task == "boolq":

@@ -6,6 +6,8 @@ name that is no column for a text. In a user's own tasks such rows are refused b
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,6 +20,7 @@ from sparseforge_ds.evaluate.benchmark_files import has_data, write_task_file
 
 _FOLDERS = {"boolq": "super_glue/boolq", "rte": "glue/rte", "winogrande": "winogrande"}
 """Folders of the harness with tasks that have no file of their own name, but `default.yaml`."""
+_UNSAFE = re.compile(r"^unsafe_code: *true", re.MULTILINE)
 
 
 class LoadedTasks(NamedTuple):
@@ -27,18 +30,28 @@ class LoadedTasks(NamedTuple):
     by_name: Mapping[str, Any]
 
 
-def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int | None = None) -> LoadedTasks:
+def load_tasks(
+    names: Sequence[str],
+    include_path: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    confirm_run_unsafe_code: bool = False,
+) -> LoadedTasks:
     """Load tasks; the harness downloads their data unless their files say otherwise.
+
+    Tasks whose answers are chosen have no examples in the prompt, as in the papers on pruning.
 
     Args:
         names: names of tasks.
         include_path: a folder of task files in the harness' format, of benchmark data, or of both. They take
             precedence over the harness' own.
         limit: number of rows of each task that are checked; None for all.
+        num_fewshot: examples in the prompt of tasks whose answers are generated; None for the task's own number.
+        confirm_run_unsafe_code: allow tasks that run the code that a model writes.
 
     Raises:
-        ValueError: lm-eval is not installed, a task is unknown or a group, its data cannot be read, or a row of a
-            user's own task has no answer among its choices.
+        ValueError: lm-eval or a package of a task is not installed, a task is unknown, a group, or not allowed, its
+            data cannot be read or scored, or a row of a user's own task has no answer among its choices.
     """
     try:
         import lm_eval.tasks  # noqa: F401
@@ -48,18 +61,37 @@ def load_tasks(names: Sequence[str], include_path: str | None = None, limit: int
         raise ValueError(
             f"--include_path {include_path}: no such folder; give one with the YAML files of tasks or with their data"
         )
-    with TemporaryDirectory() as task_files:
-        return _load(names, include_path, limit, Path(task_files))
+    # The harness' own tasks of this kind run code as soon as they are loaded.
+    if confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    for name in names:
+        file = _harness_file(name)
+        if file is not None and _UNSAFE.search(file.read_text()):
+            _require_confirmed(name, confirm_run_unsafe_code)
+    with TemporaryDirectory() as folder:
+        task_files = Path(folder)
+        own_folders = [] if include_path is None else [folder, include_path]
+        if include_path is not None:
+            _write_task_files(names, Path(include_path), task_files, num_fewshot != 0)
+        loaded = _load(names, own_folders, limit, num_fewshot)
+    for name, task in loaded.by_name.items():
+        if getattr(task, "UNSAFE_CODE", False):
+            _require_confirmed(name, confirm_run_unsafe_code)
+    return loaded
 
 
-def _load(names: Sequence[str], include_path: str | None, limit: int | None, task_files: Path) -> LoadedTasks:
-    """Load the tasks, with task files for benchmark data in the folder `task_files`."""
+def _require_confirmed(task: str, is_confirmed: bool) -> None:
+    if not is_confirmed:
+        raise ValueError(
+            f"--tasks {task}: runs the code that the model writes, on this machine; allow it by "
+            "--confirm_run_unsafe_code, best in a container, or leave the task out"
+        )
+
+
+def _load(names: Sequence[str], own_folders: Sequence[str], limit: int | None, num_fewshot: int | None) -> LoadedTasks:
+    """Load the tasks from the harness' files and those in `own_folders`, and check their rows."""
     from jinja2 import TemplateError
 
-    # Index the task files: for benchmark data, the user's own, and the harness'.
-    own_folders = [] if include_path is None else [str(task_files), include_path]
-    if include_path is not None:
-        _write_task_files(names, Path(include_path), task_files)
     manager = _task_manager(names, own_folders)
 
     # Load each task. Prompts, templates and readers of the harness raise these errors on rows of another form.
@@ -68,8 +100,18 @@ def _load(names: Sequence[str], include_path: str | None, limit: int | None, tas
     for name in names:
         try:
             loaded = manager.load([name])["tasks"]
-            if name in loaded and include_path is not None:
-                _check_answers(loaded[name], limit)
+            if name in loaded and loaded[name].OUTPUT_TYPE == "generate_until":
+                if num_fewshot is not None:
+                    loaded[name].set_config("num_fewshot", num_fewshot)
+                _check_scoring(loaded[name], limit)
+            elif name in loaded:
+                loaded[name].set_config("num_fewshot", 0)
+                if own_folders:
+                    _check_answers(loaded[name], limit)
+        except ImportError as error:
+            raise ValueError(
+                f"--tasks {name}: {error}; install it (pip install 'lm-eval[{name}]' where lm-eval has such an extra)"
+            ) from error
         except (OSError, *misfit) as error:
             cause = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
             problem = "its data cannot be read" if isinstance(error, OSError) else f"the data does not fit {name}"
@@ -99,12 +141,26 @@ def _check_answers(task: Any, limit: int | None) -> None:
                 raise ValueError(f"row {number}: its answer {answer!r} is none of its {len(choices)} choices")
 
 
-def _write_task_files(tasks: Sequence[str], data: Path, out: Path) -> None:
+def _check_scoring(task: Any, limit: int | None) -> None:
+    """Score empty answers, so that what a task lacks shows now and not after hours of generation.
+
+    A task that runs answers as code, in a process for each, scores one.
+    """
+    task.build_all_requests(limit=1 if getattr(task, "UNSAFE_CODE", False) else limit)
+    for instance in task.instances:
+        instance.resps.append("")
+    task.apply_filters()
+    for instance in task.instances:
+        for response in instance.filtered_resps.values():
+            task.process_results(instance.doc, [response])
+
+
+def _write_task_files(tasks: Sequence[str], data: Path, out: Path, with_examples: bool) -> None:
     """Write a task file for each task whose data is in the folder `data` without a task file."""
     for task in tasks:
         file = _harness_file(task)
         if file is not None and has_data(data, task) and not (data / f"{task}.yaml").is_file():
-            write_task_file(data, task, file, out)
+            write_task_file(data, task, file, out, with_examples)
 
 
 def _harness_folder() -> Path:

@@ -130,17 +130,8 @@ def measure(
     for candidate in models:
         check_embeddings_for(candidate, itertools.chain.from_iterable(passage.tokens for passage in passages))
 
-    # Score batches of passages of similar length, every rank its share. Batches do not depend on the number of ranks,
-    # and fsum rounds once: the result is the same to the last bit.
-    ranks = ranks or Ranks()
-    passages = sorted(passages, key=lambda passage: -len(passage.tokens))
-    batches = [passages[start : start + scoring.batch_size] for start in range(0, len(passages), scoring.batch_size)]
-    own_batches = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
-    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch, dense) for batch in own_batches])))
-
     # Average over tokens: the negative log-likelihood and, with a dense model, KL and the dense model's.
-    tokens = sum(count for count, _ in scores)
-    nll, *dense_means = (math.fsum(column) / tokens for column in zip(*(sums for _, sums in scores), strict=True))
+    tokens, (nll, *dense_means) = mean_scores(model, passages, scoring.batch_size, ranks, dense)
     for mean in (nll, *dense_means):
         if not math.isfinite(mean):
             owner = "dense model's" if math.isfinite(nll) else "model's"
@@ -159,6 +150,28 @@ def measure(
         kl=kl,
         dense_perplexity=None if dense_nll is None else _exp(dense_nll),
     )
+
+
+def mean_scores(
+    model: PreTrainedModel,
+    passages: Iterable[Passage],
+    batch_size: int,
+    ranks: Ranks | None = None,
+    dense: PreTrainedModel | None = None,
+) -> tuple[int, list[float]]:
+    """Return the number of scored tokens of passages, and the means of `score_tokens` over them.
+
+    Every rank scores its share of the batches and gets the whole result. Batches do not depend on the number of ranks,
+    and fsum rounds once: the result is the same to the last bit.
+    """
+    # A batch has passages of similar length.
+    ranks = ranks or Ranks()
+    ordered = sorted(passages, key=lambda passage: -len(passage.tokens))
+    batches = [ordered[start : start + batch_size] for start in range(0, len(ordered), batch_size)]
+    own_batches = tqdm(batches[ranks.rank :: ranks.world_size], unit=" batches", disable=None if ranks.first else True)
+    scores = list(itertools.chain.from_iterable(ranks.gather([_score(model, batch, dense) for batch in own_batches])))
+    tokens = sum(count for count, _ in scores)
+    return tokens, [math.fsum(column) / tokens for column in zip(*(sums for _, sums in scores), strict=True)]
 
 
 def table(scores: Sequence[Mapping[str, Any]]) -> str:

@@ -6,7 +6,7 @@ Unknown ones are absent: their cells stay empty.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 SUITES = {
@@ -14,8 +14,9 @@ SUITES = {
     "commonsense": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande"),
     "with_race": ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "winogrande", "race", "piqa"),
     "with_rte": ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "rte", "winogrande"),
+    "generation": ("gsm8k", "ifeval", "humaneval"),
 }
-"""Tasks of each suite.
+"""Tasks of each suite. Those of `generation` write their answers; `humaneval` runs them as code.
 
 `commonsense` has the seven tasks of most papers on pruning (LLM-Pruner, arXiv 2305.11627). The paper takes means over
 two other sevens: `with_race` stands in its LLaMA-2 table (and in CAST, arXiv 2509.25996), and `with_rte` is the list of
@@ -62,6 +63,19 @@ PUBLISHED = {
 
 SAME = "same_as_dense"
 """Name of a metric: the share of items that the model answers as the dense model does."""
+LOST = "_lost"
+"""Ending of a metric's name: the share of items that the dense model has right, and the model wrong."""
+GAINED = "_gained"
+"""Ending of a metric's name: the share of items that the model has right, and the dense model wrong."""
+TOKENS = "answer_tokens"
+"""Name of a metric: mean number of tokens of a generated answer."""
+CUT = "cut_at_limit"
+"""Name of a metric: the share of generated answers that only the limit of tokens ended."""
+KL = "kl"
+"""Name of a metric: mean KL(dense || model) of a token of the dense model's answers, in nats."""
+
+_NO_METRICS = ("items", "sample_len", SAME, TOKENS, CUT, KL)
+_STDERR = "_stderr"
 
 Results = Mapping[str, Mapping[str, float]]
 """Metrics by task, as shares: `acc`, `acc_stderr`, `acc_norm`, `acc_norm_stderr`, `items`, `same_as_dense`."""
@@ -92,7 +106,8 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
     # Head.
     published = [] if paper is None else [PUBLISHED[paper].dense, PUBLISHED[paper].sparse]
     columns = [(name, metric) for name in models for metric in ("acc", "acc_norm")]
-    columns += [(name, SAME) for name in models if any(SAME in metrics for metrics in models[name].values())]
+    compared = [name for name in models if any(SAME in metrics for metrics in models[name].values())]
+    columns += [(name, metric) for name in compared for metric in (SAME, f"acc{LOST}", f"acc{GAINED}")]
     head = ["task", "items", *(f"{name}: {metric}" for name, metric in columns)]
     if paper is not None:
         tokens = PUBLISHED[paper].tokens
@@ -111,8 +126,49 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
         if is_published or any(suite in average for average in averages.values()):
             measured = [_known(averages[name], suite, 100) if metric == "acc" else "" for name, metric in columns]
             rows.append([title, "", *measured, *(_known(values, suite) for values in published)])
+    return _markdown(head, rows)
+
+
+def generation_table(models: Mapping[str, Results]) -> str:
+    """Lay out results of tasks whose answers are generated: a Markdown table with a row for every metric.
+
+    Shares are in percent. Columns that compare with a dense model are there if one was measured.
+
+    Args:
+        models: results by the name of a model, in the order of their columns.
+    """
+    first = next(iter(models.values()))
+    is_compared = len(models) > 1
+    head = ["task, metric", "items", *models, *(("dense alone right", "this alone right") if is_compared else ())]
+    head += [f"{name}: {column}" for column in ("tokens", "cut at limit") for name in models]
+    head += ["KL to dense"] if is_compared else []
+    rows = []
+    for task, metrics in first.items():
+        for metric in filter(_is_accuracy, metrics):
+            row = [f"{task}, {metric.replace(',', ', ')}", f"{metrics['items']:g}"]
+            row += [_cell(results[task], metric) for results in models.values()]
+            row += [_known(metrics, with_ending(metric, ending), 100) for ending in (LOST, GAINED) if is_compared]
+            row += [f"{results[task][TOKENS]:.1f}" for results in models.values()]
+            row += [_known(results[task], CUT, 100) for results in models.values()]
+            row += [f"{metrics[KL]:.5f}" if KL in metrics else ""] if is_compared else []
+            rows.append(row)
+    return _markdown(head, rows)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_ending(metric: str, ending: str) -> str:
+    """Return the name of a number about a metric, as the harness has it: `exact_match_stderr,strict-match`."""
+    name, *filters = metric.split(",")
+    return ",".join([name + ending, *filters])
+
+
+def _is_accuracy(key: str) -> bool:
+    """Return whether a number of a task is one of its metrics, and not about them or about lengths."""
+    return key not in _NO_METRICS and not key.split(",")[0].endswith((_STDERR, LOST, GAINED))
 
 
 def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
@@ -124,5 +180,5 @@ def _cell(metrics: Mapping[str, float], metric: str) -> str:
     """Return a cell with a metric and its standard error in percent; empty where it is missing."""
     if metric not in metrics:
         return ""
-    error = metrics.get(f"{metric}_stderr")
+    error = metrics.get(with_ending(metric, _STDERR))
     return f"{100 * metrics[metric]:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")

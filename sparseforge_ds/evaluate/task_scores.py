@@ -1,0 +1,232 @@
+"""Scores of a model on tasks of lm-evaluation-harness, with its own prompts and metrics.
+
+Papers report `acc`, unless they say `acc_norm`; the table has both, with the standard errors of the harness. Text of
+these benchmarks in the training data makes the comparison worthless: some mixtures have it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog
+from sparseforge_ds.evaluate.finished_model import check_embeddings_for
+from sparseforge_ds.evaluate.harness import LoadedTasks
+from sparseforge_ds.evaluate.perplexity import Passage, max_positions, mean_scores
+from sparseforge_ds.evaluate.published import CUT, GAINED, KL, LOST, SAME, TOKENS, with_ending
+
+_ANSWER_LIMIT = 256
+"""Most tokens of an answer where neither a task nor a user says how many: the harness' own number."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """Settings of a measurement, in the harness' words."""
+
+    limit: int | None = None
+    """Rows of each task; None for all."""
+    batch_size: int = 8
+    """Rows that go through the model together."""
+    gen_kwargs: Mapping[str, Any] | None = None
+    """Settings of generation that replace those of the tasks."""
+    apply_chat_template: bool = False
+    confirm_run_unsafe_code: bool = False
+
+
+class TaskScores(NamedTuple):
+    """Result of a model on tasks, by the name of a task."""
+
+    metrics: dict[str, dict[str, float]]
+    """`acc`, `acc_stderr`, ..., `items`, and lengths of generated answers."""
+    choices: dict[str, dict[Hashable, Any]]
+    """The model's choices and texts, by item; empty for tasks that score likelihoods of texts."""
+    is_right: dict[str, dict[str, dict[int, bool]]]
+    """Whether an item is right, by a metric of its task; metrics that are right or wrong alone."""
+    generated: dict[str, list[Answer]]
+    """Generated answers."""
+
+
+def wrap_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 8, max_length: int | None = None
+) -> Any:
+    """Return the harness' wrapper of a model of transformers.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        batch_size: rows that go through the model together.
+        max_length: tokens of a prompt with its answer; None takes the model's positions.
+    """
+    from lm_eval.models.huggingface import HFLM  # an optional dependency, which load_tasks has found
+
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        max_length=max_positions(model.config) if max_length is None else max_length,
+        device=str(model.device),
+        trust_remote_code=False,
+    )
+
+
+def require_vllm() -> None:
+    """Raise ValueError if vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("--backend vllm: vllm is not installed; pip install vllm, or leave the flag out")
+
+
+def open_in_vllm(name: str, dtype: str, model_args: Mapping[str, Any]) -> Any:
+    """Return the harness' wrapper of a model that vLLM loads and runs."""
+    from lm_eval.models.vllm_causallms import VLLM
+
+    gc.collect()  # the engine of a model before this one ends with its object
+    return VLLM(pretrained=name, dtype=dtype, batch_size="auto", trust_remote_code=False, **model_args)
+
+
+def parse_arguments(text: str | None) -> dict[str, Any]:
+    """Return arguments in the harness' form, like `max_gen_toks=64,temperature=0.6`; none for None."""
+    from lm_eval.utils import simple_parse_args_string
+
+    return dict(simple_parse_args_string(text))
+
+
+def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = None) -> TaskScores:
+    """Run the tasks on a model that the harness has wrapped.
+
+    Raises:
+        ValueError: the model does not know a token, has no chat template that is asked for, or has too few positions
+            for the answers of a task.
+    """
+    from lm_eval import simple_evaluate
+
+    settings = settings or TaskSettings()
+    _check(wrapped, tasks, settings)
+
+    # The harness shows these bars in log files too.
+    for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+        setattr(wrapped, ask, partial(getattr(wrapped, ask), disable_tqdm=not sys.stderr.isatty()))
+    log = AnswerLog(wrapped)
+    model = getattr(wrapped, "model", None)
+
+    def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].shape[1] > 1:  # single tokens are the model's own
+            check_embeddings_for(model, [int(inputs[0].max())])  # type: ignore[arg-type]
+
+    # Run. Only a hook sees the tokens, which the harness makes itself.
+    is_local = isinstance(model, PreTrainedModel)
+    hook = model.get_input_embeddings().register_forward_pre_hook(check) if is_local else None
+    try:
+        output = simple_evaluate(
+            wrapped,
+            tasks=list(tasks.by_name.values()),
+            limit=settings.limit,
+            bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
+            task_manager=tasks.manager,
+            gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
+            apply_chat_template=settings.apply_chat_template,
+            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+        )
+    finally:
+        if hook is not None:
+            hook.remove()
+
+    # Take metrics and answers out of the harness' records.
+    scores = TaskScores({}, {}, {}, {})
+    for name, task in tasks.by_name.items():
+        samples = output["samples"][name]
+        metrics = {key.removesuffix(",none"): value for key, value in output["results"][name].items()}
+        scores.metrics[name] = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+        scores.metrics[name]["items"] = output["n-samples"][name]["effective"]
+        scores.choices[name] = {
+            (sample["doc_id"], sample["filter"]): _choice(task, sample)
+            for sample in samples
+            if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        }
+        scores.is_right[name] = _right_items(samples)
+        if task.OUTPUT_TYPE == "generate_until":
+            prompts = {arguments[0]: None for sample in samples for arguments in sample["arguments"]}
+            answers = [answer for prompt in prompts for answer in log.by_prompt[prompt]]
+            scores.generated[name] = answers
+            scores.metrics[name][TOKENS] = sum(len(answer.tokens) for answer in answers) / len(answers)
+            scores.metrics[name][CUT] = sum(answer.is_cut for answer in answers) / len(answers)
+    return scores
+
+
+def compare_answers(result: TaskScores, dense: TaskScores) -> None:
+    """Add to a result's metrics how its answers differ from the dense model's.
+
+    These are the share of items that both models answer the same, right or wrong. For each metric that is right or
+    wrong they are also the shares of items that the dense model alone has right, and that it alone has wrong.
+    """
+    for task, choices in result.choices.items():
+        metrics = result.metrics[task]
+        if choices:
+            same = sum(choice == dense.choices[task][item] for item, choice in choices.items())
+            metrics[SAME] = same / len(choices)
+        for key, is_right in result.is_right[task].items():
+            pairs = [(right, dense.is_right[task][key][item]) for item, right in is_right.items()]
+            metrics[with_ending(key, LOST)] = pairs.count((False, True)) / len(pairs)
+            metrics[with_ending(key, GAINED)] = pairs.count((True, False)) / len(pairs)
+
+
+def compare_next_tokens(
+    result: TaskScores, dense_result: TaskScores, model: PreTrainedModel, dense: PreTrainedModel, batch_size: int
+) -> None:
+    """Add to a result's metrics the KL divergence to the dense model along the dense model's answers.
+
+    Both models read the same prompts and answers. The KL is the mean over the tokens of all answers of a task.
+    """
+    for task, answers in dense_result.generated.items():
+        passages = [Passage(answer.prompt + answer.tokens, len(answer.prompt)) for answer in answers if answer.tokens]
+        if passages:
+            _, (_, kl, _) = mean_scores(model, passages, batch_size, dense=dense)
+            result.metrics[task][KL] = kl
+
+
+def _check(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings) -> None:
+    """Reject a model without the chat template, or without the positions, that the tasks need."""
+    if settings.apply_chat_template and not wrapped.tokenizer.chat_template:
+        raise ValueError(
+            f"--apply_chat_template: the tokenizer of {wrapped.tokenizer.name_or_path} has no chat template; leave the "
+            "flag out, or put one into the model's folder (chat_template.jinja)"
+        )
+    for name, task in tasks.by_name.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            generation = {**(task.config.generation_kwargs or {}), **(settings.gen_kwargs or {})}
+            most = generation.get("max_gen_toks", _ANSWER_LIMIT)
+            if not isinstance(most, int) or not 1 <= most < wrapped.max_length:
+                raise ValueError(
+                    f"--tasks {name}: its answers have up to {most} tokens, and prompt and answer share the model's "
+                    f"{wrapped.max_length} positions; give fewer by --gen_kwargs max_gen_toks=N"
+                )
+
+
+def _choice(task: Any, sample: Mapping[str, Any]) -> Any:
+    """Return the index of the chosen answer, the generated text, or booleans that say if a text is the likeliest."""
+    responses = sample["filtered_resps"]
+    if task.OUTPUT_TYPE == "multiple_choice":  # behind the choices there may be their unconditional likelihoods
+        likelihoods = [likelihood for likelihood, _ in responses[: len(task.doc_to_choice(sample["doc"]))]]
+        return likelihoods.index(max(likelihoods))
+    return [response[1] for response in responses] if task.OUTPUT_TYPE == "loglikelihood" else responses
+
+
+def _right_items(samples: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, bool]]:
+    """Return which items are right, by the name of a metric; metrics that grade items are left out."""
+    values: dict[str, dict[int, Any]] = defaultdict(dict)
+    for sample in samples:
+        for metric in sample["metrics"]:
+            values[f"{metric},{sample['filter']}".removesuffix(",none")][sample["doc_id"]] = sample[metric]
+    return {
+        key: {item: bool(value) for item, value in by_item.items()}
+        for key, by_item in values.items()
+        if all(isinstance(value, (bool, int, float)) and value in (0, 1) for value in by_item.values())
+    }

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import finished_model
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog
+from sparseforge_ds.evaluate.published import SUITES
+from sparseforge_ds.mask.pattern import parse_pattern
+from tests.task_files import write_task
+from tests.tiny_folders import write_model
+from tests.tiny_models import tiny_llama
+
+ROWS = [
+    {"goal": "The dog was happy and", "sol1": "ran to the park", "sol2": "zzz qqq xxx", "label": 0},
+    {"goal": "Once upon a time there", "sol1": "green of idea pod", "sol2": "was a little girl", "label": 1},
+    {"goal": "The cat sat on the", "sol1": "mat", "sol2": "xylophone quartz", "label": 1},
+]
+
+
+def test_piqa_agrees_with_likelihoods_by_hand(
+    assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    loaded, load = [], finished_model.load_model
+    monkeypatch.setattr(finished_model, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
+    both = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
+    assert main(["evaluate", str(folder), *both]) == 0
+    written = json.loads((tmp_path / "both.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written and len(loaded) == 1
+    result = written["zero_shot"]["tasks"]["piqa"]
+    assert main(["evaluate", str(folder), *text]) == 0
+    alone = json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]
+    assert {**written["perplexity"], "seconds": 0} == {**alone, "seconds": 0} and alone["documents"] == 4
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    right = 0
+    for row in ROWS:
+        scores = []
+        for solution in (row["sol1"], row["sol2"]):
+            context = f"Question: {row['goal']}\nAnswer:"
+            start = len(tokenizer(context)["input_ids"])
+            ids = tokenizer(f"{context} {solution}")["input_ids"]
+            with torch.no_grad():
+                log_probs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+            scores.append(sum(float(log_probs[i - 1, ids[i]]) for i in range(start, len(ids))))
+        right += int(scores[1] > scores[0]) == row["label"]
+    assert result["items"] == 3
+    assert result["acc"] == pytest.approx(right / 3)
+    share = right / 3
+    assert result["acc_stderr"] == pytest.approx((share * (1 - share) / 2) ** 0.5)
+
+
+def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    small = write_model(tmp_path / "small", tiny_llama(vocab_size=60))
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    assert main(["evaluate", str(small), "--tasks", "piqa", "--include_path", str(tmp_path)]) == 2
+    error = capsys.readouterr().err  # progress bars and all
+    assert f"{small}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights" in error
+
+
+RACE = {
+    "article": "The cat sat. It was happy.",
+    "problems": "[{'question': 'Who sat?', 'options': ['a cat', 'a dog', 'a fox', 'an owl'], 'answer': 'A'}]",
+}
+
+
+def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All nine: the benchmarks themselves, HellaSwag prepared already, and RACE by hand and by a task file."""
+    pytest.importorskip("lm_eval")
+    folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"
+    if not folder.is_dir() or not benchmarks.is_dir():
+        pytest.skip(f"no model and benchmarks in {assets}")
+    for data in filter(Path.is_dir, benchmarks.iterdir()):
+        (tmp_path / data.name).symlink_to(data)
+    Dataset.from_list([RACE] * 4).to_json(tmp_path / "race.jsonl")
+    write_task(tmp_path, "race", tmp_path / "race.jsonl")
+    report = tmp_path / "report.json"
+    command = [str(folder), "--suite", "paper", "--include_path", str(tmp_path), "--limit", "4"]
+    command += ["--dense", str(folder), "--paper", "llama2-7b", "--one_shot", "2:4"]
+    assert main(["evaluate", *command, "--json", str(report)]) == 0
+    result = json.loads(report.read_text())["zero_shot"]
+    assert set(result["tasks"]) == set(result["dense"]["tasks"]) == set(SUITES["paper"])
+    assert all(metrics["items"] == 4 and "acc_stderr" in metrics for metrics in result["tasks"].values())
+    assert result["tasks"] != result["dense"]["tasks"]
+    same = [metrics["same_as_dense"] for metrics in result["tasks"].values()]
+    assert all(share in (0, 0.25, 0.5, 0.75, 1) for share in same) and 0 < sum(same) < len(same)
+    for suite, mean in result["means"].items():
+        assert mean == pytest.approx(sum(result["tasks"][task]["acc"] for task in SUITES[suite]) / 7)
+    shown = capsys.readouterr().out
+    compared = "this: same_as_dense | this: acc_lost | this: acc_gained"
+    assert f"this: acc | this: acc_norm | dense: acc | dense: acc_norm | {compared} | paper" in shown
+    for metrics in result["tasks"].values():  # an item that both answer the same is no flip
+        flips = metrics["acc_lost"] + metrics["acc_gained"]
+        assert flips <= 1 - metrics["same_as_dense"] + 1e-9
+    assert shown.count("±") >= 2 * len(SUITES["paper"])
+    assert "| 56.43 | 57.27 |" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--limit", "0"], "--limit 0: use an integer >= 1"),
+        (["--json", "none/here.json"], "--json none/here.json: cannot be written, there is no folder none"),
+        (["--dense", "/none/here"], "/none/here: no such folder"),
+        (["--include_path", "none"], "--include_path none: no such folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_evaluation(
+    stories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+) -> None:
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    assert main(["evaluate", str(stories), "--tasks", "piqa", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+OPENINGS = ["Once upon a time", "The dog was", "Lily and Tom", "One day a bird", "Mom said", "The big red"]
+STOPS = ["."]
+LIMIT = 14
+
+
+def alone(model: Any, tokenizer: Any, prompt: str) -> tuple[list[int], list[int], bool]:
+    """Generate greedily, one token at a time; the answer ends with a stop sequence, the end of text or the limit."""
+    start = tokenizer(prompt)["input_ids"]
+    ids: list[int] = []
+    while len(ids) < LIMIT:
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([[*start, *ids]])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id or any(stop in tokenizer.decode(ids) for stop in STOPS):
+            return start, ids, False
+    return start, ids, True
+
+
+def write_generation(folder: Path, rows: list[dict[str, str]], **more: Any) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "openings",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "doc_to_text": "{{opening}}",
+        "doc_to_target": "{{ending}}",
+        "target_delimiter": "",
+        "generation_kwargs": {"until": STOPS, "max_gen_toks": LIMIT, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        **more,
+    }
+    (folder / "openings.yaml").write_text(json.dumps(task))
+
+
+def test_generated_answers_agree_with_generation_by_hand(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Accuracy, lengths, cuts, flips and KL; prompts of different lengths share batches."""
+    pytest.importorskip("lm_eval")
+    dense, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    sparse = AutoModelForCausalLM.from_pretrained(stories)
+    finished_model.prune_by_magnitude(sparse, parse_pattern("2:4"))
+    answers = {
+        name: [alone(model, tokenizer, opening) for opening in OPENINGS]
+        for name, model in (("dense", dense), ("this", sparse))
+    }
+    texts = {name: [tokenizer.decode(ids).split(".")[0] for _, ids, _ in made] for name, made in answers.items()}
+    # Targets: dense answers of the first half, sparse ones of the rest.
+    targets = texts["dense"][:4] + texts["this"][4:]
+    write_generation(
+        tmp_path, [{"opening": opening, "ending": ending} for opening, ending in zip(OPENINGS, targets, strict=True)]
+    )
+    report = tmp_path / "report.json"
+    command = ["evaluate", str(stories), "--one_shot", "2:4", "--dense", str(stories), "--tasks", "openings"]
+    command += ["--include_path", str(tmp_path), "--batch_size", "4", "--dtype", "float32", "--json", str(report)]
+    assert main(command) == 0
+    written = json.loads(report.read_text())
+    assert "zero_shot" not in written
+    result = {
+        "this": written["generation"]["tasks"]["openings"],
+        "dense": written["generation"]["dense"]["tasks"]["openings"],
+    }
+    right = {name: [text == target for text, target in zip(made, targets, strict=True)] for name, made in texts.items()}
+    cuts = set()
+    for name, made in answers.items():
+        assert result[name]["answer_tokens"] == pytest.approx(sum(len(ids) for _, ids, _ in made) / 6), name
+        assert result[name]["cut_at_limit"] == pytest.approx(sum(cut for _, _, cut in made) / 6), name
+        assert result[name]["exact_match"] == pytest.approx(sum(right[name]) / 6), name
+        cuts |= {cut for _, _, cut in made}
+    assert cuts == {True, False} and len({len(start) for start, _, _ in answers["dense"]}) > 1
+    both = list(zip(right["this"], right["dense"], strict=True))
+    assert both.count((False, True))
+    assert result["this"]["exact_match_lost"] == pytest.approx(both.count((False, True)) / 6)
+    assert both.count((True, False))
+    assert result["this"]["exact_match_gained"] == pytest.approx(both.count((True, False)) / 6)
+    # KL along the dense model's answers.
+    divergences = []
+    for start, ids, _ in answers["dense"]:
+        with torch.no_grad():
+            log_p, log_q = (
+                torch.log_softmax(model(torch.tensor([[*start, *ids]])).logits[0, len(start) - 1 : -1], -1)
+                for model in (dense, sparse)
+            )
+        divergences += (log_p.exp() * (log_p - log_q)).sum(-1).tolist()
+    assert result["this"]["kl"] == pytest.approx(sum(divergences) / len(divergences), rel=1e-3)
+    shown = capsys.readouterr().out
+    assert "| task, metric | items | this | dense | dense alone right | this alone right | this: tokens |" in shown
+
+
+def test_gsm8k_offline_with_examples_of_its_train_split(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hub's layout, the harness' own task; five examples, whose answers fit 32 tokens beside the limit."""
+    pytest.importorskip("lm_eval")
+    rows = [{"question": f"Tom has {n} cats. And {n} more?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(1, 9)]
+    data = tmp_path / "gsm8k" / "main"
+    data.mkdir(parents=True)
+    Dataset.from_list(rows[:3]).to_parquet(data / "test-00000-of-00001.parquet")
+    report = tmp_path / "report.json"
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--json", str(report)]
+    assert main([*command, "--tasks", "gsm8k"]) == 2
+    assert "gsm8k/main that is, or is in a folder, named train" in capsys.readouterr().err
+    Dataset.from_list(rows[3:]).to_parquet(data / "train-00000-of-00001.parquet")
+    assert main([*command, "--tasks", "gsm8k"]) == 0
+    assert main([*command, "--tasks", "gsm8k", "--num_fewshot", "0", "--gen_kwargs", "max_gen_toks=8"]) == 0
+    metrics = json.loads(report.read_text())["generation"]["tasks"]["gsm8k"]
+    assert metrics["items"] == 3 and metrics["answer_tokens"] <= 8
+    assert {"exact_match,strict-match", "exact_match_stderr,flexible-extract"} <= metrics.keys()
+    # What would fail after hours is said before a model is loaded.
+    for flags, message in (
+        (
+            ["--tasks", "gsm8k", "--gen_kwargs", "max_gen_toks=512"],
+            "--tasks gsm8k: its answers have up to 512 tokens, and",
+        ),
+        (["--tasks", "gsm8k", "--gen_kwargs", "long=1"], "model_kwargs` are not used by the model: ['long']"),
+        (["--tasks", "gsm8k", "--apply_chat_template"], "--apply_chat_template: the tokenizer of"),
+        (["--tasks", "humaneval"], "--tasks humaneval: runs the code that the model writes"),
+        (["--tasks", "gsm8k", "--backend", "vllm"], "--backend vllm: vllm is not installed"),
+        (["--tasks", "gsm8k", "--model_args", "seed=1"], "--model_args seed=1: they are vLLM's"),
+    ):
+        assert main([*command, *flags]) == 2, flags
+        assert message in capsys.readouterr().err, flags
+
+
+def test_tasks_that_run_code_need_leave_and_are_tried_first(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    write_generation(tmp_path, [{"opening": "Once", "ending": "."}], unsafe_code=True)
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    assert main(command) == 2
+    assert "--tasks openings: runs the code that the model writes, on this machine" in capsys.readouterr().err
+    assert main([*command, "--confirm_run_unsafe_code"]) == 0
+    # A package that scoring needs is asked for before an hour of generation.
+    (tmp_path / "score.py").write_text("import no_such_package\n\ndef score(doc, results):\n    return {}\n")
+    task = (tmp_path / "openings.yaml").read_text()
+    (tmp_path / "openings.yaml").write_text(f"process_results: !function score.score\n{yaml_of(task)}")
+    assert main([*command, "--confirm_run_unsafe_code"]) == 2
+    assert "--tasks openings: No module named 'no_such_package'; install it" in capsys.readouterr().err
+
+
+def yaml_of(text: str) -> str:
+    """Return the keys of a JSON object as lines of YAML."""
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in json.loads(text).items())
+
+
+class _VLLM:
+    """What `AnswerLog` needs of the harness' class for vLLM."""
+
+    def _model_generate(self, requests: list[list[int]], generate: bool = False) -> list[Any]:
+        reasons = ("length", "stop")
+        return [
+            SimpleNamespace(
+                prompt_token_ids=ids,
+                outputs=[SimpleNamespace(token_ids=[7] * len(ids), finish_reason=reasons[len(ids) % 2])],
+            )
+            for ids in requests
+        ]
+
+
+def test_answers_of_vllm_are_counted_too() -> None:
+    wrapped: Any = _VLLM()
+    log = AnswerLog(wrapped)
+    wrapped._model_generate([[1]])  # a likelihood
+    wrapped._model_generate(requests=[[1, 2], [1, 2, 3]], generate=True)
+    for prompt in ("two", "three"):
+        wrapped.cache_hook.add_partial("loglikelihood", (prompt, {}), "")
+        wrapped.cache_hook.add_partial("generate_until", (prompt, {}), "text")
+    assert log.by_prompt == {"two": [Answer([1, 2], [7, 7], True)], "three": [Answer([1, 2, 3], [7] * 3, False)]}
+
+
+@pytest.fixture
+def stories(assets: Path) -> Path:
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return folder
