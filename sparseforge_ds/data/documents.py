@@ -40,15 +40,18 @@ class Conversation:
     """Record that the tokenizer's chat template turns into text."""
 
     messages: tuple[dict[str, Any], ...]
-    """Messages, each with `role` and `content`."""
+    """Messages, each with `role`, and `content` or `tool_calls`; the template also gets what else they have."""
     where: str
     """File and record, for error messages."""
     prompt: int | None = None
     """Number of leading messages that are the prompt; None for a record without prompt and completion."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """JSON schemas of functions that the assistant may call; None for none."""
 
     def __len__(self) -> int:
-        """Return the characters of all messages, without those of the template."""
-        return sum(len(str(message.get("content"))) for message in self.messages)
+        """Return the characters of all messages and tools, without those of the template."""
+        values = [value for message in self.messages for key, value in message.items() if key != "role"]
+        return sum(len(str(value)) for value in (*values, *(self.tools or ())))
 
     def render(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """Return the text, with the special tokens of the template.
@@ -84,7 +87,7 @@ class Conversation:
                 "the template (chat_template.jinja), or give records with prompt and completion"
             )
         with self._name_record_on_error():
-            texts, spans = render_turns(tokenizer, self.messages)
+            texts, spans = render_turns(tokenizer, self.messages, self.tools)
         if texts != [text]:
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} renders another text each time (does it "
@@ -106,7 +109,7 @@ class Conversation:
                 "(chat_template.jinja)"
             )
         with self._name_record_on_error():
-            return render_chat(tokenizer, messages, **options)
+            return render_chat(tokenizer, messages, self.tools, **options)
 
     @contextlib.contextmanager
     def _name_record_on_error(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ Only the text of a record is used. Therefore lines of JSON are parsed here, one 
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import itertools
@@ -35,6 +36,8 @@ _PIECE = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
 _TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
 """Fields of a record that is tokenised already; the first one is required."""
+_TOOLS = "tools"
+"""Field beside messages with the JSON schemas of functions, as a list, or as text in which columns can hold it."""
 _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
 """Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenised at once,
@@ -332,8 +335,12 @@ def _iter_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
     fields = _fields(list(rows.features), text_field, file)
     if fields == _TOKEN_FIELDS[:1]:
         fields = [name for name in _TOKEN_FIELDS if name in rows.features]
+    elif _TOOLS in rows.features and _TOOLS not in fields:
+        fields = [*fields, _TOOLS]
     for number, row in enumerate(rows.select_columns(fields)):
-        document = document_from_record(row, text_field, f"{file}, row {number}")
+        # Columns give an object the keys of all others, as null.
+        record = row if fields[0] in _TOKEN_FIELDS else {name: _without_nulls(value) for name, value in row.items()}
+        document = document_from_record(record, text_field, f"{file}, row {number}")
         if len(document) > LARGEST_DOCUMENT:
             raise _too_long(f"{file}, row {number}")
         yield document
@@ -363,11 +370,14 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
     if all(map(_is_conversation, values)):
         prompt = len(values[0]) if len(values) > 1 else None
         messages = itertools.chain.from_iterable(values)
-        return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt)
+        tools = None if _TOOLS in fields else _parse_tools(record.get(_TOOLS), where)
+        return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt, tools)
     # 3. Anything else is an error.
     for name, value in zip(fields, values, strict=True):
         if not isinstance(value, str) and not _is_conversation(value):
-            problem = f"is {type(value).__name__}, not text nor a list of messages with a role and content"
+            problem = (
+                f"is {type(value).__name__}, not text nor a list of messages with a role, and content or tool_calls"
+            )
             cure = "make it one of these, or name another field by --text_field"
             if _is_sharegpt(value):
                 cure = (
@@ -398,6 +408,8 @@ def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
 
 def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Join the text parts of a message's content, since most chat templates print a list as it is. Keep null."""
+    if "content" not in message:
+        return message
     content = message["content"]
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text") or "") for part in content)
@@ -417,5 +429,34 @@ def _is_sharegpt(value: object) -> bool:
 
 def _is_conversation(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and ("content" in message or message.get("tool_calls"))
+        for message in value
     )
+
+
+def _parse_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
+    """Return the tools of a record, or None for null or none.
+
+    Raises:
+        ValueError: they are no list of objects, nor JSON of one.
+    """
+    with contextlib.suppress(ValueError, RecursionError):  # other text than JSON is refused below
+        value = json.loads(value) if isinstance(value, str) else value
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(
+            f"{where}: field 'tools' is no list of JSON schemas, nor JSON of one; repair it, or remove the field"
+        )
+    return tuple(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys of objects in lists that are null; a message keeps its content."""
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None or key == "content"}
+    return value

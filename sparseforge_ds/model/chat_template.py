@@ -33,26 +33,35 @@ _GROWTH = 16
 """Times that a template may repeat the conversation."""
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
+    **options: Any,
+) -> str:
     """Return the text that a tokenizer's chat template makes of messages.
 
     Args:
         tokenizer: has a chat template.
         messages: the conversation.
+        tools: JSON schemas of functions that the assistant may call; None for none.
         **options: passed to `apply_chat_template`.
 
     Raises:
         ValueError: the template fails, or takes more time, memory or text than the messages allow.
     """
-    with _limits(messages) as most_characters:
-        text = str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+    with _limits((messages, tools)) as most_characters:
+        schemas = None if tools is None else list(tools)
+        text = str(tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False, **options))
         if len(text) > most_characters:
             raise ValueError(f"it makes more than {most_characters:,} characters of them")
     return text
 
 
 def render_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> tuple[list[str], list[Span]]:
     """Return the text of messages, in a list, and the spans of it that the template marks as generated.
 
@@ -61,9 +70,10 @@ def render_turns(
     """
     # Keys that are null are left out, as `apply_chat_template` does it.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    with _limits(present):
+    with _limits((present, tools)):
         texts, spans = render_jinja_template(
             [present],
+            tools=None if tools is None else list(tools),
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
@@ -72,7 +82,7 @@ def render_turns(
 
 
 @contextlib.contextmanager
-def _limits(messages: Sequence[dict[str, Any]]) -> Iterator[int]:
+def _limits(conversation: object) -> Iterator[int]:
     """Limit the processor time and the memory of a template that runs in the block.
 
     Time is limited in a process's main thread only, in which all templates of ours are run.
@@ -80,7 +90,7 @@ def _limits(messages: Sequence[dict[str, Any]]) -> Iterator[int]:
     Yields:
         The most characters that the text may have.
     """
-    size = len(str(messages))
+    size = len(str(conversation))
     seconds = _SECONDS + size / _CHARACTERS_PER_SECOND
 
     def stop(*_: object) -> None:

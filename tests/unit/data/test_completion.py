@@ -7,6 +7,8 @@ import resource
 import time
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -19,7 +21,7 @@ from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout
 from sparseforge_ds.data.mixture import find_source, find_text
 from sparseforge_ds.data.producer import ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
-from sparseforge_ds.data.text_formats import document_from_record
+from sparseforge_ds.data.text_formats import document_from_record, iter_documents
 from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.data.tokenization import encode, encode_trained
 from sparseforge_ds.data.windows import CachedWindows, token_ids, trained_flags
@@ -277,3 +279,56 @@ def test_a_hostile_template_is_one_error(what, monkeypatch):
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     time.sleep(0.01)  # no alarm is left
     assert encode([conversation], tokenizer_with(MARKED))
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+TOOL_CHAT = [
+    {"role": "user", "content": "2+3?"},
+    {
+        "role": "assistant",
+        "reasoning_content": "sum",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
+    },
+    {"role": "tool", "name": "add", "content": "5"},
+    {"role": "assistant", "content": "It is 5."},
+]
+WITH_TOOLS = (
+    "{% if tools %}[{% for tool in tools %}{{ tool | tojson }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %};"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_tools_calls_and_reasoning_go_through_the_template(tmp_path):
+    """From JSON lines and parquet, with tools as a list and as text, as transformers renders them."""
+    tokenizer = tokenizer_with(WITH_TOOLS)
+    text = tokenizer.apply_chat_template(TOOL_CHAT, tools=TOOLS, tokenize=False)
+    assert '[{"type": "function"' in text and '(sum)add{"a": 2, "b": 3};<tool>5' in text
+    plain = {"messages": TOOL_CHAT[:1] + TOOL_CHAT[3:]}
+    for name, tools in (("list", TOOLS), ("text", json.dumps(TOOLS))):
+        records = [{"messages": TOOL_CHAT, "tools": tools}, {**plain, "tools": None}]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / f"{name}.parquet")
+        for suffix in ("jsonl", "parquet"):
+            with_tools, without = iter_documents(str(tmp_path / f"{name}.{suffix}"), "text")
+            assert with_tools.render(tokenizer) == text, (name, suffix)
+            assert without.render(tokenizer) == "<user>2+3?<assistant>It is 5.;"
+            assert trained_text_of(with_tools, tokenizer) == '(sum)add{"a": 2, "b": 3};It is 5.;'
+    # Prompt and completion, and templates without tools, are as before.
+    pair = {"prompt": TOOL_CHAT[:1], "completion": TOOL_CHAT[1:2], "tools": TOOLS}
+    document = document_from_record(pair, "text", "a.jsonl, line 1")
+    assert (
+        document.render(tokenizer).endswith('<user>2+3?<assistant>(sum)add{"a": 2, "b": 3};') and document.prompt == 1
+    )
+    with pytest.raises(ValueError, match="line 1: field 'tools' is no list of JSON schemas"):
+        document_from_record({**plain, "tools": "add"}, "text", "a.jsonl, line 1")
+    with pytest.raises(ValueError, match="with a role, and content or tool_calls"):
+        document_from_record({"messages": [{"role": "assistant", "tool_calls": []}]}, "text", "a.jsonl, line 1")
+
+
+def trained_text_of(document, tokenizer):
+    ((ids, trained),) = encode_trained([document], tokenizer)
+    return tokenizer.decode(np.array(ids)[trained])
