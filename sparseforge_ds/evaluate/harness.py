@@ -95,7 +95,7 @@ def _load(names: Sequence[str], own_folders: Sequence[str], limit: int | None, n
     manager = _task_manager(names, own_folders)
 
     # Load each task. Prompts, templates and readers of the harness raise these errors on rows of another form.
-    misfit = (KeyError, IndexError, TypeError, ValueError, AttributeError, SyntaxError, TemplateError, DatasetsError)
+    misfit = (LookupError, TypeError, ValueError, AttributeError, SyntaxError, TemplateError, DatasetsError)
     by_name = {}
     for name in names:
         try:
@@ -113,7 +113,8 @@ def _load(names: Sequence[str], own_folders: Sequence[str], limit: int | None, n
                 f"--tasks {name}: {error}; install it (pip install 'lm-eval[{name}]' where lm-eval has such an extra)"
             ) from error
         except (OSError, *misfit) as error:
-            cause = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+            lines = filter(re.compile(r"[^\s*]").search, str(error).splitlines())
+            cause = f"{type(error).__name__}: {next(lines, '').strip()}"[:300]
             problem = "its data cannot be read" if isinstance(error, OSError) else f"the data does not fit {name}"
             raise ValueError(f"--tasks {name}: {problem} ({cause})") from error
         if name not in loaded:
@@ -142,13 +143,13 @@ def _check_answers(task: Any, limit: int | None) -> None:
 
 
 def _check_scoring(task: Any, limit: int | None) -> None:
-    """Score empty answers, so that what a task lacks shows now and not after hours of generation.
+    """Score trivial answers, so that what a task lacks shows now and not after hours of generation.
 
     A task that runs answers as code, in a process for each, scores one.
     """
     task.build_all_requests(limit=1 if getattr(task, "UNSAFE_CODE", False) else limit)
     for instance in task.instances:
-        instance.resps.append("")
+        instance.resps.append("a")
     task.apply_filters()
     for instance in task.instances:
         for response in instance.filtered_resps.values():
