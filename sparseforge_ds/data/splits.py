@@ -93,6 +93,11 @@ def find_files(path: Path, split: str = "train") -> Files:
     Raises:
         ValueError: there is no such file, its kind is not readable, or a link leads nowhere.
     """
+    if path.suffix == ".mds" or any(next(path.glob(pattern), None) for pattern in ("*.mds*", "*/*.mds*")):
+        raise ValueError(
+            f"--dataset {path}: has MosaicML's shards (.mds), and their reader mosaicml-streaming cannot be installed "
+            "beside transformers 5; write the tokens as parquet with a column input_ids"
+        )
     if not path.is_dir():
         if not is_readable(path.name):
             raise ValueError(f"--dataset {path}: unknown kind of file {path.suffix!r}; use one of {KINDS}")

@@ -184,3 +184,15 @@ def test_large_files_are_known_by_samples(tmp_path, place):
         content[place] ^= 1
     path.write_bytes(content)
     assert find_files(path).contents != before
+
+
+def test_shards_of_mosaicml_are_refused(tmp_path):
+    """Not read as their index.json, which is a file of JSON."""
+    for name in ("index.json", "shard.00000.mds", "packed/index.json", "packed/shard.00000.mds.zstd"):
+        write(tmp_path / "one", name)
+    write(tmp_path, "train/shard.00000.mds")
+    for path in (tmp_path / "one", tmp_path / "one" / "packed", tmp_path, tmp_path / "train" / "shard.00000.mds"):
+        with pytest.raises(
+            ValueError, match=f"--dataset {path}: has MosaicML's shards .*parquet with a column input_ids"
+        ):
+            find_source(str(path))
