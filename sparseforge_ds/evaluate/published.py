@@ -144,7 +144,7 @@ def generation_table(models: Mapping[str, Results]) -> str:
     head += ["KL to dense"] if is_compared else []
     rows = []
     for task, metrics in first.items():
-        for metric in filter(_is_accuracy, metrics):
+        for metric in filter(is_accuracy, metrics):
             row = [f"{task}, {metric.replace(',', ', ')}", f"{metrics['items']:g}"]
             row += [_cell(results[task], metric) for results in models.values()]
             row += [_known(metrics, with_ending(metric, ending), 100) for ending in (LOST, GAINED) if is_compared]
@@ -166,7 +166,7 @@ def with_ending(metric: str, ending: str) -> str:
     return ",".join([name + ending, *filters])
 
 
-def _is_accuracy(key: str) -> bool:
+def is_accuracy(key: str) -> bool:
     """Return whether a number of a task is one of its metrics, and not about them or about lengths."""
     return key not in _NO_METRICS and not key.split(",")[0].endswith((_STDERR, LOST, GAINED))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, Scori
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.task_columns import TaskColumns
 from sparseforge_ds.extras.studies.texts import Texts
 
 
@@ -35,6 +37,7 @@ class Evaluator:
         self.pruned = pruned
         self._documents = {"validation": texts.validation, "test": texts.test, **texts.other_texts}
         self._held_out = {"validation": config.validation_text, "test": config.test_text, **config.other_texts}
+        self._tasks = None if config.tasks is None else TaskColumns(config.tasks, config.evaluation_batch)
         self._dtype = "auto"
         self._dense: PreTrainedModel | None = None
         self._loading = threading.Lock()  # transformers changes global state while it loads a model
@@ -43,7 +46,8 @@ class Evaluator:
     def conditions(self) -> dict[str, Any]:
         """Conditions that a perplexity depends on, besides the model."""
         protocols = [text.protocol for text in self._held_out.values()]
-        return {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
+        conditions = {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
+        return conditions | ({} if self.config.tasks is None else {"tasks": asdict(self.config.tasks)})
 
     def baselines(self, known: dict[str, Any]) -> dict[str, Any]:
         """Measure the dense model, and the same model after magnitude pruning, on every text.
@@ -69,6 +73,10 @@ class Evaluator:
             for text in self._documents:
                 score = self._score(pruned, text, dense)
                 known |= {f"magnitude_{text}": score.perplexity, f"magnitude_{text}_kl": score.kl}
+            if self._tasks is not None:
+                for name, model in (("dense", dense), ("magnitude", pruned)):
+                    figures = self._tasks.measure(model, dense, self.tokenizer)
+                    known |= {f"{name}_{key}": value for key, value in figures.items()}
         self._dtype = known["dtype"]
         return known
 
@@ -87,7 +95,8 @@ class Evaluator:
         """Measure an exported model on the named texts.
 
         Returns:
-            `<text>_perplexity`, and `<text>_kl`, the KL divergence to the dense model in nats a token.
+            `<text>_perplexity`, and `<text>_kl`, the KL divergence to the dense model in nats a token. With the test
+            text also the figures of tasks (`task_columns`).
 
         Raises:
             NotFiniteError: the model computes no finite loss.
@@ -100,6 +109,8 @@ class Evaluator:
             score = self._score(model, text, dense)
             assert score.kl is not None
             measured |= {f"{text}_perplexity": score.perplexity, f"{text}_kl": score.kl}
+        if self._tasks is not None and "test" in texts:
+            measured |= self._tasks.measure(model, dense, self.tokenizer)
         return measured
 
     def _dense_model(self) -> PreTrainedModel:

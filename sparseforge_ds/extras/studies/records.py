@@ -11,6 +11,7 @@ from typing import Any
 from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.extras.studies.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.task_columns import task_columns
 
 _OUTCOMES = ("diverged", "sparsity", "seconds", "resumed")
 """Keys of a record that a row repeats, besides the measurements."""
@@ -77,13 +78,15 @@ def write_rows(
     rows: list[dict[str, Any]] = []
     row: dict[str, Any]
     texts = ("validation", "test", *config.other_texts)
-    measured = [f"{text}_{figure}" for text in texts for figure in ("perplexity", "kl")]
+    figures = list(task_columns(config.tasks))
+    measured = [*(f"{text}_{figure}" for text in texts for figure in ("perplexity", "kl")), *figures]
     for kind, name, baseline in (("dense", "dense", "dense"), ("one_shot", "one-shot magnitude", "magnitude")):
         row = {"kind": kind, "method": name, "run": None, "seed": None, "steps": 0, "tokens": 0}
         row |= {"learning_rate": None, "decides": False, "chosen": False}
         row |= {f"{text}_perplexity": baselines[f"{baseline}_{text}"] for text in texts}
         # Studies of earlier releases have measured no KL.
         row |= {f"{text}_kl": 0.0 if baseline == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
+        row |= {figure: baselines.get(f"{baseline}_{figure}") for figure in figures}
         rows.append({**row, "seconds": None, "command": None})
     # The runs that are done so far.
     deciding = selection_runs(config)

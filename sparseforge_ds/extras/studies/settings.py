@@ -59,6 +59,26 @@ class Method:
 
 
 @dataclass(frozen=True)
+class MeasuredTasks:
+    """Tasks of lm-evaluation-harness; keys as the flags of `sparseforge evaluate`, whose guide describes them."""
+
+    names: tuple[str, ...]
+    """Names of the tasks."""
+    include_path: str | None = None
+    """Folder of task files, or of benchmark data; null: the hub."""
+    limit: int | None = None
+    """Rows of each task; null: all."""
+    num_fewshot: int | None = None
+    """Examples in a prompt of generated answers; null: the task's own number."""
+    gen_kwargs: str | None = None
+    """Settings of generation, like "max_gen_toks=256"."""
+    apply_chat_template: bool = False
+    """Put prompts into the tokenizer's chat template."""
+    confirm_run_unsafe_code: bool = False
+    """Allow tasks that run the code that a model writes."""
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """Content of CONFIG. Paths are relative to its folder, unless they are absolute or begin with a $VARIABLE."""
 
@@ -87,6 +107,9 @@ class CompareConfig:
     dense model, which no method can lower by learning the text."""
     other_texts: dict[str, HeldOutText] = field(default_factory=dict)
     """Further texts that results are measured on, by the name of their column; they decide nothing."""
+    tasks: MeasuredTasks | None = None
+    """Tasks that results are measured on; they decide nothing. Each has columns for accuracy, for the items that the
+    dense model alone has right, and for generated answers for their tokens and the share that the limit cut."""
     one_shot: dict[str, Method] = field(default_factory=dict)
     """Methods that prune without training: one run for each seed, no budget, no learning rate."""
     reference: str | None = None
@@ -212,6 +235,7 @@ def _resolve(config: CompareConfig, folder: Path) -> CompareConfig:
         validation_text=resolve_text("validation_text", config.validation_text),
         test_text=resolve_text("test_text", config.test_text),
         other_texts={name: resolve_text(f"other_texts.{name}", text) for name, text in config.other_texts.items()},
+        tasks=_resolve_tasks(config.tasks, folder),
         text_field=_expand(config.text_field, "text_field"),
         budgets=tuple(sorted(config.budgets)),
         learning_rates=tuple(sorted(config.learning_rates)),
@@ -219,6 +243,12 @@ def _resolve(config: CompareConfig, folder: Path) -> CompareConfig:
         methods={name: resolve_method("methods", method) for name, method in config.methods.items()},
         one_shot={name: resolve_method("one_shot", method) for name, method in config.one_shot.items()},
     )
+
+
+def _resolve_tasks(tasks: MeasuredTasks | None, folder: Path) -> MeasuredTasks | None:
+    if tasks is None or tasks.include_path is None:
+        return tasks
+    return replace(tasks, include_path=_resolve_path(tasks.include_path, "tasks.include_path", folder))
 
 
 def _check(config: CompareConfig) -> None:

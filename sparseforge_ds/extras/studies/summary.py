@@ -11,6 +11,7 @@ import pandas as pd
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.studies.settings import CompareConfig
+from sparseforge_ds.extras.studies.task_columns import task_columns
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
@@ -30,8 +31,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
 
         `validation`, `test` and `behind` are means, each with its sample standard deviation (`test_deviation`, NaN for
         a single number). `behind` is the test perplexity minus the reference's with the same seed and budget.
-        `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured. A mean with a
-        diverged run is not finite.
+        `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured, and likewise
+        `task_<task>_<figure>`. A mean with a diverged run is not finite.
     """
     # Columns that older studies lack get their defaults.
     table = pd.DataFrame(rows)
@@ -42,8 +43,9 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         table[edge] = table[edge].eq(True) if edge in table else False
     table["decay"] = table["decay"].astype(float) if "decay" in table else math.nan
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
-    divergences = [name for name in table.columns if name.endswith("_kl") and table[name].notna().any()]
-    table[divergences] = table[divergences].astype(float).fillna(math.inf)
+    measured = [name for name in table.columns if name.endswith("_kl") or name.startswith("task_")]
+    measured = [name for name in measured if table[name].notna().any()]
+    table[measured] = table[measured].astype(float).fillna(math.inf)
     # Differences to the reference, seed by seed.
     reference_rows = table[(table["kind"] == "result") & (table["method"] == reference)]
     against = table[["seed", "steps"]].merge(
@@ -66,8 +68,8 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         test_deviation=("test_perplexity", "std"),
         behind=("behind", lambda values: values.mean(skipna=False)),
         behind_deviation=("behind", "std"),
-        **{name: (name, "mean") for name in divergences},
-        **{f"{name}_deviation": (name, "std") for name in divergences},
+        **{name: (name, "mean") for name in measured},
+        **{f"{name}_deviation": (name, "std") for name in measured},
     )
     return lines.reset_index().sort_values(["kind", "steps", "test"], kind="stable", ignore_index=True)
 
@@ -143,6 +145,8 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
     texts = [text for text in ("test", *config.other_texts) if f"{text}_kl" in lines]
     head += [f"test minus {config.compared_with}", *(f"KL {text}" for text in texts), "training"]
+    figures = {key: title for key, title in task_columns(config.tasks).items() if key in lines}
+    head += figures.values()
     dense = lines.loc[lines["kind"] == "dense", "test"]
     same: list[list[str]] = []
     other: list[list[str]] = []
@@ -150,7 +154,9 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     for line in lines.itertuples():
         cost = cost_of(line, config)
         rows = same if cost in (DENSE, usual) else other
-        rows.append(_cells(line, cost, dense.iloc[0] if len(dense) else math.nan, texts))
+        means = [(lines.at[line.Index, key], lines.at[line.Index, f"{key}_deviation"]) for key in figures]
+        cells = _cells(line, cost, dense.iloc[0] if len(dense) else math.nan, texts)
+        rows.append([*cells, *(spread(mean, deviation) for mean, deviation in means)])
     return [Table([name, *head], rows) for name, rows in (("method", same), ("method, at another cost", other)) if rows]
 
 
@@ -190,6 +196,11 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     ]
     if any(f"{text}_kl" in lines for text in ("test", *config.other_texts)):
         legend.append("KL is the mean of KL(dense || model) over the tokens of a text, in nats; 0 is the dense model.")
+    if config.tasks is not None:
+        legend.append(
+            "Columns of tasks are the share of right items, of items that the dense model alone has right (lost), and "
+            "of answers that the limit cut, and the mean tokens of an answer."
+        )
     if "windows" in (config.validation_text.protocol, config.test_text.protocol):
         legend.append("Texts are cut into windows, where other studies score every document by itself.")
     if len(config.patterns) > 1:

@@ -15,7 +15,8 @@ from sparseforge_ds.evaluate import finished_model
 from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.published import SUITES
 from sparseforge_ds.mask.pattern import parse_pattern
-from tests.task_files import write_task
+from tests.task_files import GENERATION_LIMIT as LIMIT
+from tests.task_files import STOPS, write_generation_task, write_task
 from tests.tiny_folders import write_model
 from tests.tiny_models import tiny_llama
 
@@ -131,8 +132,6 @@ def test_what_is_wrong_is_said_before_the_evaluation(
 
 
 OPENINGS = ["Once upon a time", "The dog was", "Lily and Tom", "One day a bird", "Mom said", "The big red"]
-STOPS = ["."]
-LIMIT = 14
 
 
 def alone(model: Any, tokenizer: Any, prompt: str) -> tuple[list[int], list[int], bool]:
@@ -145,24 +144,6 @@ def alone(model: Any, tokenizer: Any, prompt: str) -> tuple[list[int], list[int]
         if ids[-1] == tokenizer.eos_token_id or any(stop in tokenizer.decode(ids) for stop in STOPS):
             return start, ids, False
     return start, ids, True
-
-
-def write_generation(folder: Path, rows: list[dict[str, str]], **more: Any) -> None:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "openings",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "output_type": "generate_until",
-        "test_split": "test",
-        "doc_to_text": "{{opening}}",
-        "doc_to_target": "{{ending}}",
-        "target_delimiter": "",
-        "generation_kwargs": {"until": STOPS, "max_gen_toks": LIMIT, "do_sample": False},
-        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-        **more,
-    }
-    (folder / "openings.yaml").write_text(json.dumps(task))
 
 
 def test_generated_answers_agree_with_generation_by_hand(
@@ -180,7 +161,7 @@ def test_generated_answers_agree_with_generation_by_hand(
     texts = {name: [tokenizer.decode(ids).split(".")[0] for _, ids, _ in made] for name, made in answers.items()}
     # Targets: dense answers of the first half, sparse ones of the rest.
     targets = texts["dense"][:4] + texts["this"][4:]
-    write_generation(
+    write_generation_task(
         tmp_path, [{"opening": opening, "ending": ending} for opening, ending in zip(OPENINGS, targets, strict=True)]
     )
     report = tmp_path / "report.json"
@@ -260,7 +241,7 @@ def test_tasks_that_run_code_need_leave_and_are_tried_first(
 ) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
-    write_generation(tmp_path, [{"opening": "Once", "ending": "."}], unsafe_code=True)
+    write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}], unsafe_code=True)
     command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
     assert main(command) == 2
     assert "--tasks openings: runs the code that the model writes, on this machine" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Columns of a comparison from tasks of lm-evaluation-harness: accuracy, length of answers, and items that are lost."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.evaluate.harness import load_tasks
+from sparseforge_ds.evaluate.published import CUT, LOST, TOKENS, is_accuracy, with_ending
+from sparseforge_ds.evaluate.task_scores import (
+    TaskScores,
+    TaskSettings,
+    compare_answers,
+    measure,
+    parse_arguments,
+    wrap_model,
+)
+from sparseforge_ds.extras.studies.settings import MeasuredTasks
+
+_FIGURES = {"accuracy": "", "lost": "lost", TOKENS: "tokens", CUT: "cut"}
+"""Figures of a task, and what stands behind its name in the head of their column."""
+
+
+def task_columns(tasks: MeasuredTasks | None) -> dict[str, str]:
+    """Return the names of all figures of the tasks, with the heads of their columns."""
+    names = () if tasks is None else tasks.names
+    return {f"task_{name}_{figure}": f"{name} {head}".strip() for name in names for figure, head in _FIGURES.items()}
+
+
+class TaskColumns:
+    """Measurements of models on the tasks of a comparison. Several threads may use it, one after the other.
+
+    Args:
+        tasks: the tasks.
+        batch_size: rows of one forward.
+
+    Raises:
+        ValueError: a task cannot be loaded.
+    """
+
+    def __init__(self, tasks: MeasuredTasks, batch_size: int) -> None:
+        self._settings = TaskSettings(
+            limit=tasks.limit,
+            batch_size=batch_size,
+            gen_kwargs=parse_arguments(tasks.gen_kwargs),
+            apply_chat_template=tasks.apply_chat_template,
+            confirm_run_unsafe_code=tasks.confirm_run_unsafe_code,
+        )
+        given = (tasks.include_path, tasks.limit, tasks.num_fewshot, tasks.confirm_run_unsafe_code)
+        self._tasks = load_tasks(tasks.names, *given)
+        self._dense_scores: TaskScores | None = None
+        self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
+
+    def measure(
+        self, model: PreTrainedModel, dense: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, Any]:
+        """Return the figures of a model by the names of `task_columns`; the dense model itself has none lost."""
+        with self._one_at_a_time:
+            if self._dense_scores is None:
+                self._dense_scores = self._run(dense, tokenizer)
+            scores = self._dense_scores if model is dense else self._run(model, tokenizer)
+        compare_answers(scores, self._dense_scores)
+        figures: dict[str, Any] = {}
+        for task, metrics in scores.metrics.items():
+            accuracy = next(filter(is_accuracy, metrics))
+            keys = {"accuracy": accuracy, "lost": with_ending(accuracy, LOST), TOKENS: TOKENS, CUT: CUT}
+            figures |= {f"task_{task}_{name}": metrics[key] for name, key in keys.items() if key in metrics}
+        return figures
+
+    def _run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScores:
+        return measure(wrap_model(model, tokenizer, self._settings.batch_size), self._tasks, self._settings)

@@ -1,0 +1,55 @@
+"""Tasks of the harness as columns of a comparison: measured, written to rows, and laid out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
+from sparseforge_ds.extras.studies.assessment import Evaluator
+from sparseforge_ds.extras.studies.records import Records, write_rows
+from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.summary import markdown, summarize
+from sparseforge_ds.extras.studies.texts import Texts
+from sparseforge_ds.mask.pattern import parse_pattern
+from tests.task_files import write_generation_task
+from tests.unit.extras.studies.test_settings import write
+
+
+def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    stories = assets / "models" / "stories260K"
+    if not stories.is_dir():
+        pytest.skip(f"no model in {stories}")
+    # The dense model has the first item right, and a pruned one has not.
+    dense, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    prompt = tokenizer("Once upon a time", return_tensors="pt")
+    ids = dense.generate(**prompt, do_sample=False, max_new_tokens=14)[0, prompt["input_ids"].shape[1] :]
+    ending = tokenizer.decode(ids).split(".")[0]
+    write_generation_task(
+        tmp_path, [{"opening": "Once upon a time", "ending": ending}, {"opening": "Mom", "ending": "x"}]
+    )
+    prune_by_magnitude(dense, parse_pattern("2:4"))
+    dense.save_pretrained(tmp_path / "pruned")
+    tokenizer.save_pretrained(tmp_path / "pruned")
+
+    tasks = {"names": ["openings"], "include_path": ".", "limit": 2}
+    config = read_config(write(tmp_path, model=str(stories), tasks=tasks, one_shot={}, methods={"ours": {}}))
+    evaluator = Evaluator(config, Texts(["A dog."], ["A cat sat."], {}, []), config.pruned)
+    assert evaluator.conditions["tasks"]["names"] == ("openings",)
+    baselines = evaluator.baselines({})
+    assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
+    measured = evaluator.measure(tmp_path / "pruned", "test")
+    assert measured["task_openings_accuracy"] == 0 and measured["task_openings_lost"] == 0.5
+    assert 0 < measured["task_openings_answer_tokens"] <= 14 and 0 <= measured["task_openings_cut_at_limit"] <= 1
+    assert not any(key.startswith("task_") for key in evaluator.measure(tmp_path / "pruned", "validation"))
+
+    rows = write_rows(tmp_path, config, baselines, Records(tmp_path / "records"), {})
+    result = {**rows[1], "kind": "result", "method": "ours", "seed": 3, "steps": 40, "learning_rate": 1e-3, **measured}
+    table = markdown(summarize([*rows, result], "ours"), [*rows, result], config, [])
+    assert "| openings | openings lost | openings tokens | openings cut |" in table
+    tokens = f"{measured['task_openings_answer_tokens']:.4g}"
+    assert any(line.startswith("| ours |") and f"| 0 | 0.5 | {tokens} |" in line for line in table.splitlines()), table
+    assert "items that the dense model alone has right (lost)" in table
