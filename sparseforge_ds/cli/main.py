@@ -31,6 +31,7 @@ from sparseforge_ds.cli import (
     plan,
     prune,
     rotate,
+    teach,
     train,
     verify,
 )
@@ -40,6 +41,7 @@ from sparseforge_ds.config.flag_names import unknown_word, with_our_names
 
 COMMANDS = (
     train,
+    teach,
     permute,
     rotate,
     prune,

@@ -77,6 +77,12 @@ class RunArguments:
         "the dense model: a Hugging Face folder, a hub id, or the small model embedded in the package",
     )
     teacher: str | None = _flag(None, "dense model to distil from: folder or hub id; default: the same as --model")
+    teacher_logits: str | None = _flag(
+        None,
+        "folder of a teacher's largest logits of this text, which `sparseforge teach` has written, in place of a "
+        "teacher in memory",
+        "DIR",
+    )
     dataset: list[str] = _list_flag(
         "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet, .arrow or Megatron's .idx "
         "file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), or stdlib, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from torch import Tensor
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout, MicroBatch
 from sparseforge_ds.data.round_robin import RoundRobin
-from sparseforge_ds.data.windows import ReadProgress, Windows, document_starts, token_ids, trained_flags
+from sparseforge_ds.data.teacher_logits import TeacherLogits, stack_logits
+from sparseforge_ds.data.windows import CachedWindows, ReadProgress, Windows, document_starts, token_ids, trained_flags
+from sparseforge_ds.model.top_logits import TopLogits
 from sparseforge_ds.ranks import AgreedError
 
 _log = logging.getLogger(__name__)
@@ -59,15 +62,22 @@ class Batches:
         parts: windows of each source in a round.
         layout: place of this rank in a global batch.
         takes_other_data: accept the state of another text, with a line in the log.
+        teacher_logits: stored logits of every source, which are `CachedWindows` then; None for none.
     """
 
     def __init__(
-        self, sources: Sequence[Windows], parts: Sequence[int], layout: BatchLayout, takes_other_data: bool = False
+        self,
+        sources: Sequence[Windows],
+        parts: Sequence[int],
+        layout: BatchLayout,
+        takes_other_data: bool = False,
+        teacher_logits: Sequence[TeacherLogits] | None = None,
     ) -> None:
         self.sources = list(sources)
         self.parts = list(parts)
         self.layout = layout
         self.takes_other_data = takes_other_data
+        self.teacher_logits = teacher_logits
         self.seq_length = sources[0].seq_length
         self.seed = sources[0].seed
         self.position = 0
@@ -100,7 +110,7 @@ class Batches:
         divisor = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         micro_batches = []
         for position in batch[:: layout.sequences_at_once]:
-            sequences = make_micro_batch(self._rows(position), divisor)
+            sequences = replace(make_micro_batch(self._rows(position), divisor), top=self._top_logits(position))
             if layout.sequence_parallel > 1:
                 sequences = sequences.take_tokens(layout.token_slice(self.seq_length), layout.sequence_parallel)
             micro_batches.append(sequences)
@@ -132,6 +142,19 @@ class Batches:
         self.prepare(position, self.layout.sequences_at_once)
         first = position + self.layout.group * micro_batch
         return np.stack([self._window(first + row) for row in range(micro_batch)])
+
+    def _top_logits(self, position: int) -> TopLogits | None:
+        """Return the teacher's logits of this rank's next micro-batch after `position` sequences."""
+        if self.teacher_logits is None:
+            return None
+        first = position + self.layout.group * self.layout.micro_batch
+        rows = []
+        for row in range(self.layout.micro_batch):
+            source, sample = self._order.locate(first + row)
+            windows = self.sources[source]
+            assert isinstance(windows, CachedWindows)
+            rows.append(self.teacher_logits[source].read(windows.number_in_text(sample)))
+        return stack_logits(rows)
 
     def _window(self, position: int) -> np.ndarray:
         source, window = self._order.locate(position)

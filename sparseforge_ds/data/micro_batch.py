@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparseforge_ds.model.top_logits import TopLogits
+
 IGNORED = -100
 """Label of a token that is not trained on, as in transformers."""
 
@@ -70,6 +72,8 @@ class MicroBatch:
     restart at 0 with each document, where attention stays inside documents."""
     shifted: bool = False
     """True if S is a part of the sequences. The last token of a part predicts the first token of the next part."""
+    top: TopLogits | None = None
+    """A teacher's largest logits of the tokens, with `--teacher_logits`."""
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -82,7 +86,8 @@ class MicroBatch:
         same = self.label_BS is self.token_BS
         label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
         more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
-        return MicroBatch(token_BS, label_BS, self.trained, more, self.shifted)
+        top = None if self.top is None else self.top.to(device)
+        return MicroBatch(token_BS, label_BS, self.trained, more, self.shifted, top)
 
     def take_tokens(self, part: slice, parts: int) -> MicroBatch:
         """Return the share of one rank in sequences that several ranks compute together.
@@ -97,4 +102,5 @@ class MicroBatch:
         label_BS = F.pad(self.label_BS[:, 1:], (0, 1), value=IGNORED)[:, part]
         token_BS = self.token_BS[:, part].contiguous()
         more = {key: value_BS[:, part] for key, value_BS in self.more.items()}
-        return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, more, shifted=True)
+        top = None if self.top is None else self.top.take_tokens(part)
+        return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, more, shifted=True, top=top)

@@ -142,13 +142,17 @@ class CachedWindows:
 
     def window(self, sample: int) -> np.ndarray:
         """See `Windows`."""
+        start = self.number_in_text(sample) * self.seq_length
+        return self.token[start : start + self.seq_length]
+
+    def number_in_text(self, sample: int) -> int:
+        """Return the number of a window in the text, from 0 on."""
         epoch, index = divmod(sample, self.windows)
         if epoch not in self._orders:
             # Two epochs are kept, because a mixture goes back and forth across the end of an epoch.
             self._orders = {other: order for other, order in self._orders.items() if abs(other - epoch) == 1}
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-        start = int(self._orders[epoch][index]) * self.seq_length
-        return self.token[start : start + self.seq_length]
+        return int(self._orders[epoch][index])
 
     def state(self) -> dict[str, Any]:
         """See `Windows`. Beside the position nothing else is needed."""

@@ -22,6 +22,7 @@ from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.mask.kernels.fusing import is_compiled
 from sparseforge_ds.model.token_losses import IGNORED as IGNORED
 from sparseforge_ds.model.token_losses import TokenLosses
+from sparseforge_ds.model.top_logits import TopLogits, TopTeacher
 
 BLOCK = 2**25
 """Most logits of a model in a block, so that a large vocabulary makes blocks of fewer tokens."""
@@ -42,7 +43,7 @@ class DistillationLoss(NamedTuple):
 
 def distillation_loss(
     student_logits_BSV: Tensor,
-    teacher_logits_BSV: Tensor,
+    teacher_logits_BSV: Tensor | TopLogits,
     labels_BS: Tensor,
     config: DistillationConfig,
     trained: float | None = None,
@@ -58,7 +59,7 @@ def distillation_loss(
 
     Args:
         student_logits_BSV: (B, S, V) in any floating dtype.
-        teacher_logits_BSV: (B, S, V), no gradient flows to it.
+        teacher_logits_BSV: (B, S, V), no gradient flows to it; or a teacher's largest logits (eq. 12c).
         labels_BS: (B, S) token ids at the positions of the inputs, unshifted; -100 is ignored.
         config: weights, temperature and the tokens of a block.
         trained: divisor of the sums over labels; None for the number of labels here that are not ignored. Give the
@@ -78,15 +79,17 @@ def distillation_loss(
             "distillation.hidden is set, but distillation_loss sees logits alone; use loss_in_head with the targets of "
             "a Teacher, which compares hidden states too, or set it to null"
         )
-    check_same_vocabulary(V, teacher_logits_BSV.shape[-1])
-    if teacher_logits_BSV.shape != (B, S, V) or labels_BS.shape != (B, S):
+    is_top = isinstance(teacher_logits_BSV, TopLogits)
+    teacher_shape = (*teacher_logits_BSV.entry_BSK.shape[:2], V) if is_top else teacher_logits_BSV.shape
+    check_same_vocabulary(V, teacher_shape[-1])
+    if teacher_shape != (B, S, V) or labels_BS.shape != (B, S):
         raise ValueError(
-            f"student logits {(B, S, V)}, teacher logits {tuple(teacher_logits_BSV.shape)} and labels "
+            f"student logits {(B, S, V)}, teacher logits {tuple(teacher_shape)} and labels "
             f"{tuple(labels_BS.shape)} do not belong together; give (B, S, V), (B, S, V) and (B, S) of one batch"
         )
     losses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         student_logits_BSV.reshape(-1, V),
-        teacher_logits_BSV.detach().reshape(-1, V),
+        teacher_logits_BSV if is_top else teacher_logits_BSV.detach().reshape(-1, V),
         next_labels(labels_BS, shifted),
         config,
         trained,
@@ -164,14 +167,17 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         student_TV: Tensor,
-        teacher_TV: Tensor | None,
+        teacher: Tensor | TopLogits | None,
         next_T: Tensor,
         config: DistillationConfig,
         trained: float | None,
     ) -> Tensor:
         tokens = TokenLosses(next_T, config, student_TV.dtype, trained)
+        is_top = isinstance(teacher, TopLogits)
+        ctx.top = TopTeacher(teacher, config.temperature, tokens.exact) if is_top else None
+        teacher_TV = None if is_top else teacher
         for rows in block_slices(len(next_T), tokens_per_block(config, student_TV.shape[1])):
-            tokens.add(rows, student_TV[rows], None if teacher_TV is None else teacher_TV[rows])
+            tokens.add(rows, student_TV[rows], _teacher_rows(ctx.top, teacher_TV, student_TV, rows))
         ctx.save_for_backward(student_TV, teacher_TV)
         ctx.tokens = tokens
         return tokens.means()
@@ -183,11 +189,18 @@ class _ChunkedLoss(torch.autograd.Function):
         tokens: TokenLosses = ctx.tokens
         gradient_TV = torch.empty_like(student_TV)
         for rows in block_slices(len(student_TV), tokens_per_block(tokens.config, student_TV.shape[1])):
-            teacher = None if teacher_TV is None else teacher_TV[rows]
+            teacher = _teacher_rows(ctx.top, teacher_TV, student_TV, rows)
             # A compiled kernel casts its result; step by step the copy does.
             dtype = student_TV.dtype if is_compiled(student_TV.device) else None
             gradient_TV[rows] = tokens.gradient(student_TV[rows], teacher, grad_3[0], rows=rows, dtype=dtype)
         return gradient_TV, None, None, None, None
+
+
+def _teacher_rows(top: TopTeacher | None, teacher_TV: Tensor | None, student_TV: Tensor, rows: slice) -> Tensor | None:
+    """Return a block of the teacher's logits, or None without a teacher."""
+    if top is not None:
+        return top.rows(student_TV[rows], rows)
+    return None if teacher_TV is None else teacher_TV[rows]
 
 
 def refuse_second_derivative() -> None:

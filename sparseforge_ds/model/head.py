@@ -31,6 +31,7 @@ from sparseforge_ds.model.distill import (
 )
 from sparseforge_ds.model.hidden import compare_hidden
 from sparseforge_ds.model.token_losses import TokenLosses
+from sparseforge_ds.model.top_logits import TopLogits, TopTeacher
 
 PASS_TOKENS = 2**14
 """Most tokens of a rank in one pass of a teacher, whose activations are those of one block, without a graph."""
@@ -139,7 +140,7 @@ def loss_in_head(
     engine: Any,
     labels_BS: Tensor,
     config: DistillationConfig | None = None,
-    target: Target | None = None,
+    target: Target | TopLogits | None = None,
     trained: float | None = None,
     shifted: bool = False,
     **inputs: Any,
@@ -153,8 +154,8 @@ def loss_in_head(
         engine: a DeepSpeed engine, or the model itself.
         labels_BS: (B, S) token ids at the positions of the inputs, unshifted; -100 is ignored.
         config: weights, temperature and the tokens of a block; None for the task loss alone.
-        target: the teacher's answer to these inputs (`Teacher.targets`); None for the task loss alone. Its states are
-            freed in the backward pass.
+        target: the teacher's answer to these inputs (`Teacher.targets`), or its largest logits (eq. 12c); None for the
+            task loss alone. Its states are freed in the backward pass.
         trained: divisor of the sums over labels, see `distillation_loss`.
         shifted: True if labels stand at the positions that predict them, see `distillation_loss`.
         **inputs: of the forward pass, `input_ids` above all.
@@ -176,7 +177,7 @@ def loss_in_head(
         )
     # A teacher's three tensors, or none of them, enter the loss as constants.
     teacher: tuple[Tensor | None, ...] = (None, None, None)
-    if target is not None:
+    if isinstance(target, Target):
         check_same_vocabulary(head.out_features, target.head.weight.shape[0])
         teacher = (target.hidden_BSH.detach().flatten(0, 1), *target.head)
     next_T = next_labels(labels_BS, shifted)
@@ -184,14 +185,16 @@ def loss_in_head(
     def losses(hidden_BSH: Tensor) -> Tensor:
         if hidden_BSH.shape[:2] != labels_BS.shape:
             raise ValueError(f"labels {tuple(labels_BS.shape)} do not belong to inputs {tuple(hidden_BSH.shape[:2])}")
-        setup = _LossSetup(next_T, config, _compute_dtype(hidden_BSH), trained)
+        top = target if isinstance(target, TopLogits) else None
+        setup = _LossSetup(next_T, config, _compute_dtype(hidden_BSH), trained, top)
         losses_3: Tensor = _HeadLoss.apply(  # type: ignore[no-untyped-call]
             hidden_BSH.flatten(0, 1), head.weight, head.bias, *teacher, setup
         )
         return losses_3
 
     # Hidden states are compared in the same pass.
-    with compare_hidden(model, target.states if target else None, next_T, config, trained) as hidden_loss:
+    states = target.states if isinstance(target, Target) else None
+    with compare_hidden(model, states, next_T, config, trained) as hidden_loss:
         output = replace_logits(model, lambda: engine(use_cache=False, **inputs), losses)
     return hidden_loss.add_to(unpack_losses(output.logits)), output
 
@@ -216,6 +219,8 @@ class _LossSetup:
     dtype: torch.dtype
     """Dtype in which logits are computed."""
     trained: float | None
+    top: TopLogits | None = None
+    """The teacher's largest logits, in place of its hidden states and head."""
 
 
 class _LogitSource(NamedTuple):
@@ -247,6 +252,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx.dtype = setup.dtype
         ctx.block_rows = tokens_per_block(setup.config, len(weight_VH))
         ctx.tokens = TokenLosses(setup.next_T, setup.config, setup.dtype, setup.trained)
+        ctx.top = None if setup.top is None else TopTeacher(setup.top, setup.config.temperature, ctx.tokens.exact)
         ctx.only_block = None
         device_type = hidden_TH.device.type
         with torch.autocast(device_type, enabled=False) if _is_autocast(device_type) else nullcontext():
@@ -254,11 +260,13 @@ class _HeadLoss(torch.autograd.Function):
             teacher = _teacher_source(teacher_TH, teacher_weight_VH, teacher_bias_V)
             # The logits of a small batch are one block, which the backward pass uses again.
             if len(setup.next_T) <= ctx.block_rows:
-                ctx.only_block = student.block(), None if teacher is None else teacher.block()
+                student_TV = student.block()
+                ctx.only_block = student_TV, _teacher_rows(teacher, ctx.top, student_TV, slice(None))
                 ctx.tokens.add(slice(None), *ctx.only_block)
             else:
                 for rows in block_slices(len(setup.next_T), ctx.block_rows):
-                    ctx.tokens.add(rows, student.block(rows), None if teacher is None else teacher.block(rows))
+                    student_TV = student.block(rows)
+                    ctx.tokens.add(rows, student_TV, _teacher_rows(teacher, ctx.top, student_TV, rows))
             return ctx.tokens.means()
 
     @staticmethod
@@ -276,10 +284,12 @@ class _HeadLoss(torch.autograd.Function):
         grad_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
         block_columns = V if ctx.only_block else _aligned(ctx.block_rows * V // T)
         for columns in block_slices(V, block_columns):
-            student_TV, teacher_TV = ctx.only_block or (
-                student.block(columns=columns),
-                None if teacher is None else teacher.block(columns=columns),
-            )
+            if ctx.only_block:
+                student_TV, teacher_TV = ctx.only_block
+            else:
+                student_TV = student.block(columns=columns)
+                teacher_TV = None if teacher is None else teacher.block(columns=columns)
+                teacher_TV = ctx.top.columns(student_TV, columns) if ctx.top is not None else teacher_TV
             gradient_TV = ctx.tokens.gradient(student_TV, teacher_TV, grad_3[0], columns=columns, dtype=ctx.dtype)
             del student_TV, teacher_TV
             if grad_TH is not None:
@@ -296,6 +306,15 @@ def _teacher_source(hidden_TH: Tensor | None, weight_VH: Tensor | None, bias_V: 
     if hidden_TH is None or weight_VH is None:
         return None
     return _LogitSource(hidden_TH, Head(weight_VH, bias_V))
+
+
+def _teacher_rows(
+    teacher: _LogitSource | None, top: TopTeacher | None, student_TV: Tensor, rows: slice
+) -> Tensor | None:
+    """Return a block of the teacher's logits, or None without a teacher."""
+    if top is not None:
+        return top.rows(student_TV, rows)
+    return None if teacher is None else teacher.block(rows)
 
 
 def _aligned(columns: int) -> int:

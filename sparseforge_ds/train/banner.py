@@ -50,7 +50,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     # A row in a starred list is there only where the run has such a thing.
     return [
         ("model", f"{spec.model.name} ({spec.model.config.model_type}, {coverage.total:,} parameters)"),
-        ("teacher", spec.teacher.name if spec.teacher else "none"),
+        ("teacher", spec.teacher.name if spec.teacher else spec.arguments.teacher_logits or "none"),
         (
             "pruned",
             f"{config.pattern} in {coverage.weights} weights: {coverage}",

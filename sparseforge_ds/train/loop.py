@@ -257,7 +257,8 @@ def _sequences_of_start(context: TrainContext) -> int | None:
 
 def _scalars(context: TrainContext, mean: dict[str, float], learning_rate: float) -> dict[str, float]:
     """Return the metrics of an applied step by tag; losses that the run does not have are left out."""
-    absent = {"kl"} if context.objective.teacher is None else set()
+    teaches = context.objective.teacher is not None or context.batches.teacher_logits is not None
+    absent = set() if teaches else {"kl"}
     absent |= {name for name in ("hidden", "balance") if not mean[name]}
     scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
     scalars["train/learning_rate"] = learning_rate

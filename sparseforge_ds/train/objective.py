@@ -17,6 +17,7 @@ from sparseforge_ds.model.head import NonlinearHeadError, Target, hidden_states,
 from sparseforge_ds.model.hidden import compare_hidden
 from sparseforge_ds.model.registration import OWN_FAMILIES
 from sparseforge_ds.model.teacher import Teacher
+from sparseforge_ds.model.top_logits import TopLogits
 
 LOSSES = ("total", "cross_entropy", "kl", "hidden", "balance")
 """Names of the losses in the log, as `loss/...`."""
@@ -32,7 +33,7 @@ class Objective:
 
     Args:
         engine: the student's engine.
-        teacher: None for the task loss alone.
+        teacher: None for the task loss alone, or where micro-batches have the logits of one.
         config: the sparseforge block, of which `distillation` and `importance` are used.
     """
 
@@ -71,15 +72,20 @@ class Objective:
         return self.whole
 
     @contextmanager
-    def targets(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[Target | None]]:
-        """Hold the teacher's targets of a step's micro-batches, see `Teacher.targets`; None each without a teacher."""
+    def targets(self, micro_batches: Sequence[MicroBatch]) -> Iterator[Sequence[Target | TopLogits | None]]:
+        """Hold the teacher's targets of a step's micro-batches, see `Teacher.targets`.
+
+        Without a teacher they are its stored logits, or None.
+        """
         if self.teacher is None or self.whole:
-            yield [None] * len(micro_batches)
+            yield [batch.top for batch in micro_batches]
         else:
             with self.teacher.targets([batch.inputs for batch in micro_batches]) as targets:
                 yield targets
 
-    def loss(self, batch: MicroBatch, target: Target | None, progress: float = 0.0) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, batch: MicroBatch, target: Target | TopLogits | None, progress: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Return the loss of a micro-batch, and its parts by `LOSSES`, (5,), for the log.
 
         The engine trains on the mean over all ranks.
@@ -108,7 +114,10 @@ class Objective:
         return self._by_blocks(batch)[0].total
 
     def _by_blocks(
-        self, batch: MicroBatch, config: DistillationConfig | None = None, target: Target | None = None
+        self,
+        batch: MicroBatch,
+        config: DistillationConfig | None = None,
+        target: Target | TopLogits | None = None,
     ) -> tuple[DistillationLoss, Any]:
         """Return losses and the model's output; the head makes logits block by block, and none is kept."""
         inputs: dict[str, Any] = batch.inputs
@@ -120,6 +129,8 @@ class Objective:
         if self.teacher is None or config is None:
             output = self._run(batch)
             student_BSV = with_position_axis(output.logits)
+            if batch.top is not None and config is not None:
+                return distillation_loss(student_BSV, batch.top, label_BS, config, batch.trained, batch.shifted), output
             total = task_loss(student_BSV, label_BS, trained=batch.trained, shifted=batch.shifted)
             zero = torch.zeros_like(total)
             return DistillationLoss(total, total.detach(), zero, zero), output

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.data.streaming import open_stream
+from sparseforge_ds.data.teacher_logits import TeacherLogits
 from sparseforge_ds.data.text_files import Source
 from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
 from sparseforge_ds.data.tokenization import unknown_token_error
@@ -29,7 +33,27 @@ def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
     )
     at_least = layout.global_batch if len(spec.text.sources) == 1 else 1
     sources = [_open(spec, ranks, source, at_least) for source in spec.text.sources]
-    return Batches(sources, spec.text.parts, layout, spec.arguments.resume_other_data)
+    logits = ranks.all_or_raise(lambda: _open_teacher_logits(spec, sources))
+    return Batches(sources, spec.text.parts, layout, spec.arguments.resume_other_data, logits)
+
+
+def _open_teacher_logits(spec: RunSpec, sources: Sequence[Windows]) -> list[TeacherLogits] | None:
+    """Open the stored logits of every source, if the run has them."""
+    folder = spec.arguments.teacher_logits
+    if folder is None:
+        return None
+    assert spec.config.distillation is not None
+    logits = []
+    for windows in sources:
+        if not isinstance(windows, CachedWindows):
+            raise ValueError(
+                f"--teacher_logits {folder}: --dataset {windows.name} is a stream, whose windows have no numbers; give "
+                "files of this machine, without stream:"
+            )
+        vocabulary = int(spec.model.config.get_text_config().vocab_size)
+        settings = (spec.arguments.seq_length, vocabulary, spec.config.distillation.temperature)
+        logits.append(TeacherLogits.open(Path(folder), windows.key, windows.facts, *settings))
+    return logits
 
 
 def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows:

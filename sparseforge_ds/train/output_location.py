@@ -42,7 +42,10 @@ def check_output_location(arguments: RunArguments) -> None:
 
 def _inputs(arguments: RunArguments) -> Iterator[tuple[str, str, Path]]:
     """Yield (flag, value, path) of every model and text on this machine's disk that the run reads."""
-    models = (("--model", arguments.model), ("--teacher", arguments.teacher))
+    models = (
+        *(("--model", arguments.model), ("--teacher", arguments.teacher)),
+        ("--teacher_logits", arguments.teacher_logits),
+    )
     inputs = [(flag, name, name) for flag, name in models if name is not None and name != EMBEDDED_MODEL]
     for value in arguments.dataset:
         for name in (value, value.rpartition("=")[0]):  # with a weight behind it, or without

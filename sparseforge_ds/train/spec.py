@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,14 @@ class RunSpec:
     @property
     def memory_settings(self) -> MemorySettings:
         """Return the settings that decide the memory of a rank, for the planner."""
-        return settings(
+        memory = settings(
             self.deepspeed,
             self.config,
             ranks=self.world_size,
             seq_length=self.arguments.seq_length,
             checkpointing=self.arguments.activation_checkpointing,
         )
+        return replace(memory, teacher=self.teacher is not None)
 
     @property
     def tokens_per_step(self) -> int:
@@ -179,12 +180,29 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
             f"--teacher {arguments.teacher}: the sparseforge block says distillation null; "
             'leave the flag out or write "distillation": {}'
         )
+    if arguments.teacher_logits is not None:
+        _check_teacher_logits(arguments, config)
     batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
     check_trackers(arguments.report_to)
     check_output_location(arguments)
     if arguments.gpus is None:  # else the run is one of other machines
         check_machine(content)
     return content, config
+
+
+def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) -> None:
+    """Reject `--teacher_logits` where nothing would read them, or more than logits is compared."""
+    problem = None
+    if config.distillation is None:
+        problem = 'the sparseforge block says distillation null; leave the flag out or write "distillation": {}'
+    elif arguments.teacher is not None:
+        problem = f"--teacher {arguments.teacher} would be another teacher; give one of the two"
+    elif config.distillation.hidden is not None:
+        problem = (
+            'distillation.hidden compares hidden states, which are not stored; set "hidden" to null, or leave it out'
+        )
+    if problem is not None:
+        raise ValueError(f"--teacher_logits {arguments.teacher_logits}: {problem}")
 
 
 def make_spec(
@@ -217,7 +235,7 @@ def make_spec(
     else:
         model = find(arguments.model, "--model")
     teacher = None
-    if config.distillation is not None:
+    if config.distillation is not None and arguments.teacher_logits is None:
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_teacher(config, model, teacher)
 

@@ -1,0 +1,178 @@
+"""A teacher's largest logits of every token of a text, written once and read by the number of a window.
+
+A window is the run of `seq_length` tokens at a multiple of that length, whatever the order in which a run reads it: so
+ranks, batches, epochs and a resumed run get the logits of their tokens. Three files belong to a text:
+
+    <key>.json      its `LogitsRecord`
+    <key>.entries   (windows, seq_length, K) entries of the vocabulary, uint16 or uint32
+    <key>.shares    (windows, seq_length, K + 1) log-probabilities in fp16, see `model.top_logits`
+
+fp16 has eight times the precision of bf16, and its range covers logarithms of probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseforge_ds.checkpoint.disk import open_own_file, write_json
+from sparseforge_ds.config.run_state import differences, shorten
+from sparseforge_ds.model.top_logits import TopLogits
+
+
+@dataclass(frozen=True)
+class LogitsRecord:
+    """Settings of stored logits, and how many windows are written."""
+
+    key: str
+    """`tokenization.cache_key` of the text."""
+    facts: Mapping[str, Any]
+    """Settings that the key was hashed from."""
+    seq_length: int
+    windows: int
+    vocabulary: int
+    """Entries of the teacher's head."""
+    temperature: float
+    top_k: int
+    teacher: str
+    """Folder or hub id."""
+    written: int = 0
+    """Windows whose logits are on the disk."""
+
+    @property
+    def entry_dtype(self) -> str:
+        """Numpy dtype of an entry of the vocabulary."""
+        return "uint16" if self.vocabulary <= 2**16 else "uint32"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a token's logits."""
+        return self.top_k * np.dtype(self.entry_dtype).itemsize + (self.top_k + 1) * 2
+
+
+class TeacherLogits:
+    """Stored logits of one text, mapped into memory."""
+
+    def __init__(self, folder: Path, record: LogitsRecord, mode: str = "r") -> None:
+        self.folder = folder
+        self.record = record
+        shape = (record.windows, record.seq_length, record.top_k)
+        self._entries = np.memmap(folder / f"{record.key}.entries", record.entry_dtype, mode, shape=shape)
+        shape = (*shape[:2], record.top_k + 1)
+        self._shares = np.memmap(folder / f"{record.key}.shares", "<f2", mode, shape=shape)
+
+    @classmethod
+    def create(cls, folder: Path, record: LogitsRecord) -> TeacherLogits:
+        """Open files for writing; those of a killed process are continued.
+
+        Raises:
+            ValueError: the folder has logits of this text with other settings.
+            OSError: the disk is too full.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{record.key}.json"
+        if path.exists():
+            before = _read_record(path)
+            if changes := differences(asdict(replace(before, written=0)), asdict(record), "logits"):
+                raise ValueError(f"{path}: is of other settings ({shorten(changes)}); give another --output")
+            record = before
+        # All room is taken now: a full disk would end a process that writes to a mapped file.
+        tokens = record.windows * record.seq_length
+        sizes = {"entries": record.top_k * np.dtype(record.entry_dtype).itemsize, "shares": (record.top_k + 1) * 2}
+        for name, size in sizes.items():
+            handle = open_own_file(folder / f"{record.key}.{name}", os.O_RDWR)
+            try:
+                os.posix_fallocate(handle, 0, tokens * size)
+            finally:
+                os.close(handle)
+        return cls(folder, record, "r+")
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        key: str,
+        facts: Mapping[str, Any],
+        seq_length: int,
+        vocabulary: int,
+        temperature: float,
+    ) -> TeacherLogits:
+        """Open the logits of a text that a run is about to read.
+
+        Args:
+            folder: value of `--teacher_logits`.
+            key: `tokenization.cache_key` of the text.
+            facts: settings that the key was hashed from.
+            seq_length: tokens of a window.
+            vocabulary: entries of the model's head.
+            temperature: `distillation.temperature`.
+
+        Raises:
+            ValueError: there are none of this text, they are of another length, vocabulary or temperature, or they are
+                incomplete.
+        """
+        path = folder / f"{key}.json"
+        if not path.is_file():
+            others = [_read_record(other).facts for other in sorted(folder.glob("*.json"))]
+            changes = differences(dict(others[0]), dict(facts), "data") if others else []
+            raise ValueError(
+                f"--teacher_logits {folder}: has no logits of this text and tokenizer"
+                f"{f' ({shorten(changes)})' if changes else ''}; make them by sparseforge teach"
+            )
+        record = _read_record(path)
+        for name, stored, current in (
+            ("--seq_length", record.seq_length, seq_length),
+            ("vocabulary", record.vocabulary, vocabulary),
+            ("distillation.temperature", record.temperature, temperature),
+        ):
+            if stored != current:
+                raise ValueError(
+                    f"--teacher_logits {folder}: its {name} is {stored:g}, and this run's {current:g}; use the same, "
+                    "or make others by sparseforge teach"
+                )
+        if record.written < record.windows:
+            raise ValueError(
+                f"--teacher_logits {folder}: is incomplete ({record.written:,} of {record.windows:,} windows); repeat "
+                "the command sparseforge teach, which goes on"
+            )
+        try:
+            return cls(folder, record)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--teacher_logits {folder}: cannot be opened ({error}); make it again") from None
+
+    def write(self, entry_BSK: np.ndarray, share_BSL: np.ndarray) -> None:
+        """Write the logits of the next windows; `save` notes that they are there."""
+        rows = slice(self.record.written, self.record.written + len(entry_BSK))
+        self._entries[rows] = entry_BSK
+        self._shares[rows] = share_BSL
+        self.record = replace(self.record, written=rows.stop)
+
+    def save(self) -> None:
+        """Wait until everything is on the disk, and note how much it is."""
+        self._entries.flush()
+        self._shares.flush()
+        write_json(self.folder / f"{self.record.key}.json", asdict(self.record))
+
+    def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return entries (S, K) and log-probabilities (S, K + 1) of a window."""
+        return self._entries[window], self._shares[window]
+
+
+def stack_logits(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> TopLogits:
+    """Return the logits of a batch from those of its sequences."""
+    entries = np.stack([entry for entry, _ in rows]).astype(np.int64)
+    return TopLogits(torch.from_numpy(entries), torch.from_numpy(np.stack([share for _, share in rows])))
+
+
+def _read_record(path: Path) -> LogitsRecord:
+    try:
+        return LogitsRecord(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is damaged ({str(error)[:100]}); remove it, and repeat sparseforge teach") from None

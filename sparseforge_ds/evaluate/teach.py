@@ -1,0 +1,117 @@
+"""A teacher's pass over a text, whose largest logits are written for runs that have no room for the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
+from sparseforge_ds.data.mixture import find_source
+from sparseforge_ds.data.teacher_logits import LogitsRecord, TeacherLogits
+from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.data.token_cache import ensure_token_cache
+from sparseforge_ds.data.tokenization import unknown_token_error
+from sparseforge_ds.data.windows import token_ids
+from sparseforge_ds.evaluate.perplexity import max_positions
+from sparseforge_ds.model.top_logits import largest_logits
+
+_BLOCK = 2**24
+"""Most logits that are in fp32 at a time."""
+_SAVED_EVERY = 64
+"""Batches after which a killed process continues."""
+
+
+@dataclass(frozen=True)
+class TeachSettings:
+    """Settings of the logits, which a run must have too."""
+
+    seq_length: int
+    top_k: int
+    temperature: float
+    document_frame: DocumentFrame = "auto"
+    batch_size: int = 8
+    """Windows of one forward pass."""
+
+
+def find_texts(names: Sequence[str], text_field: str, split: str, sample_by: SampleBy, loss_on: LossOn) -> list[Source]:
+    """Return the texts that `--text` names, as `--dataset` of a run with the same flags does."""
+    try:
+        sources = [find_source(name, TextOptions(text_field, split, sample_by, loss_on)) for name in names]
+    except ValueError as error:
+        raise ValueError(str(error).replace("--dataset", "--text")) from None
+    for source in sources:
+        if not isinstance(source, LocalText) or source.streamed:
+            raise ValueError(f"--text {source.name}: a stream has no numbered windows; give files of this machine")
+    return sources
+
+
+def teach(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    folder: Path,
+    settings: TeachSettings,
+) -> LogitsRecord:
+    """Write a model's largest logits of every window of a text; a killed process is continued.
+
+    Raises:
+        ValueError: the text is shorter than a window, or a setting does not suit the model.
+        OSError: the disk is too full.
+    """
+    # Refuse what cannot work.
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr,operator,index,arg-type]
+    if not 1 <= settings.top_k < vocabulary:
+        raise ValueError(f"--top_k {settings.top_k}: use 1 to {vocabulary - 1}, less than the model's vocabulary")
+    if not 2 <= settings.seq_length <= max_positions(model.config):
+        raise ValueError(f"--seq_length {settings.seq_length}: use 2 to {max_positions(model.config)}, the positions")
+
+    # Tokenise the text, and take room for its logits.
+    cache = ensure_token_cache(source, tokenizer, folder / "tokens", settings.document_frame)
+    if cache.largest_id >= vocabulary:
+        raise unknown_token_error(cache.largest_id, vocabulary)
+    windows = cache.tokens // settings.seq_length
+    if not windows:
+        raise ValueError(f"--text {source.name}: has {cache.tokens} tokens, less than --seq_length; give more text")
+    record = LogitsRecord(
+        key=cache.key,
+        facts=cache.facts,
+        seq_length=settings.seq_length,
+        windows=windows,
+        vocabulary=vocabulary,
+        temperature=settings.temperature,
+        top_k=settings.top_k,
+        teacher=model.name_or_path,
+    )
+    logits = TeacherLogits.create(folder, record)
+
+    # Run the model over the windows in their order.
+    window_WS = token_ids(cache.open())[: windows * settings.seq_length].reshape(windows, settings.seq_length)
+    first = logits.record.written
+    with tqdm(total=windows, initial=first, unit=" windows", disable=None) as bar:
+        for number, start in enumerate(range(first, windows, settings.batch_size), start=1):
+            token_BS = torch.from_numpy(window_WS[start : start + settings.batch_size].astype(np.int64))
+            logits.write(*_answers(model, token_BS, settings))
+            if number % _SAVED_EVERY == 0:
+                logits.save()
+            bar.update(len(token_BS))
+    logits.save()
+    return logits.record
+
+
+@torch.no_grad()
+def _answers(model: PreTrainedModel, token_BS: torch.Tensor, settings: TeachSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Return entries (B, S, K) and log-probabilities (B, S, K + 1) in fp16 of a batch."""
+    logits_TV = model(input_ids=token_BS.to(model.device), use_cache=False).logits.flatten(0, 1)
+    parts = [
+        largest_logits(block_TV, settings.top_k, settings.temperature)
+        for block_TV in logits_TV.split(max(1, _BLOCK // logits_TV.shape[1]))
+    ]
+    entry_TK, share_TL = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
+    shape = token_BS.shape
+    return entry_TK.reshape(*shape, -1), share_TL.reshape(*shape, -1).astype(np.float16)

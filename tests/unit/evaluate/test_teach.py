@@ -1,0 +1,147 @@
+"""`sparseforge teach`: what it writes, a killed process that goes on, and runs whose text or settings are others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.evaluate import teach
+from sparseforge_ds.ranks import Ranks
+from sparseforge_ds.train.open_batches import open_batches
+from sparseforge_ds.train.spec import make_spec
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
+
+SEQ, TOP = 32, 6
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "text.jsonl", documents=60)
+    assert main(command(tmp_path, "logits")) == 0
+    return tmp_path
+
+
+def command(folder: Path, out: str, **flags: Any) -> list[str]:
+    flags = {"text": folder / "text.jsonl", "output": folder / out, "seq_length": SEQ, "top_k": TOP, **flags}
+    return ["teach", str(folder / "model"), *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def batches_of(folder: Path, out: str = "logits", block: Any = None, **flags: Any) -> Any:
+    config = write_json(folder / "ds.json", deepspeed_json(**(block or {})))
+    flags = {"dataset": [str(folder / "text.jsonl")], "seq_length": SEQ, **flags}
+    arguments = RunArguments(
+        deepspeed=str(config),
+        model=str(folder / "model"),
+        output_dir=str(folder / "run"),
+        teacher_logits=str(folder / out),
+        **flags,
+    )
+    return open_batches(make_spec(arguments, 1), Ranks())
+
+
+def test_every_batch_has_the_logits_of_its_tokens(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the second epoch too, and after a change of the micro-batch."""
+    model = AutoModelForCausalLM.from_pretrained(written / "model")
+    batches = batches_of(written)
+    windows = batches.sources[0].windows
+    for first in (0, windows - 2, 2 * windows):
+        for batch in batches.micro_batches(range(first, first + 4)):
+            with torch.no_grad():
+                share_BSV = torch.log_softmax(model(batch.token_BS).logits / 2.0, -1)
+            top_BSK = share_BSV.topk(TOP).values
+            torch.testing.assert_close(share_BSV.gather(-1, batch.top.entry_BSK), top_BSK)
+            torch.testing.assert_close(batch.top.share_BSL[..., :-1].float(), top_BSK, rtol=1e-3, atol=1e-3)
+            rest_BS = 1 - top_BSK.exp().sum(-1)
+            torch.testing.assert_close(batch.top.share_BSL[..., -1].float().exp(), rest_BS, rtol=1e-2, atol=1e-4)
+            half = batch.top.take_tokens(slice(8, 16))
+            assert torch.equal(half.entry_BSK, batch.top.entry_BSK[:, 8:16])
+
+
+def test_a_killed_process_goes_on_to_the_same_bytes(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    monkeypatch.setattr(teach, "_SAVED_EVERY", 2)
+    answers = teach._answers
+    calls: list[int] = []
+
+    def die(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return answers(*args)
+
+    monkeypatch.setattr(teach, "_answers", die)
+    assert main(command(written, "again")) == 130
+    (record,) = (written / "again").glob("*.json")
+    done = json.loads(record.read_text())["written"]
+    assert done == 4 * 8
+    with pytest.raises(ValueError, match=rf"again: is incomplete \({done} of \d+ windows\); repeat the command"):
+        batches_of(written, "again")
+    assert main(command(written, "again", top_k=TOP + 1)) == 2
+    assert "is of other settings (logits.top_k was 6, is 7); give another --output" in capsys.readouterr().err
+    calls[:] = [0] * 10
+    assert main(command(written, "again")) == 0
+    for file in (written / "logits").iterdir():
+        if file.is_file():
+            assert file.read_bytes() == (written / "again" / file.name).read_bytes(), file.name
+    # 6 entries of 2 bytes, and 7 shares of 2.
+    assert (
+        f"the {TOP} largest of {BYTE_VOCABULARY} logits at temperature 2: 26 bytes a token" in capsys.readouterr().out
+    )
+
+
+def test_other_texts_and_settings_are_refused_before_training(written: Path) -> None:
+    write_text(written / "other.jsonl", documents=61)
+    hidden = {"distillation": {"hidden": {}}}
+    for message, flags in (
+        (r"has no logits of this text and tokenizer \(data.files", {"dataset": [str(written / "other.jsonl")]}),
+        (r"has no logits of this text .*data.--document_frame was ", {"document_frame": "both"}),
+        ("its --seq_length is 32, and this run's 16; use the same", {"seq_length": 16}),
+        ("its distillation.temperature is 2, and this run's 1", {"block": {"distillation": {"temperature": 1.0}}}),
+        ("is a stream, whose windows have no numbers", {"dataset": [f"stream:{written / 'text.jsonl'}"]}),
+        ("--teacher .*model would be another teacher", {"teacher": str(written / "model")}),
+        ("the sparseforge block says distillation null", {"block": {"distillation": None}}),
+        ("distillation.hidden compares hidden states, which are not stored", {"block": hidden}),
+    ):
+        with pytest.raises(ValueError, match=f"--teacher_logits .*{message}"):
+            batches_of(written, **flags)
+    # A teacher with another head.
+    (record,) = (written / "logits").glob("*.json")
+    record.write_text(record.read_text().replace(f'"vocabulary": {BYTE_VOCABULARY}', '"vocabulary": 300'))
+    with pytest.raises(ValueError, match=f"its vocabulary is 300, and this run's {BYTE_VOCABULARY}"):
+        batches_of(written)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"top_k": BYTE_VOCABULARY}, f"use 1 to {BYTE_VOCABULARY - 1}, less than the model's vocabulary"),
+        ({"seq_length": 10_000_000}, "--seq_length 10000000: use 2 to "),
+        ({"temperature": 0}, "--temperature 0: use a number > 0"),
+        ({"batch_size": 0}, "--batch_size 0: use an integer >= 1"),
+        ({"text": "none.jsonl"}, "none.jsonl: no such file or folder"),
+    ],
+)
+def test_wrong_flags_are_refused(
+    flags: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "model")
+    write_text(tmp_path / "text.jsonl")
+    assert main(command(tmp_path, "logits", **flags)) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("logits/*.entries"))
+
+
+def test_entries_of_a_large_vocabulary_are_four_bytes() -> None:
+    record = teach.LogitsRecord("key", {}, 8, 1, 2**16 + 1, 2.0, 64, "teacher")
+    assert record.bytes_per_token == 64 * 4 + 65 * 2 and np.dtype(record.entry_dtype).itemsize == 4
