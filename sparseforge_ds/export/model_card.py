@@ -65,7 +65,7 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
             results += _results_in(content)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
-        if not {"perplexity", "zero_shot"} & content.keys():
+        if not {"perplexity", "zero_shot", "generation"} & content.keys():
             raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
         if (mismatch := _mismatch(content, folder, name)) is not None:
             raise ValueError(f"--results {path}: {mismatch}; give what sparseforge evaluate {folder} writes by --json")
@@ -88,13 +88,20 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
         results.append(_result("text-generation", text, "perplexity", row["perplexity"], arguments))
         if row.get("kl") is not None:
             results.append(_result("text-generation", text, KL, row["kl"], arguments))
-    # Accuracies of zero-shot tasks.
-    zero_shot = content.get("zero_shot") or {"tasks": {}}
-    limit = {"limit": zero_shot["limit"]} if zero_shot.get("limit") else {}
-    for task, row in zero_shot["tasks"].items():
-        scores = {metric: row[metric] for metric in ("acc", "acc_norm") if metric in row}
-        results += [_result("multiple-choice", task, metric, score, limit) for metric, score in scores.items()]
+    # Accuracies of tasks, and lengths of generated answers.
+    for part, kind in (("zero_shot", "multiple-choice"), ("generation", "text-generation")):
+        section = content.get(part) or {"tasks": {}}
+        limit = {"limit": section["limit"]} if section.get("limit") else {}
+        for task, row in section["tasks"].items():
+            chosen = ("acc", "acc_norm") if part == "zero_shot" else [key for key in row if _is_of_answers(key, row)]
+            results += [_result(kind, task, metric, row[metric], limit) for metric in chosen if metric in row]
     return results
+
+
+def _is_of_answers(key: str, row: dict[str, Any]) -> bool:
+    """Return whether a number of a task is a metric, which has a standard error, or about the length of answers."""
+    name, comma, answer_filter = key.partition(",")
+    return key in ("answer_tokens", "cut_at_limit") or f"{name}_stderr{comma}{answer_filter}" in row
 
 
 def _mismatch(content: dict[str, Any], folder: Path, name: str | None) -> str | None:

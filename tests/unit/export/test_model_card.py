@@ -66,7 +66,15 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         "model": str(folder),
         "zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40},
     }
-    files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate((perplexity, zero_shot))]
+    strict = {
+        "exact_match,strict-match": 0.3,
+        "exact_match_stderr,strict-match": 0.1,
+        "exact_match_lost,strict-match": 0.2,
+    }
+    answers = {"answer_tokens": 90.5, "cut_at_limit": 0.25, "items": 40}
+    generation = {"model": str(folder), "generation": {"tasks": {"gsm8k": strict | answers}, "limit": 40}}
+    contents = (perplexity, zero_shot, generation)
+    files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate(contents)]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
     made = ModelCard.load(folder / "README.md")
     data = made.data
@@ -80,6 +88,9 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         ("c4.jsonl", "KL to dense, nats a token"): 0.25,
         ("arc_easy", "acc"): 0.5,
         ("arc_easy", "acc_norm"): 0.45,
+        ("gsm8k", "exact_match,strict-match"): 0.3,
+        ("gsm8k", "answer_tokens"): 90.5,
+        ("gsm8k", "cut_at_limit"): 0.25,
     }
     assert found["wikitext2", "perplexity"].dataset_args == {
         "protocol": "windows",
