@@ -18,8 +18,6 @@ any order and on any number of GPUs. The KL divergence is then that of the K lar
 
 example:
   sparseforge teach Qwen/Qwen3-32B --text corpus --seq_length 4096 --top_k 64 --output logits/qwen3_32b
-  sparseforge train --deepspeed zero2 --model Qwen/Qwen3-1.7B --dataset corpus --seq_length 4096 \\
-      --teacher_logits logits/qwen3_32b
 """
 
 

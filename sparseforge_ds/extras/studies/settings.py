@@ -312,7 +312,7 @@ def _resolve_flags(flags: dict[str, Any], key: str, folder: Path) -> dict[str, A
         raise ValueError(f"{key}.{reserved[0]}: the grid or its base decides it; remove it")
     build(RunArguments, {"deepspeed": "", **flags}, key)  # raises for a flag that the launcher would refuse
     expanded = {n: _expand(value, f"{key}.{n}") if isinstance(value, str) else value for n, value in flags.items()}
-    paths = {name: flags[name] for name in ("teacher", "eval_dataset") if flags.get(name) is not None}
+    paths = {name: flags[name] for name in ("teacher", "teacher_logits", "eval_dataset") if flags.get(name) is not None}
     return expanded | {name: _resolve_path(path, f"{key}.{name}", folder) for name, path in paths.items()}
 
 

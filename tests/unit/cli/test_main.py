@@ -16,7 +16,7 @@ import sparseforge_ds
 from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.config import block_sections
+from sparseforge_ds.config import arguments, block_sections
 from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.basis.permutation import channels
@@ -68,6 +68,11 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
     expected |= {
         ("evaluate", "--dtype"): ("auto", *source.DTYPES),
         ("evaluate", "--protocol"): get_args(perplexity.Protocol),
+        ("evaluate", "--backend"): ("hf", "vllm"),
+        ("teach", "--dtype"): ("auto", *source.DTYPES),
+        ("teach", "--sample_by"): get_args(arguments.SampleBy),
+        ("teach", "--loss_on"): get_args(arguments.LossOn),
+        ("teach", "--document_frame"): get_args(arguments.DocumentFrame),
     }
     expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
     said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
