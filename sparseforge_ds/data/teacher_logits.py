@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class LogitsRecord:
 class TeacherLogits:
     """Stored logits of one text, mapped into memory."""
 
-    def __init__(self, folder: Path, record: LogitsRecord, mode: str = "r") -> None:
+    def __init__(self, folder: Path, record: LogitsRecord, mode: Literal["r", "r+"] = "r") -> None:
         self.folder = folder
         self.record = record
         shape = (record.windows, record.seq_length, record.top_k)

@@ -115,15 +115,15 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
     for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(wrapped, ask, partial(getattr(wrapped, ask), disable_tqdm=not sys.stderr.isatty()))
     log = AnswerLog(wrapped)
-    model = getattr(wrapped, "model", None)
+    model = wrapped.model if isinstance(wrapped.model, PreTrainedModel) else None
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs[0].shape[1] > 1:  # single tokens are the model's own
-            check_embeddings_for(model, [int(inputs[0].max())])  # type: ignore[arg-type]
+            assert model is not None
+            check_embeddings_for(model, [int(inputs[0].max())])
 
     # Run. Only a hook sees the tokens, which the harness makes itself.
-    is_local = isinstance(model, PreTrainedModel)
-    hook = model.get_input_embeddings().register_forward_pre_hook(check) if is_local else None
+    hook = None if model is None else model.get_input_embeddings().register_forward_pre_hook(check)
     try:
         output = simple_evaluate(
             wrapped,

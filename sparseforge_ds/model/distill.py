@@ -79,17 +79,22 @@ def distillation_loss(
             "distillation.hidden is set, but distillation_loss sees logits alone; use loss_in_head with the targets of "
             "a Teacher, which compares hidden states too, or set it to null"
         )
-    is_top = isinstance(teacher_logits_BSV, TopLogits)
-    teacher_shape = (*teacher_logits_BSV.entry_BSK.shape[:2], V) if is_top else teacher_logits_BSV.shape
+    teacher: Tensor | TopLogits
+    if isinstance(teacher_logits_BSV, TopLogits):
+        teacher = teacher_logits_BSV
+        teacher_shape = (*teacher.entry_BSK.shape[:2], V)
+    else:
+        teacher_shape = tuple(teacher_logits_BSV.shape)
+        teacher = teacher_logits_BSV.detach().reshape(-1, teacher_shape[-1])
     check_same_vocabulary(V, teacher_shape[-1])
     if teacher_shape != (B, S, V) or labels_BS.shape != (B, S):
         raise ValueError(
-            f"student logits {(B, S, V)}, teacher logits {tuple(teacher_shape)} and labels "
+            f"student logits {(B, S, V)}, teacher logits {teacher_shape} and labels "
             f"{tuple(labels_BS.shape)} do not belong together; give (B, S, V), (B, S, V) and (B, S) of one batch"
         )
     losses = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
         student_logits_BSV.reshape(-1, V),
-        teacher_logits_BSV if is_top else teacher_logits_BSV.detach().reshape(-1, V),
+        teacher,
         next_labels(labels_BS, shifted),
         config,
         trained,
@@ -173,9 +178,8 @@ class _ChunkedLoss(torch.autograd.Function):
         trained: float | None,
     ) -> Tensor:
         tokens = TokenLosses(next_T, config, student_TV.dtype, trained)
-        is_top = isinstance(teacher, TopLogits)
-        ctx.top = TopTeacher(teacher, config.temperature, tokens.exact) if is_top else None
-        teacher_TV = None if is_top else teacher
+        ctx.top = TopTeacher(teacher, config.temperature, tokens.exact) if isinstance(teacher, TopLogits) else None
+        teacher_TV = None if isinstance(teacher, TopLogits) else teacher
         for rows in block_slices(len(next_T), tokens_per_block(config, student_TV.shape[1])):
             tokens.add(rows, student_TV[rows], _teacher_rows(ctx.top, teacher_TV, student_TV, rows))
         ctx.save_for_backward(student_TV, teacher_TV)
