@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -108,6 +109,16 @@ class ShardedWeights:
     def dense(self, shard: Shard) -> Tensor:
         """Return a (numel of the shard,) view of W."""
         return self.state.dense(shard)
+
+    @torch.no_grad()
+    def rms(self) -> float:
+        """Return the root mean square of W over all weights under a mask. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.layout.device)
+        for chunk in self.chunks():
+            square = self.dense(chunk).double().square().sum()
+            sums += torch.stack([square, square.new_tensor(chunk.numel)]).to(sums.device)
+        total, count = self.layout.all_reduce(sums).tolist()
+        return math.sqrt(total / count)
 
     @torch.no_grad()
     def require_finite(self, cure: str) -> None:

@@ -23,6 +23,20 @@ from sparseforge_ds.train.ulysses import SequenceParallel
 from sparseforge_ds.transformers_internals import checkpoint_activations
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Cost of a run's start, and size of the weights that it began with."""
+
+    tokens: int
+    """Tokens that the start has read, over all ranks; 0 without one."""
+    epochs: int
+    """Passes of the start over these tokens, at least 1."""
+    seconds: float
+    """Time of the start."""
+    rms: float
+    """Root mean square of the weights under a mask, before the start."""
+
+
 @dataclass
 class TrainContext:
     """Objects that the training loop works with."""
@@ -34,6 +48,8 @@ class TrainContext:
     objective: Objective
     batches: Batches
     device: torch.device
+    beginning: Beginning | None = None
+    """None before the start, and after a resume from a checkpoint that has none."""
 
 
 def build_context(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.divergence import DivergenceWatch
-from sparseforge_ds.train.engine import TrainContext
+from sparseforge_ds.train.engine import Beginning, TrainContext
 from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
@@ -66,8 +67,15 @@ def train(
     saved_step = first_step if spec.arguments.resume else None
     if first_step == 0:
         was_ready = forge.ready
+        rms = forge.sharded.rms()
+        probe = RunProbeBatches(context, 0, 1, _sequences_of_start(context))
+        began = time.perf_counter()
         with monitor.paused_clock():
-            forge.start(probe=RunProbeBatches(context, 0, 1, _sequences_of_start(context)))
+            forge.start(probe)
+        if saved_step is None:
+            epochs = 0 if spec.config.start is None else spec.config.start.epochs
+            seconds = round(time.perf_counter() - began, 1)
+            context.beginning = Beginning(probe.tokens_read, max(epochs, 1), seconds, rms)
         saves = spec.arguments.save_every and spec.steps and forge.can_save_start
         if not was_ready and spec.config.start is not None and saves:
             save(context, checkpoints, monitor, evaluation, 0)
@@ -166,12 +174,23 @@ def run_result(
     seconds: float = 0.0,
     scalars: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return the content of `result.json` for a finished run; the defaults are for a process that trained nothing."""
+    """Return the content of `result.json` for a finished run; the defaults are for a process that trained nothing.
+
+    `path` says how far weights could travel, in units of their size. It is steps x peak learning rate x mean of the
+    schedule's shape, which is the sum of all steps' learning rates, by the root mean square (RMS) of the weights under
+    a mask before the start. Adam moves a weight by about the learning rate in a step. Training inside the start is no
+    part of it.
+    """
+    spec = context.spec
     steps = context.forge.step_count
+    beginning = context.beginning
+    rms = 0.0 if beginning is None else beginning.rms
     return {
         "steps": steps,
-        "tokens": steps * context.spec.tokens_per_step,
+        "tokens": steps * spec.tokens_per_step,
         "seconds": seconds,
+        "start": beginning and asdict(beginning),
+        "path": sum(map(spec.learning_rate, range(steps))) / rms if rms else None,
         "steps_of_this_start": steps - first_step,
         "last_step": scalars or {},
         **evaluation.result(),
@@ -186,6 +205,7 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, eval
         "tokens": step * context.spec.tokens_per_step,
         "data": context.batches.state_dict(),
         "evaluations": evaluation.state_dict(),
+        "beginning": context.beginning and asdict(context.beginning),
     }
     with monitor.paused_clock():
         saved = checkpoints.save(context.engine, step, {"train": state}, evaluation.ranking())
@@ -219,9 +239,17 @@ class RunProbeBatches:
         self.context = context
         self.position = position
         self.direction = direction
+        self.batches_read = 0
+        """Batches of which passes were asked for."""
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of all batches that were read, over all ranks."""
+        return self.batches_read * self.sequences * self.context.spec.arguments.seq_length
 
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
+        self.batches_read = max(self.batches_read, batch + 1)
         self.context.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
 

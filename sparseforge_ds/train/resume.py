@@ -12,10 +12,11 @@ from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.arguments import flags
 from sparseforge_ds.config.run_state import RunState, differences, shorten
+from sparseforge_ds.config.strict import convert
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.engine import TrainContext
+from sparseforge_ds.train.engine import Beginning, TrainContext
 from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.random_state import (
     fits_accelerator,
@@ -77,7 +78,10 @@ def continue_from(resumption: Resumption, context: TrainContext, evaluation: Eva
     checkpoint = resumption.checkpoint
 
     # Restore the scores, and then weights, optimizer and masks, whatever the ranks and the stage were.
-    ranks.all_or_raise(lambda: evaluation.load_state_dict(checkpoint.client_state["train"].get("evaluations")))
+    saved = checkpoint.client_state["train"]
+    ranks.all_or_raise(lambda: evaluation.load_state_dict(saved.get("evaluations")))
+    where = f"--resume: {manifest.folder}: beginning"
+    context.beginning = ranks.all_or_raise(lambda: convert(saved.get("beginning"), Beginning | None, where))
     context.forge.restore(checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
     same_ranks = checkpoint.world_size == ranks.world_size

@@ -122,7 +122,11 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     check_rows(rows)
     check_order(out)
     table = (out / "table.md").read_text()
-    assert table.strip() in finished.stdout and "| soft | 0.5625 | 0.5 | 3,072 | 0.003 (edge) | 2 |" in table
+    assert table.strip() in finished.stdout
+    assert re.search(
+        r"^\| soft \| 0.5625 \| 0.5 \| 3,072 \| 0 \| [\d.]+ \| [\d.]+ \| 0.003 \(edge\) \| 2 \|", table, re.M
+    )
+    assert "| training | start | steps of control |" in table
     assert "diverged" in table, "the learning rate that was too high is shown"
     assert "| KL test | KL more |" in table and "| control | 1 | 1 |" in table, "a dense control costs what dense costs"
     for name in ("perplexity", "bytes"):
@@ -145,6 +149,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert row["sparsity"]["zeros"] == pytest.approx(zeros)
         assert all(row[f"{text}_kl"] > 0 for text in ("validation", "test", "more"))
         assert math.isfinite(row["test_perplexity"]) and math.isfinite(row["validation_perplexity"])
+        assert row["start"]["tokens"] == 0 and row["all_tokens"] == row["tokens"] and row["path"] > 0
         assert row["command"].startswith("deepspeed --num_gpus 1 launch/train.py --deepspeed ")
     for row in kinds["tried"]:
         assert row["learning_rate"] == TOO_MUCH and "loss" in row["diverged"]

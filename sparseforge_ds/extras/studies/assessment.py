@@ -88,8 +88,9 @@ class Evaluator:
         weights = record["weights"].values()
         groups = sum(weight["groups"] for weight in weights)
         nonzeros = sum(weight["nonzeros"] for weight in weights)
-        zeros = 1 - nonzeros / sum(math.prod(weight["shape"]) for weight in weights)
-        return {"pattern": record["pattern"], "weights": len(weights), "groups": groups, "zeros": zeros}
+        elements = sum(math.prod(weight["shape"]) for weight in weights)
+        totals = {"pattern": record["pattern"], "weights": len(weights), "groups": groups}
+        return {**totals, "elements": elements, "zeros": 1 - nonzeros / elements}
 
     def measure(self, folder: Path, *texts: str) -> dict[str, float]:
         """Measure an exported model on the named texts.

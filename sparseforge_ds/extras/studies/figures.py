@@ -1,10 +1,11 @@
-"""Figures of a comparison, as PNG files: perplexity against training tokens, and against bytes at inference."""
+"""Figures of a comparison, as PNG files: perplexity against tokens, path or time, and against bytes at inference."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,23 @@ class Figure:
     path: Path
 
 
-def draw(lines: pd.DataFrame, folder: Path) -> list[Figure]:
-    """Draw the figures of a summary that has a column `bytes`, with one style a method in all of them."""
+AXES = {
+    "tokens": ("tokens_a_weight", "tokens of the run and of its start, a pruned weight"),
+    "path": ("path", "path: steps x mean learning rate / RMS of the pruned weights"),
+    "seconds": ("seconds", "seconds of training, with the start"),
+}
+"""Column and label of each horizontal axis of the figure of perplexity."""
+
+
+def draw(lines: pd.DataFrame, folder: Path, axis: str = "tokens") -> list[Figure]:
+    """Draw the figures of a summary that has a column `bytes`, with one style a method in all of them.
+
+    Args:
+        lines: the summary.
+        folder: gets PNG files.
+        axis: key of `AXES`, for the figure of perplexity. Lines that did not record it are left out. A study without
+            any record of starts has its training tokens on the axis of tokens.
+    """
     folder.mkdir(exist_ok=True)
     trained = lines[lines["kind"] == "result"]
     untrained = lines[lines["kind"] != "result"]
@@ -38,12 +54,17 @@ def draw(lines: pd.DataFrame, folder: Path) -> list[Figure]:
         line, marker = (("-", "o"), ("--", "s"), (":", "^"))[number // 10 % 3]
         styles[method] = {"color": colormaps["tab10"](number % 10), "linestyle": line, "marker": marker}
     several_seeds = trained["test_deviation"].notna().any()
-    token_caption = "mean over seeds; bars are one sample standard deviation" if several_seeds else "one seed"
+    cost_caption = "mean over seeds; bars are one sample standard deviation" if several_seeds else "one seed"
+    column, label = AXES[axis]
+    if axis == "tokens" and trained[column].isna().all():
+        column, label = "tokens", "training tokens"
+    if missing := int(trained[column].isna().sum()):
+        cost_caption += f"; {missing} of {len(trained)} results are left out: {axis} not recorded"
     byte_caption = "at the largest budget; values of 16 bits, positions of kept values, low-rank branches"
     # One PNG file for each horizontal axis.
     figures = []
     for name, abscissa, plot, caption in (
-        ("perplexity", "tokens", _against_tokens, token_caption),
+        ("perplexity", axis, partial(_against_cost, column=column, label=label), cost_caption),
         ("bytes", "bytes", _against_bytes, byte_caption),
     ):
         canvas = Canvas(figsize=(9, 5), layout="constrained")
@@ -56,17 +77,24 @@ def draw(lines: pd.DataFrame, folder: Path) -> list[Figure]:
     return figures
 
 
-def _against_tokens(axes: Axes, trained: pd.DataFrame, untrained: pd.DataFrame, styles: Mapping[str, Any]) -> None:
-    """Plot a curve over budgets for every trained method, and a level for every untrained one."""
-    finite = trained[np.isfinite(trained["test"])]
-    for method, curve in finite.sort_values("tokens", kind="stable").groupby("method", sort=False):
+def _against_cost(
+    axes: Axes,
+    trained: pd.DataFrame,
+    untrained: pd.DataFrame,
+    styles: Mapping[str, Any],
+    column: str,
+    label: str,
+) -> None:
+    """Plot a curve over a column for every trained method, and a level for every untrained one."""
+    finite = trained[np.isfinite(trained["test"]) & trained[column].notna()]
+    for method, curve in finite.sort_values(column, kind="stable").groupby("method", sort=False):
         bars = curve["test_deviation"].fillna(0.0)
-        label = f"{method}: {curve['test'].min():.4g}"
-        axes.errorbar(curve["tokens"], curve["test"], yerr=bars, capsize=3, markersize=4, label=label, **styles[method])
+        name = f"{method}: {curve['test'].min():.4g}"
+        axes.errorbar(curve[column], curve["test"], yerr=bars, capsize=3, markersize=4, label=name, **styles[method])
     for line, dashes in zip(untrained.itertuples(), itertools.cycle(["-", "--", ":", "-."]), strict=False):
         axes.axhline(line.test, color="grey", linestyle=dashes, label=f"{line.method}: {line.test:.4g}")
     _zoom(axes, finite["test"], untrained["test"])
-    axes.set(xscale="log", xlabel="training tokens")
+    axes.set(xscale="log", xlabel=label)
 
 
 def _against_bytes(axes: Axes, trained: pd.DataFrame, untrained: pd.DataFrame, styles: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ def write_pages(out: Path, config: CompareConfig, rows: list[dict[str, Any]], no
     table = markdown(lines, rows, config, notes)
     write_text(out / "table.md", table)
     lines["bytes"] = [cost_of(line, config).bytes for line in lines.itertuples()]
-    figures = draw(lines, out / "figures")
+    figures = draw(lines, out / "figures", config.axis)
     tried = selection_table(rows, config)
     tables = [*results_tables(lines, config), *([] if tried is None else [tried])]
     words = [*legend_lines(lines, config), *notes]

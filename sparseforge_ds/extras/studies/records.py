@@ -13,7 +13,7 @@ from sparseforge_ds.extras.studies.runs import Run, at_the_edge, one_shot_runs, 
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.task_columns import task_columns
 
-_OUTCOMES = ("diverged", "sparsity", "seconds", "resumed")
+_OUTCOMES = ("diverged", "sparsity", "seconds", "resumed", "start", "path")
 """Keys of a record that a row repeats, besides the measurements."""
 
 
@@ -96,13 +96,14 @@ def write_rows(
         record = records.read(run.name) or {}
         if not settled(record):
             continue
+        tokens = run.steps * config.batch * config.seq_length if run.trained else 0
         row = {
             "kind": "one_shot" if not run.trained else "result" if run in counting else "tried",
             "method": run.method.name,
             "run": run.name,
             "seed": run.seed,
             "steps": run.steps,
-            "tokens": run.steps * config.batch * config.seq_length if run.trained else 0,
+            "tokens": tokens,
             "learning_rate": run.learning_rate if run.trained else None,
             "decay": run.decay,
             "decides": run in deciding,
@@ -112,6 +113,7 @@ def write_rows(
             "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in (*measured, *_OUTCOMES)},
+            **_all_tokens(tokens, record),
             "settings": run.method.block,
             "flags": run.method.flags,
             "command": run.command(config, out / "runs" / run.name),
@@ -119,6 +121,19 @@ def write_rows(
         rows.append(row)
     write_text(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+def _all_tokens(tokens: int, record: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the tokens of a run and of all epochs of its start, and these by pruned weight.
+
+    They are None if the start, or the number of weights, was not recorded.
+    """
+    start = record.get("start")
+    if start is None:
+        return {"all_tokens": None, "tokens_a_weight": None}
+    count = tokens + start["tokens"] * start["epochs"]
+    elements = (record.get("sparsity") or {}).get("elements")
+    return {"all_tokens": count, "tokens_a_weight": count / elements if elements else None}
 
 
 def write_text(path: Path, content: str) -> None:

@@ -114,6 +114,9 @@ class CompareConfig:
     """Methods that prune without training: one run for each seed, no budget, no learning rate."""
     reference: str | None = None
     """Method that all others are compared with, seed by seed; null: the first."""
+    axis: Literal["tokens", "path", "seconds"] = "tokens"
+    """Horizontal axis of the figure of perplexity: tokens a pruned weight, path or training time. All of them count the
+    start, but path."""
     seq_length: int = 256
     """Tokens of a sequence."""
     batch: int = 8
@@ -144,6 +147,15 @@ class CompareConfig:
     def compared_with(self) -> str:
         """Name of the reference method."""
         return next(iter(self.methods)) if self.reference is None else self.reference
+
+    @property
+    def dense_control(self) -> str | None:
+        """Name of the first method that removes nothing, like one with the pattern 4:4; None without one."""
+        for name, method in self.methods.items():
+            pattern = SparseForgeConfig.from_dict(self.block(method, self.budgets[0])).parsed_pattern
+            if pattern.kept == pattern.members:
+                return name
+        return None
 
     @property
     def pruned(self) -> SparseForgeConfig:

@@ -194,6 +194,7 @@ class Study:
         # After a resume the trainer reports the seconds of its last start alone.
         seconds = None if resumed else result.get("seconds")
         outcome = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
+        outcome |= {key: result.get(key) for key in ("start", "path")}
         try:
             return outcome | self.evaluator.measure(model, "validation")
         except NotFiniteError as error:

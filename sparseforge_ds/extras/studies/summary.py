@@ -18,6 +18,8 @@ Row = Mapping[str, Any]
 _KINDS = ("dense", "one_shot", "result")
 """Kinds of rows in the order of the table; `tried`, a run that only decided a learning rate, has no line."""
 _EDGE = " (edge)"
+_COSTS = ("start_tokens", "start_epochs", "start_seconds", "tokens_a_weight", "path")
+_NOT_RECORDED = "not recorded"
 _MEASURED = ["validation_perplexity", "test_perplexity"]
 
 
@@ -27,7 +29,11 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
     Returns:
         Lines with baselines first, then by budget and mean test perplexity. Columns: kind, method, steps, tokens,
         learning_rate, at_the_edge (the smallest or the largest of the grid was chosen), decay and decay_at_the_edge
-        (if there was a grid of decays), seeds, seconds (mean training time).
+        (if there was a grid of decays), seeds, seconds (mean training time, with the start's).
+
+        `start_tokens`, `start_epochs` and `start_seconds` are of the start, `tokens_a_weight` counts tokens of the run
+        and of all epochs of the start by pruned weight, and `path` is explained by `train.loop.run_result`. They are
+        NaN where a seed's run did not record them.
 
         `validation`, `test` and `behind` are means, each with its sample standard deviation (`test_deviation`, NaN for
         a single number). `behind` is the test perplexity minus the reference's with the same seed and budget.
@@ -42,6 +48,7 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
     for edge in ("at_the_edge", "decay_at_the_edge"):
         table[edge] = table[edge].eq(True) if edge in table else False
     table["decay"] = table["decay"].astype(float) if "decay" in table else math.nan
+    _add_costs(table)
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
     measured = [name for name in table.columns if name.endswith("_kl") or name.startswith("task_")]
     measured = [name for name in measured if table[name].notna().any()]
@@ -62,6 +69,7 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         decay_at_the_edge=("decay_at_the_edge", "first"),
         seeds=("kind", "size"),
         seconds=("seconds", "mean"),
+        **{name: (name, lambda values: values.mean(skipna=False)) for name in _COSTS},
         validation=("validation_perplexity", "mean"),
         validation_deviation=("validation_perplexity", "std"),
         test=("test_perplexity", "mean"),
@@ -72,6 +80,16 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         **{f"{name}_deviation": (name, "std") for name in measured},
     )
     return lines.reset_index().sort_values(["kind", "steps", "test"], kind="stable", ignore_index=True)
+
+
+def _add_costs(table: pd.DataFrame) -> None:
+    """Add the columns `_COSTS`; a row that did not record them has NaN."""
+    for key in ("tokens", "epochs", "seconds"):
+        starts = table["start"] if "start" in table else [None] * len(table)
+        values = [start[key] if isinstance(start, dict) else None for start in starts]
+        table[f"start_{key}"] = pd.Series(values, table.index, dtype=float)
+    for key in ("tokens_a_weight", "path"):
+        table[key] = table[key].astype(float) if key in table else math.nan
 
 
 def spread(mean: float, deviation: float, sign: str = "") -> str:
@@ -145,6 +163,11 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     head = ["bytes", "multiplications", "tokens", "learning rate", "seeds", "validation", "test", "above dense"]
     texts = [text for text in ("test", *config.other_texts) if f"{text}_kl" in lines]
     head += [f"test minus {config.compared_with}", *(f"KL {text}" for text in texts), "training"]
+    # Studies that recorded no start have no columns about it.
+    unit = control_seconds(lines, config)
+    if has_costs(lines):
+        head[3:3] = ["start's tokens", "tokens a weight", "path"]
+        head += ["start", *([] if unit is None else [f"steps of {config.dense_control}"])]
     figures = {key: title for key, title in task_columns(config.tasks).items() if key in lines}
     head += figures.values()
     dense = lines.loc[lines["kind"] == "dense", "test"]
@@ -156,6 +179,9 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
         rows = same if cost in (DENSE, usual) else other
         means = [(lines.at[line.Index, key], lines.at[line.Index, f"{key}_deviation"]) for key in figures]
         cells = _cells(line, cost, dense.iloc[0] if len(dense) else math.nan, texts)
+        if has_costs(lines):
+            before, after = _cost_cells(line, unit)
+            cells = [*cells[:4], *before, *cells[4:], *after]
         rows.append([*cells, *(spread(mean, deviation) for mean, deviation in means)])
     return [Table([name, *head], rows) for name, rows in (("method", same), ("method, at another cost", other)) if rows]
 
@@ -182,6 +208,43 @@ def _cells(line: Any, cost: Cost, dense: float, texts: Sequence[str]) -> list[st
     ]
 
 
+def has_costs(lines: pd.DataFrame) -> bool:
+    """Return True if some run of a summary recorded its start and its path."""
+    return bool(lines[["start_tokens", "path"]].notna().any(axis=None))
+
+
+def control_seconds(lines: pd.DataFrame, config: CompareConfig) -> float | None:
+    """Return the seconds of a step of the dense control, at the largest budget that it was run with; None without one.
+
+    NaN if they were not recorded.
+    """
+    control = lines[(lines["kind"] == "result") & (lines["method"] == config.dense_control)]
+    if control.empty:
+        return None
+    longest = control.loc[control["steps"].idxmax()]
+    return float(longest["seconds"] / longest["steps"])
+
+
+def _cost_cells(line: Any, unit: float | None) -> tuple[list[str], list[str]]:
+    """Lay out the columns about start and path, and those behind the training time, for a run; else blanks.
+
+    `unit` is the result of `control_seconds`.
+    """
+
+    def recorded(value: float, form: str) -> str:
+        return _NOT_RECORDED if math.isnan(value) else format(value, form)
+
+    if line.kind == "dense" or math.isnan(line.learning_rate) and math.isnan(line.start_tokens):
+        return ["", "", ""], ["", *([] if unit is None else [""])]
+    tokens = recorded(line.start_tokens, ",.0f")
+    if line.start_epochs > 1:
+        tokens += f" x {line.start_epochs:.0f}"
+    start = [tokens, recorded(line.tokens_a_weight, ".3g"), recorded(line.path, ".3g")]
+    seconds = recorded(line.start_seconds, ",.0f")
+    time = [seconds if seconds == _NOT_RECORDED else f"{seconds} s"]
+    return start, time if unit is None else [*time, recorded(line.seconds / unit, ",.0f")]
+
+
 def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     """Return the sentences that explain the table."""
     first = config.seeds[0]
@@ -194,6 +257,17 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         "values of 16 bits and the positions of kept values; products with zeros are skipped.",
     ]
+    if has_costs(lines):
+        legend.append(
+            "Tokens a weight are those of the run and of all epochs of the start, by pruned weight. Path is steps x "
+            "learning rate x mean of the schedule's shape, by the root mean square of the pruned weights before the "
+            "start. Training time has the start's in it, which stands behind it."
+        )
+        if config.dense_control is not None:
+            legend.append(
+                f"Steps of {config.dense_control} are the training time in those of the dense control, at its largest "
+                "budget; rows with equal numbers took equal time. Times of other studies are of other machines."
+            )
     if any(f"{text}_kl" in lines for text in ("test", *config.other_texts)):
         legend.append("KL is the mean of KL(dense || model) over the tokens of a text, in nats; 0 is the dense model.")
     if config.tasks is not None:

@@ -50,6 +50,17 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
     assert "http" not in text, "the page needs nothing besides itself"
 
 
+def test_lines_that_did_not_record_the_axis_are_left_out(tmp_path: Path) -> None:
+    rows = [row("ours", 0, 5.0, steps, path=steps / 60, tokens_a_weight=1.0) for steps in (40, 80)]
+    lines = summarize([*rows, row("old", 0, 4.0)], "ours").assign(bytes=0.5625)
+    for axis in ("tokens", "path"):
+        figure = draw(lines, tmp_path / axis, axis)[0]
+        assert figure.title == f"Perplexity against {axis}" and f"1 of 3 results are left out: {axis}" in figure.caption
+        assert distinct_colours(figure.path) > 20
+    assert "left out" not in draw(lines, tmp_path / "seconds", "seconds")[0].caption
+    assert "left out" not in draw(lines[lines["method"] == "old"], tmp_path / "old")[0].caption
+
+
 def test_one_seed_is_no_mean(tmp_path: Path) -> None:
     rows = [row("ours", seed, 5.0, 40) for seed in (0, 1)]
     for chosen in (rows, rows[:1]):

@@ -121,6 +121,26 @@ def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
     assert "| cast, decay 0.2 | 40 | 4.6 |" in text
 
 
+def test_a_start_counts_and_what_was_not_recorded_is_not_guessed(tmp_path: Path) -> None:
+    methods: dict[str, Any] = {"ours": {}, "old": {}, "control": {"method": "naive_retrain", "pattern": "4:4"}}
+    config = read_config(write(tmp_path, methods=methods, reference="ours", one_shot={}))
+    no_start = {"start": {"tokens": 0, "epochs": 1, "seconds": 0.0, "rms": 0.1}, "tokens_a_weight": 1.5, "path": 0.64}
+    start = {"start": {"tokens": 4096, "epochs": 4, "seconds": 4.0, "rms": 0.1}, "tokens_a_weight": 2.25, "path": 0.64}
+    rows = [ROWS[0], row("ours", 0, 5.0, seconds=14.0, **start), row("old", 0, 5.5), row("control", 0, 3.0, **no_start)]
+    lines = summarize(rows, "ours")
+    (first,) = results_tables(lines, config)
+    assert first.head[3:7] == ["tokens", "start's tokens", "tokens a weight", "path"]
+    assert first.head[-3:] == ["training", "start", "steps of control"]
+    dense, control, ours, old = first.rows
+    assert ours[3:7] == ["81,920", "4,096 x 4", "2.25", "0.64"] and ours[-3:] == ["14 s", "4 s", "56"]
+    assert old[3:7] == ["81,920", *["not recorded"] * 3] and old[-3:] == ["10 s", "not recorded", "40"]
+    assert control[3:7] == ["81,920", "0", "1.5", "0.64"] and control[-3:] == ["10 s", "0 s", "40"]
+    assert dense[4:7] == ["", "", ""] and dense[-2:] == ["", ""]
+    text = markdown(lines, rows, config, [])
+    assert "Path is steps x learning rate x mean of" in text and "Steps of control are the training time" in text
+    assert "start's tokens" not in markdown(summarize([ROWS[0], rows[2]], "ours"), rows, config, [])
+
+
 @pytest.mark.parametrize(
     ("pattern", "k", "cost"),
     [
