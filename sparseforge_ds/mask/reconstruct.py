@@ -63,9 +63,9 @@ def _factor(gram_II: Tensor, damping: float) -> Tensor:
     diagonal = hessian_II.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()
-    lower_II = torch.linalg.cholesky(hessian_II)
-    del hessian_II, diagonal  # of wide layers each of these takes gigabytes
-    inverse_II = torch.cholesky_inverse(lower_II)
-    del lower_II
-    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True)
+    # In place, as each matrix of a wide layer takes gigabytes. H is symmetric, and LAPACK works on columns.
+    columns_II = hessian_II.mT
+    lower_II = torch.linalg.cholesky(columns_II, out=columns_II)
+    inverse_II = torch.cholesky_inverse(lower_II, out=lower_II)
+    factor_II: Tensor = torch.linalg.cholesky(inverse_II, upper=True, out=inverse_II)
     return factor_II

@@ -224,7 +224,7 @@ class _Solver:
         squares = torch.stack([matrix.detach().square().sum() for matrix in matrices])
         rate = settings.rate * math.sqrt(float(squares.sum()) / sum(matrix.numel() for matrix in matrices))
         annealing = None if masks else Annealing(self.block, self.weights, self.pattern, steps, starved)
-        trainable = self._trainable(masks, starved)
+        fixed = self._fixed(masks, starved)
         optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed)
         order: list[int] = []
@@ -242,7 +242,9 @@ class _Solver:
             self.options.reduce(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            torch._foreach_mul_(gradients[: len(matrices)], trainable)
+            for gradient, fixed_elements in zip(gradients, fixed, strict=False):
+                if fixed_elements is not None:
+                    gradient.masked_fill_(fixed_elements, 0.0)
             # The rate falls along a cosine.
             for group in optimizer.param_groups:
                 group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
@@ -252,7 +254,7 @@ class _Solver:
             if annealing is not None and (frozen := annealing.after_step(step + 1, self.options.reduce)):
                 masks = frozen
                 annealing = None
-                trainable = self._trainable(masks, starved)
+                fixed = self._fixed(masks, starved)
         assert masks is not None
         self.block.requires_grad_(False)
         for name, kept in masks.items():
@@ -272,16 +274,16 @@ class _Solver:
             and parameter.dim() == 1
         ]
 
-    def _trainable(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> list[Tensor]:
-        """Return 1 for each element that Adam moves and 0 for the others, in the order of `weights`."""
-        factors = []
+    def _fixed(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> list[Tensor | None]:
+        """Return which elements Adam does not move, bool or None, in the order of `weights`."""
+        fixed = []
         for weight in self.weights:
-            value = self.block.get_parameter(weight.name)
-            factor = torch.ones_like(value) if masks is None else masks[weight.name].to(value.dtype)
+            pruned = None if masks is None else ~masks[weight.name]
             if weight.name in starved:
-                factor = factor * ~starved[weight.name].view(-1, *[1] * (value.dim() - 1))
-            factors.append(factor)
-        return factors
+                starved_experts = starved[weight.name].view(-1, *[1] * (len(weight.shape) - 1))
+                pruned = starved_experts if pruned is None else pruned | starved_experts
+            fixed.append(pruned)
+        return fixed
 
     def _backward(self, number: int) -> None:
         """Add the gradient of one micro-batch's error."""
