@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.cli.given_model import require_model
@@ -23,11 +24,12 @@ masks:
 
 Weights are read from MODEL block by block. Memory holds one block in fp32 with Adam's moments, and the hidden states of
 all tokens, which go to the disk where they do not fit. OUT.part keeps finished blocks: after a stop, the same command
-goes on from there.
+goes on from there. --dry_run prints what a prune would need, and changes nothing.
 
 examples:
   sparseforge prune models/Qwen3-14B models/qwen3_14b_2to4 --text c4.jsonl --tokens 524288 --seq_length 2048
   sparseforge prune models/SmolLM2-135M models/smollm2_sparsegpt --text c4.jsonl --epochs 0
+  sparseforge prune Qwen/Qwen3-14B models/out --text c4.jsonl --tokens 2097152 --seq_length 2048 --dry_run --gpu h100
 """
 
 
@@ -44,6 +46,7 @@ def register(commands: Any) -> None:
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
     add("--text", required=True, help="text to prune on, as for `sparseforge evaluate`")
+    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the pattern that every pruned weight gets (default: 2:4)")
     add("--mask", choices=MASKS, help="source of the masks, see below")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
@@ -56,6 +59,10 @@ def register(commands: Any) -> None:
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     add("--seed", type=int, default=0, help="seed of the order of sequences (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
+    add("--dry_run", action="store_true", help="print memory, disk and time, by one block that is measured")
+    planned = "with --dry_run: plan for this GPU, which need not be here, such as h100; MODEL may be a hub id"
+    add("--gpu", metavar="NAME", help=planned)
+    add("--mfu", type=float, metavar="SHARE", help="with --gpu: share of its peak that is reached (default: 0.4)")
     parser.set_defaults(run=run)
 
 
@@ -76,16 +83,24 @@ def run(args: argparse.Namespace) -> int:
 
     rate = StartConfig.rate if args.rate is None else args.rate
     start = StartConfig(mask=args.mask, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch)
-    block = {"method": "oneshot", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed}
+    block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed}
     config = SparseForgeConfig.from_dict(block)
     shard_bytes = parse_size(args.max_shard_size)
+    _require_dry_run(args)
+    if args.dry_run:
+        return _plan(args, config, start)
     require_model(args.model, hub=False)
     require_free(args.out)
     device = _device(args.device, torch)
 
     # Read the text.
     text = read_sequences(
-        load_tokenizer(args.model), load_config(args.model, args.model), args.text, args.tokens, args.seq_length
+        load_tokenizer(args.model),
+        load_config(args.model, args.model),
+        args.text,
+        args.tokens,
+        args.seq_length,
+        args.text_field,
     )
     if args.tokens - text.numel() >= text.shape[1]:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
@@ -99,6 +114,59 @@ def run(args: argparse.Namespace) -> int:
         f"{sum(row['groups'] for row in weights):,} groups, verified; {result.seconds:.0f} s"
     )
     return 0
+
+
+def _require_dry_run(args: argparse.Namespace) -> None:
+    """Reject flags of a plan that have no meaning here."""
+    for flag, needed in (("gpu", "dry_run"), ("mfu", "gpu")):
+        if getattr(args, flag) is not None and not getattr(args, needed):
+            raise ValueError(
+                f"--{flag} {getattr(args, flag)}: it belongs to --{needed}; give that too, or leave it out"
+            )
+    if args.gpu is not None and args.device is not None:
+        raise ValueError(f"--gpu {args.gpu} and --device {args.device}: give one of them")
+    if args.mfu is not None and not 0 < args.mfu <= 1:
+        raise ValueError(f"--mfu {args.mfu}: use a share, 0 < share <= 1")
+
+
+def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
+    """Print memory, disk and time, and return 1 where the memory is too small."""
+    with large_imports():
+        import torch
+
+        from sparseforge_ds.evaluate.perplexity import max_positions
+        from sparseforge_ds.extras.planner.machine import GPUS
+        from sparseforge_ds.extras.planner.prune import plan_prune
+        from sparseforge_ds.model.any_family import any_family
+        from sparseforge_ds.model.architecture import bare_model
+        from sparseforge_ds.model.families import prunable_weights
+        from sparseforge_ds.model.model_config import read_model_config
+        from sparseforge_ds.prune.dense_model import DenseModel
+        from sparseforge_ds.prune.sequences import length_of
+        from sparseforge_ds.train.banner import table
+
+    if args.gpu is not None and args.gpu.lower() not in GPUS:
+        raise ValueError(f"--gpu {args.gpu}: known are {', '.join(GPUS)}")
+    # Without files of weights, the config says what the model is.
+    dense = DenseModel(args.model) if any(Path(args.model).glob("*.safetensors")) else None
+    model: Any = bare_model(read_model_config(args.model, "MODEL")) if dense is None else dense.module
+    config = any_family(model, config) if args.any_family else config
+    names = [weight.name for weight in prunable_weights(model, config)]
+    dtype = (model.config.dtype or torch.bfloat16) if dense is None else dense.dtype(names)
+    length = length_of(args.seq_length, max_positions(model.config))
+    if args.tokens < length:
+        raise ValueError(f"--tokens {args.tokens}: less than one sequence of {length}; use more")
+    plan = plan_prune(
+        model,
+        config,
+        start,
+        dtype,
+        (args.tokens // length, length),
+        Path(args.out),
+        _device(args.device, torch) if args.gpu is None else (args.gpu.lower(), args.mfu or 0.4),
+    )
+    print(table(plan.lines()))
+    return 0 if plan.fits else 1
 
 
 def _device(name: str | None, torch: Any) -> Any:

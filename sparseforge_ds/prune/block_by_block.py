@@ -41,7 +41,7 @@ from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, passes_of, sol
 
 _ACTIVATION_BYTES = 4 << 30
 """Bytes that the activations of a micro-batch may take, about."""
-_BYTES_A_CHANNEL = 128
+BYTES_A_CHANNEL = 128
 """Bytes of a block's activations for each token and hidden channel, about."""
 
 
@@ -155,7 +155,7 @@ def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) 
         start: its `batch` and `epochs` are used.
     """
     batch = min(start.sequences_of_step(sequences * length, length), sequences)
-    largest = max(1, _ACTIVATION_BYTES // (_BYTES_A_CHANNEL * hidden * length))
+    largest = max(1, _ACTIVATION_BYTES // (BYTES_A_CHANNEL * hidden * length))
     size = max(size for size in range(1, min(batch, largest) + 1) if batch % size == 0)
     return size, batch // size
 

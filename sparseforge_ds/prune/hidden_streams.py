@@ -68,18 +68,32 @@ def make_streams(
         ValueError: they fit neither into memory nor on the disk of `folder`.
     """
     needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
+    place = storage_for(needed, device, folder)
+    storages: list[Path | str] = ["device" if place == "on the GPU" else "memory"] * 2
+    if place == "on the disk":
+        storages = [folder / "dense.stream", folder / "pruned.stream"]
+    dense, pruned = (HiddenStream(shape_NBSH, dtype, device, storage) for storage in storages)
+    return dense, pruned, f"{needed / 1e9:.1f} GB {place}"
+
+
+def storage_for(needed: int, device: torch.device, folder: Path) -> str:
+    """Return where both streams go: "on the GPU", "in memory" or "on the disk".
+
+    Args:
+        needed: bytes of both.
+        device: that computes.
+        folder: on the disk.
+
+    Raises:
+        ValueError: they fit neither into memory nor on the disk.
+    """
     if device.type == "cuda" and needed <= SHARE * torch.cuda.mem_get_info(device)[0]:
-        storage = "device"
-    elif needed <= SHARE * free_memory():
-        storage = "memory"
-    elif needed <= shutil.disk_usage(folder).free:
-        files = (folder / "dense.stream", folder / "pruned.stream")
-        dense, pruned = (HiddenStream(shape_NBSH, dtype, device, file) for file in files)
-        return dense, pruned, f"{needed / 1e9:.1f} GB on the disk"
-    else:
-        raise ValueError(
-            f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
-            "disk has; use fewer --tokens"
-        )
-    dense, pruned = (HiddenStream(shape_NBSH, dtype, device, storage) for _ in range(2))
-    return dense, pruned, f"{needed / 1e9:.1f} GB {'on the GPU' if storage == 'device' else 'in memory'}"
+        return "on the GPU"
+    if needed <= SHARE * free_memory():
+        return "in memory"
+    if needed <= shutil.disk_usage(folder).free:
+        return "on the disk"
+    raise ValueError(
+        f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
+        "disk has; use fewer --tokens"
+    )

@@ -21,7 +21,12 @@ _DOCUMENTS = 64
 
 
 def read_sequences(
-    tokenizer: PreTrainedTokenizerBase, config: Any, text: str, tokens: int, seq_length: int | None
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    text: str,
+    tokens: int,
+    seq_length: int | None,
+    text_field: str = "text",
 ) -> Tensor:
     """Return the first `tokens` of a text as (sequences, seq_length) ids, or as many as it has.
 
@@ -31,13 +36,9 @@ def read_sequences(
         ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
             that the model does not know.
     """
-    positions = max_positions(config)
-    if seq_length is None:
-        seq_length = min(LENGTH, positions)
-    if not 2 <= seq_length <= positions:
-        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    seq_length = length_of(seq_length, max_positions(config))
     # Documents are tokenised until there are enough tokens.
-    documents = iter_texts(text)
+    documents = iter_texts(text, text_field)
     ids: list[int] = []
     while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):
         for document in encode(some, tokenizer):
@@ -50,3 +51,12 @@ def read_sequences(
         )
     check_tokens(ids, int(config.get_text_config().vocab_size), text)
     return torch.tensor(ids[: count * seq_length]).view(count, seq_length)
+
+
+def length_of(seq_length: int | None, positions: int) -> int:
+    """Return the tokens of a sequence, or the default for None; ValueError where the model has fewer positions."""
+    if seq_length is None:
+        seq_length = min(LENGTH, positions)
+    if not 2 <= seq_length <= positions:
+        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    return seq_length

@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "saved_state": "config checkpoint zero model sharded_weights curvature",
     "forge": "mask config checkpoint zero model sharded_weights branches curvature methods saved_state",
     "export": "transformers_internals mask config checkpoint model",
-    "evaluate": "ranks mask config checkpoint model data",
+    "evaluate": "ranks mask config checkpoint model data start",
     "prune": "transformers_internals mask config checkpoint model start data export evaluate",
     "train": "ranks started_by extension_locks transformers_internals mask config checkpoint zero model data "
     "sharded_weights start forge",
@@ -43,8 +43,8 @@ MAY_IMPORT: dict[str, str] = {
     "extras.fsdp2": "zero",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
-    "extras.planner": "transformers_internals mask config zero model data train",
-    "extras.studies": "config checkpoint data export evaluate train",
+    "extras.planner": "transformers_internals mask config zero model data export train start prune",
+    "extras.studies": "config checkpoint model data start export evaluate prune train",
     "cli": "ranks mask config checkpoint model export evaluate prune train",
 }
 # All libraries of the rooms that shall need few.

@@ -1,0 +1,78 @@
+"""Plans of `sparseforge prune`: a 14B model from its config alone, and a block that is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparseforge_ds.cli.main import main
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.extras.planner.machine import GIB
+from sparseforge_ds.extras.planner.prune import PrunePlan, plan_prune
+from sparseforge_ds.model.architecture import bare_model
+from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model
+from tests.tiny_models import BUILDERS
+from tests.unit.extras.planner.published_configs import qwen3_14b
+
+A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
+"""Weights of a decoder block of Qwen3-14B under a mask."""
+
+
+def of_14b(tokens: int, gpu: str = "h100", mfu: float = 0.4, **start: object) -> PrunePlan:
+    config = qwen3_14b()
+    shape = (tokens // 2048, 2048)
+    settings = StartConfig(**start)  # type: ignore[arg-type]
+    return plan_prune(bare_model(config), SparseForgeConfig(), settings, torch.bfloat16, shape, Path("out"), (gpu, mfu))
+
+
+def test_14b_fits_into_24_gb() -> None:
+    plan = of_14b(2**21)
+    assert plan.peak < 12 * GIB and plan.fits and plan.work.blocks == 40
+    training = plan.memory["training"]
+    assert training["Adam's moments"] == 8 * A_BLOCK and training["block"] == pytest.approx(4 * A_BLOCK, rel=1e-3)
+    assert plan.memory["first mask"]["second moments"] > 4 * (3 * 5120**2 + 17408**2)
+    assert plan.work.streams == 2 * 2**21 * 5120 * 2 and plan.streams_in == "in memory or on the disk"
+    # Six operations of a weight and a token for each epoch, and two for every pass forward.
+    speed = 989e12 * 0.4
+    assert plan.seconds["training"] == pytest.approx(40 * 2**21 * 4 * 6 * A_BLOCK / speed, rel=0.06)
+    # Fewer tokens take less time, and a GPU at half its speed takes longer.
+    assert sum(of_14b(2**17).seconds.values()) < sum(plan.seconds.values()) / 8
+    assert of_14b(2**21, mfu=0.2).seconds["training"] == pytest.approx(2 * plan.seconds["training"], rel=0.06)
+    alone = of_14b(2**17, epochs=0, mask="magnitude")
+    assert "training" not in alone.memory and alone.peak < plan.peak and alone.streams_in == "on the GPU"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_a_block_is_measured(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257}
+    folder = write_model(tmp_path / "model", BUILDERS[family](**options).bfloat16())
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
+    assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "text 512 tokens in sequences of 32, 16 steps of 4 sequences a block"
+    assert any(line.startswith("time ") and "minutes for 2 blocks" in line for line in lines)
+    assert any("by one block that was measured on this cpu with" in line for line in lines)
+    assert lines[-1].startswith("verdict fits into") and not (tmp_path / "out").exists()
+
+
+def test_what_a_plan_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = qwen3_14b(num_hidden_layers=2).to_dict()
+    folder = write_json(tmp_path / "config.json", json.loads(json.dumps(content, default=str))).parent
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl"]
+    for flags, message in {
+        ("--gpu", "h100"): "--gpu h100: it belongs to --dry_run",
+        ("--dry_run", "--mfu", "0.3"): "--mfu 0.3: it belongs to --gpu",
+        ("--dry_run", "--gpu", "abacus"): "--gpu abacus: known are a100, h100",
+        ("--dry_run", "--gpu", "h100", "--mfu", "2"): "--mfu 2.0: use a share",
+        ("--dry_run", "--gpu", "h100", "--device", "cpu"): "--gpu h100 and --device cpu: give one",
+        ("--dry_run", "--gpu", "h100", "--tokens", "100"): "--tokens 100: less than one sequence of 512",
+        ("--dry_run", "--gpu", "h100", "--seq_length", "1"): "--seq_length 1: the model has",
+        ("--dry_run", "--gpu", "h100", "--exclude", "nothing*"): "nothing*",
+        ("--dry_run", "--gpu", "h100", "--mask", "annealed", "--epochs", "0"): "start.epochs 0",
+    }.items():
+        assert main([*words, *flags]) == 2, flags
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, (flags, error)
