@@ -68,7 +68,9 @@ json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
 echo "held-out perplexity per token, seed $seed, $steps steps"
 perplexity dense "$model"
 perplexity one_shot_magnitude "$model" --one_shot 2:4
-train one_shot_wanda '{"method": "oneshot", "importance": "wanda"}' --max_steps 0
+name=one_shot_wanda
+logged python -m sparseforge_ds prune "$model" "$folder/${name}_2to4" --text "$text" --mask wanda --epochs 0
+perplexity "$name" "$folder/${name}_2to4"
 train fixed_magnitude '{"method": "naive_retrain"}' --max_steps "$steps"
 train fixed_wanda '{"method": "naive_retrain", "importance": "wanda"}' --max_steps "$steps"
 train sparseforge_paper '{"preset": "paper_like_no_low_rank"}' --max_steps "$steps"

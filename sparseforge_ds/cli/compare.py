@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Compare methods, and print the table."""
     from dataclasses import replace
 
-    from sparseforge_ds.extras.studies.runs import one_shot_runs, selection_runs
+    from sparseforge_ds.extras.studies.runs import prunings, selection_runs
     from sparseforge_ds.extras.studies.settings import read_config
 
     # Read the study, and count its runs.
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         config = replace(config, workers=args.workers)
     counting = len(config.methods) * len(config.seeds) * len(config.budgets)
     print(
-        f"{len(selection_runs(config))} runs choose learning rates, {len(one_shot_runs(config))} prune without "
+        f"{len(selection_runs(config))} runs choose learning rates, {len(prunings(config))} prune without "
         f"training, {counting} count: {len(config.methods)} methods x {len(config.seeds)} seeds x "
         f"{len(config.budgets)} budgets",
         flush=True,

@@ -68,7 +68,7 @@ class SparseForgeConfig:
     reconstruction: ReconstructionConfig | None = None
     start: StartConfig | None = None
     """Choose masks block by block before the first step, and train the kept weights of each block; null: do not.
-    `naive_retrain` and `oneshot` keep these masks. In `sparseforge` what they prune begins at 0 and can come back while
+    `naive_retrain` keeps these masks. In `sparseforge` what they prune begins at 0 and can come back while
     masks move; with `method.hardening` [0, 0] it keeps them, too. `start.mask` is the rule that chooses them."""
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class SparseForgeConfig:
         low_rank = self.low_rank
         if low_rank is None or low_rank.shift is not None or low_rank.learned:
             return low_rank is not None and low_rank.shift is not False
-        return low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain", "oneshot")
+        return low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain")
 
     @property
     def keeps_curvature(self) -> bool:

@@ -11,7 +11,7 @@ from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.pattern import NM
 
-STARTED = ("sparseforge", "naive_retrain", "oneshot")
+STARTED = ("sparseforge", "naive_retrain")
 """Methods that can begin from a start that is trained block by block."""
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from sparseforge_ds.config.method_config import (
     require_window,
 )
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
-from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import NM, Pattern
 
@@ -26,24 +25,11 @@ _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probe
 
 
 @dataclass(frozen=True)
-class OneShotConfig(MethodConfig):
-    """One-shot pruning by magnitude, Wanda (arXiv 2306.11695) or SparseGPT (arXiv 2301.00774), without training.
-
-    `importance` names the rule. The method has no other keys.
-    """
-
-    name: Literal["oneshot"] = "oneshot"
-    starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "max_steps": 0, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("distillation",)
-
-    @override
-    def check_length(self, max_steps: int) -> None:
-        require(max_steps == 0, "max_steps", max_steps, 'method "oneshot" trains nothing: set it to 0')
-
-
-@dataclass(frozen=True)
 class NaiveRetrainConfig(MethodConfig):
-    """Plain retraining under the fixed mask of a one-shot rule, which `importance` names. It has no other keys."""
+    """Plain retraining under the fixed mask of a one-shot rule, which `importance` names.
+
+    Rules are magnitude, Wanda (arXiv 2306.11695), SparseGPT (arXiv 2301.00774) and curvatures. It has no other keys.
+    """
 
     name: Literal["naive_retrain"] = "naive_retrain"
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
@@ -201,15 +187,7 @@ class MaskLLMConfig(MethodConfig):
 
 
 Method = (
-    SoftMaskConfig
-    | OneShotConfig
-    | NaiveRetrainConfig
-    | SrSteConfig
-    | AstConfig
-    | CastConfig
-    | ElsaConfig
-    | PatConfig
-    | MaskLLMConfig
+    SoftMaskConfig | NaiveRetrainConfig | SrSteConfig | AstConfig | CastConfig | ElsaConfig | PatConfig | MaskLLMConfig
 )
 METHODS: dict[str, type[MethodConfig]] = {kind.name: kind for kind in get_args(Method)}
 """Settings class of each method by its name; the first is the default."""

@@ -18,7 +18,6 @@ from transformers.utils import cached_file
 from sparseforge_ds.checkpoint.folder import read_json
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_MODULE
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
@@ -29,6 +28,7 @@ from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import is_packed
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
+from sparseforge_ds.start.first_mask import choose_by_score
 
 NO_ADAPTER = "none"
 """Value of `--adapter` for no adapter."""
@@ -172,7 +172,7 @@ def check_embeddings_for(model: PreTrainedModel, ids: Iterable[int]) -> None:
 
 @torch.no_grad()
 def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseForgeConfig | None = None) -> int:
-    """Prune a model in memory: every prunable weight keeps the largest members of each group.
+    """Prune a model in memory, as `sparseforge prune --mask magnitude --epochs 0` does in a folder.
 
     Returns:
         The number of weights.
@@ -181,7 +181,6 @@ def prune_by_magnitude(model: PreTrainedModel, pattern: Pattern, config: SparseF
     parameters = dict(model.named_parameters())
     for weight in weights:
         parameter = parameters[weight.name]
-        group_GM = pattern.to_groups(parameter.detach().reshape(-1), weight.shape, weight.input_axis)
-        kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
-        parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
+        kept = choose_by_score(weight, parameter, pattern, None)
+        parameter.copy_(torch.where(kept, parameter, 0.0))
     return len(weights)

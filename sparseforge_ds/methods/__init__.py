@@ -21,7 +21,6 @@ __all__ = ["MaskMethod", "method_of"]
 
 _METHODS: dict[str, type[MaskMethod]] = {
     "sparseforge": SoftMask,
-    "oneshot": StartingMask,
     "naive_retrain": StartingMask,
     "sr_ste": SrSte,
     "ast": Ast,

@@ -1,4 +1,4 @@
-"""A mask that is chosen once, before the first step, for one-shot pruning or for plain retraining.
+"""A mask that is chosen once, before the first step, for plain retraining.
 
 The scores are those of `importance`: W^2 (magnitude), W^2 |x|^2 (Wanda, arXiv 2306.11695, eq. 1, squared), H W^2, or
 SparseGPT's, which updates weights as well. With `start` every decoder block is trained, too (`start.block_start`).
@@ -18,7 +18,7 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class StartingMask(MaskMethod):
-    """Methods `oneshot`, which trains nothing, and `naive_retrain`, which trains under the mask."""
+    """Method `naive_retrain`, which trains under the mask."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)

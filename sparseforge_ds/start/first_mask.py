@@ -176,8 +176,9 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
     Returns:
         bool in the weight's shape.
     """
-    score = value.float().square()
+    score = value.float().abs()
     if square_EI is not None:
+        score = score.square_()
         by_input = square_EI[:, None] if weight.input_axis == -1 else square_EI[:, :, None]
         score = score.view(len(square_EI), *weight.shape[-2:]) * by_input
     kept_GM = top_n(pattern.to_groups(score.reshape(-1), weight.shape, weight.input_axis), pattern.kept)

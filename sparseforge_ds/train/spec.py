@@ -173,7 +173,7 @@ def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any
     # Check the length of the run, the teacher, the batch, and this machine.
     if arguments.epochs is None:
         config.check_length()
-    if config.max_steps < 1 and config.method.name != "oneshot":
+    if config.max_steps < 1:
         raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
     if arguments.teacher is not None and config.distillation is None:
         raise ValueError(

@@ -41,6 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "batch": 4,
         "other_texts": {"more": {"path": str(folder / "heldout.jsonl"), "documents": [0, 12]}},
         "choose_by": "kl",
+        "one_shot": {"pruned": {"mask": "magnitude", "epochs": 0, "tokens": 512}},
         "learning_rates": [3e-3, TOO_MUCH],
         "seeds": [0, 1],
         "budgets": [STEPS],
@@ -133,7 +134,8 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
         assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
     assert (out / "index.html").read_text().count("data:image/png;base64,") == 2
     assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
-    assert {path.name for path in (out / "models").iterdir()} == {row["run"] for row in rows if row["kind"] == "result"}
+    made = {row["run"] for row in rows if row["kind"] in ("result", "one_shot")} - {None}
+    assert {path.name for path in (out / "models").iterdir()} == made
 
     write_text(config.with_name("train.jsonl"), 201)  # under the name that the study has
     changed = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
@@ -142,7 +144,10 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("dense", "one_shot", "result", "tried")}
-    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 1, "result": 6, "tried": 1}
+    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 2, "result": 6, "tried": 1}
+    baseline, pruned = kinds["one_shot"]
+    assert pruned["command"].startswith("sparseforge prune ") and pruned["start"]["tokens"] == 512
+    assert pruned["test_perplexity"] == pytest.approx(baseline["test_perplexity"]), "two ways to one mask"
     for row in kinds["result"]:
         assert row["learning_rate"] == 3e-3 and row["tokens"] == STEPS * 4 * 32
         zeros = {"soft": 0.5, "fixed": 0.75, "control": 0.0}[row["method"]]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.train.trainer import main as launch
-from tests.end_to_end.test_permute import ONE_SHOT, dense_model, logits
+from tests.end_to_end.test_permute import ONE_STEP, dense_model, logits
 from tests.end_to_end.test_train import flags_of, train
 from tests.tiny_folders import deepspeed_json
 
@@ -60,7 +60,7 @@ def test_rotated_permuted_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixtu
     """A run starts from the folder like from any other; what it made says the basis, and another is refused."""
     out, run, sparse = tmp_path / "permuted", tmp_path / "run", tmp_path / "sparse"
     assert main(["permute", str(rotated(tmp_path, "qwen3")), str(out)]) == 0
-    flags = flags_of(tmp_path, deepspeed_json(3, **ONE_SHOT), model=out)
+    flags = flags_of(tmp_path, deepspeed_json(3, **ONE_STEP), model=out)
     train(*flags)
     assert main(["consolidate", str(run), str(sparse), "--skip_proof"]) == 0
     assert main(["verify", str(sparse)]) == 0

@@ -155,7 +155,7 @@ def test_weights_give_up_a_low_rank_part() -> None:
 
 def one_shot(low_rank: dict[str, Any] | None) -> float:
     """How far one-shot pruning moves the logits of a model whose weights are large in 2 directions of 24 and 40."""
-    case = Case(stage=2, model="llama_24", config={"method": "oneshot", "max_steps": 0, "low_rank": low_rank})
+    case = Case(stage=2, model="llama_24", config={"method": "naive_retrain", "low_rank": low_rank})
     model = MODELS[case.model]()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -81,9 +81,13 @@ class Evaluator:
         return known
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
-        """Export the model of a run, which checks every group, and return the totals of its `sparsity.json`."""
+        """Export the model of a run, which checks every group, and return `sparsity` of it."""
         if not (out / "sparsity.json").exists():  # an earlier start may have been interrupted after the export
             export(open_source(str(run_folder), None, self._dtype), out, workers=1, skip_proof=True)
+        return self.sparsity(out)
+
+    def sparsity(self, out: Path) -> dict[str, Any]:
+        """Return the totals of the `sparsity.json` of a model."""
         record = json.loads((out / "sparsity.json").read_text())
         weights = record["weights"].values()
         groups = sum(weight["groups"] for weight in weights)

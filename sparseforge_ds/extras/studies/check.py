@@ -11,9 +11,16 @@ from tempfile import TemporaryDirectory
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.data.splits import Files
-from sparseforge_ds.extras.studies.runs import NO_TRAINING, Run
+from sparseforge_ds.evaluate.scored_text import iter_texts
+from sparseforge_ds.extras.studies.runs import Pruning, Run
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import content_hash
+from sparseforge_ds.model.any_family import any_family
+from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.pretrained import find_model
+from sparseforge_ds.start.blocks import decoder_blocks
+from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.train.spec import RunSpec, make_spec
 
 _SUFFIXES = (".safetensors", ".bin", ".json", ".model", ".txt")
@@ -41,15 +48,14 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
     """
     # One run stands for all learning rates and seeds of a method and budget.
     first = config.seeds[0]
-    trained = [
-        ("methods", Run(method, method.learning_rates[0], first, steps, decay=next(iter(method.decays), None)))
+    runs = [
+        Run(method, method.learning_rates[0], first, steps, decay=next(iter(method.decays), None))
         for method in config.methods.values()
         for steps in config.budgets
     ]
-    untrained = [("one_shot", Run(method, NO_TRAINING, first, 0, trained=False)) for method in config.one_shot.values()]
     checks: dict[str, MethodCheck] = {}
     with TemporaryDirectory() as folder:
-        for kind, run in [*trained, *untrained]:
+        for run in runs:
             # Parse the run's own command line, as the trainer will.
             run_folder = Path(folder) / "run"
             settings = run_folder.with_name("run.json")
@@ -58,15 +64,34 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
                 spec = make_spec(parse_arguments(run.arguments(config, run_folder)), config.ranks)
             except ValueError as error:
                 message = str(error).replace(str(settings), "base")
-                raise ValueError(f"{kind}.{run.method.name} with {run.steps} steps: {message}") from None
+                raise ValueError(f"methods.{run.method.name} with {run.steps} steps: {message}") from None
             if spec.config.low_rank is not None and importlib.util.find_spec("peft") is None:
                 raise ValueError(
-                    f"{kind}.{run.method.name}: peft is missing; measuring models with low_rank needs it. Run pip "
+                    f"methods.{run.method.name}: peft is missing; measuring models with low_rank needs it. Run pip "
                     "install 'sparseforge_ds[peft]'"
                 )
             if run.method.name not in checks:
                 checks[run.method.name] = MethodCheck(spec.config, _file_hashes(spec))
     return checks
+
+
+def check_prunings(config: CompareConfig) -> None:
+    """Check every model that is pruned without a run, by the shapes of the dense one and the beginning of the text.
+
+    Raises:
+        ValueError: `sparseforge prune` would refuse the model, the mask or the text.
+    """
+    dense = find_model(config.model, "model")
+    for entry in config.one_shot.values():
+        try:
+            empty = bare_model(dense.config)
+            block = SparseForgeConfig.from_dict(config.one_shot_block(entry))
+            weights = prunable_weights(empty, any_family(empty, block) if entry.any_family else block)
+            mask_for(entry.start, weights, block.parsed_pattern)
+            decoder_blocks(empty, weights)
+            next(iter_texts(Pruning(entry, 0).text(config), config.text_field))
+        except ValueError as error:
+            raise ValueError(f"one_shot.{entry.name}: {error}") from None
 
 
 def _file_hashes(spec: RunSpec) -> dict[str, str]:

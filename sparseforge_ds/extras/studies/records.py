@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import atomic_file
-from sparseforge_ds.extras.studies.runs import Run, at_the_edge, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.extras.studies.runs import Run, at_the_edge, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.task_columns import task_columns
 
@@ -88,29 +88,37 @@ def write_rows(
         row |= {f"{text}_kl": 0.0 if baseline == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
         row |= {figure: baselines.get(f"{baseline}_{figure}") for figure in figures}
         rows.append({**row, "seconds": None, "command": None})
+    # The models that were pruned without a run.
+    for pruning in prunings(config):
+        record = records.read(pruning.name) or {}
+        if settled(record):
+            row = {"kind": "one_shot", "method": pruning.method.name, "run": pruning.name, "seed": pruning.seed}
+            row |= {"steps": 0, "tokens": 0, "learning_rate": None, "decides": False, "chosen": False}
+            row |= {key: record.get(key) for key in (*measured, *_OUTCOMES)} | _all_tokens(0, record)
+            settings = {key: value for key, value in asdict(pruning.method).items() if key != "name"}
+            rows.append(
+                {**row, "settings": settings, "command": pruning.command(config, out / "models" / pruning.name)}
+            )
     # The runs that are done so far.
     deciding = selection_runs(config)
-    untrained = one_shot_runs(config)
     counting = result_runs(config, chosen) if chosen else []
-    for run in unique([*deciding, *untrained, *counting]):
+    for run in unique([*deciding, *counting]):
         record = records.read(run.name) or {}
         if not settled(record):
             continue
-        tokens = run.steps * config.batch * config.seq_length if run.trained else 0
+        tokens = run.steps * config.batch * config.seq_length
         row = {
-            "kind": "one_shot" if not run.trained else "result" if run in counting else "tried",
+            "kind": "result" if run in counting else "tried",
             "method": run.method.name,
             "run": run.name,
             "seed": run.seed,
             "steps": run.steps,
             "tokens": tokens,
-            "learning_rate": run.learning_rate if run.trained else None,
+            "learning_rate": run.learning_rate,
             "decay": run.decay,
             "decides": run in deciding,
-            "chosen": run.trained
-            and bool(chosen)
-            and replace(chosen[run.method.name, run.steps], seed=run.seed) == run,
-            "at_the_edge": run.trained and at_the_edge(run.method.learning_rates, run.learning_rate),
+            "chosen": bool(chosen) and replace(chosen[run.method.name, run.steps], seed=run.seed) == run,
+            "at_the_edge": at_the_edge(run.method.learning_rates, run.learning_rate),
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in (*measured, *_OUTCOMES)},
             **_all_tokens(tokens, record),

@@ -5,32 +5,29 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sparseforge_ds.extras.studies.settings import CompareConfig, Method
-
-NO_TRAINING = 1e-12
-"""Learning rate of a step that must not change anything."""
+from sparseforge_ds.config.arguments import EMBEDDED_TEXT
+from sparseforge_ds.extras.studies.settings import CompareConfig, Method, OneShot
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training, or one pruning, of a method. Its name is unique within a comparison."""
+    """One training of a method. Its name is unique within a comparison."""
 
     method: Method
     learning_rate: float
     seed: int
     steps: int
-    trained: bool = True
     decay: float | None = None
     """Value of `method.decay` in place of the block's; None: the block's."""
 
     @property
     def name(self) -> str:
         """File stem of this run."""
-        rates = f"-lr{self.learning_rate:g}" if self.trained else ""
+        rates = f"-lr{self.learning_rate:g}"
         rates += "" if self.decay is None else f"-decay{self.decay:g}"
         return f"{self.method.name}{rates}-seed{self.seed}-steps{self.steps}"
 
@@ -74,16 +71,60 @@ class Run:
         return shlex.join(words)
 
 
+@dataclass(frozen=True)
+class Pruning:
+    """One model of `sparseforge prune`. Its name is unique within a comparison."""
+
+    method: OneShot
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """File stem of this model."""
+        return f"{self.method.name}-seed{self.seed}-steps0"
+
+    def text(self, config: CompareConfig) -> str:
+        """Return the training text by the name that `sparseforge prune` has for it."""
+        return "stdlib:train" if config.train_text == EMBEDDED_TEXT else config.train_text.removeprefix("stream:")
+
+    def settings(self, config: CompareConfig) -> dict[str, Any]:
+        """Return everything that decides the result, as plain JSON types."""
+        return {
+            "model": config.model,
+            "text": self.text(config),
+            "text_field": config.text_field,
+            "seq_length": config.seq_length,
+            "block": config.one_shot_block(self.method) | {"seed": self.seed},
+            "start": asdict(self.method.start),
+            "any_family": self.method.any_family,
+        }
+
+    def command(self, config: CompareConfig, out: Path) -> str:
+        """Return the shell command that repeats it."""
+        settings = self.settings(config)
+        start = settings["start"]
+        flags = {key: settings[key] for key in ("text", "text_field", "seq_length")}
+        flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude", "seed")}
+        flags |= {key: start[key] for key in ("mask", "tokens", "epochs", "rate", "batch")}
+        words = ["sparseforge", "prune", config.model, str(out)]
+        for flag, value in flags.items():
+            if value not in (None, (), []):
+                words += [f"--{flag}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+        return shlex.join([*words, "--any_family"] if settings["any_family"] else words)
+
+
 def selection_runs(config: CompareConfig) -> list[Run]:
     """Return the runs that decide learning rates and decays; methods with one candidate have none."""
     grids = [_grid(config, method, steps) for steps in config.deciding_budgets for method in config.methods.values()]
     return [run for grid in grids if len(grid) > 1 for run in grid]
 
 
-def one_shot_runs(config: CompareConfig) -> list[Run]:
-    """Return the runs that prune without training; the seed decides their calibration text."""
+def prunings(config: CompareConfig) -> list[Pruning]:
+    """Return the models that are pruned without a run; a seed decides only the order of a training's sequences."""
     return [
-        Run(method, NO_TRAINING, seed, 0, trained=False) for method in config.one_shot.values() for seed in config.seeds
+        Pruning(entry, seed)
+        for entry in config.one_shot.values()
+        for seed in (config.seeds if entry.epochs else config.seeds[:1])
     ]
 
 
@@ -132,11 +173,14 @@ def _grid(config: CompareConfig, method: Method, steps: int) -> list[Run]:
     ]
 
 
+AnyRun = TypeVar("AnyRun", Run, Run | Pruning)
+
+
 def at_the_edge(grid: Sequence[float], value: float | None) -> bool:
     """Return True if a better value may lie outside a sorted grid; 0 is the least possible value."""
     return len(grid) > 1 and (value == grid[-1] or value == grid[0] != 0)
 
 
-def unique(runs: Iterable[Run]) -> list[Run]:
+def unique(runs: Iterable[AnyRun]) -> list[AnyRun]:
     """Return the runs without repetitions, in their order."""
     return list({run.name: run for run in runs}.values())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
+from sparseforge_ds.config.block_sections import StartMask
 from sparseforge_ds.config.json_file import read_json
 from sparseforge_ds.config.strict import build, merge
 from sparseforge_ds.evaluate.scored_text import documents_belong_together
@@ -79,6 +81,35 @@ class MeasuredTasks:
 
 
 @dataclass(frozen=True)
+class OneShot:
+    """A model that `sparseforge prune` makes of the training text; its keys are flags of that command."""
+
+    name: str
+    mask: StartMask | None = None
+    """Source of the masks; null: the command's default."""
+    pattern: str | None = None
+    """Pattern; null: that of the base's `sparseforge` block."""
+    tokens: int | None = None
+    """Tokens of the training text that are read; null: the command's default."""
+    epochs: int = StartConfig.epochs
+    """Passes of every block's training over them; 0: masks alone, which no seed changes."""
+    rate: float = StartConfig.rate
+    """Adam's rate, relative to the RMS of a block's weights."""
+    batch: int | None = None
+    """Sequences of an Adam step; null: the command's default."""
+    exclude: tuple[str, ...] | None = None
+    """Weights that stay dense; null: those of the base's block."""
+    any_family: bool = False
+    """Prune a family without rows."""
+
+    @property
+    def start(self) -> StartConfig:
+        """Settings of the blocks' training, with the number of tokens."""
+        start = StartConfig(mask=self.mask, epochs=self.epochs, rate=self.rate, batch=self.batch)
+        return replace(start, tokens=self.tokens or start.tokens_of(0))
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """Content of CONFIG. Paths are relative to its folder, unless they are absolute or begin with a $VARIABLE."""
 
@@ -110,8 +141,9 @@ class CompareConfig:
     tasks: MeasuredTasks | None = None
     """Tasks that results are measured on; they decide nothing. Each has columns for accuracy, for the items that the
     dense model alone has right, and for generated answers for their tokens and the share that the limit cut."""
-    one_shot: dict[str, Method] = field(default_factory=dict)
-    """Methods that prune without training: one run for each seed, no budget, no learning rate."""
+    one_shot: dict[str, OneShot] = field(default_factory=dict)
+    """Models that `sparseforge prune` makes without a run, by name: its flags `mask`, `pattern`, `tokens`, `epochs`,
+    `rate`, `batch`, `exclude` and `any_family`. Each is made for each seed, or once where `epochs` is 0."""
     reference: str | None = None
     """Method that all others are compared with, seed by seed; null: the first."""
     axis: Literal["tokens", "path", "seconds"] = "tokens"
@@ -166,7 +198,7 @@ class CompareConfig:
     def patterns(self) -> set[str]:
         """Patterns of all methods."""
         blocks = [self.block(method, self.budgets[0]) for method in self.methods.values()]
-        blocks += [self.block(method, 0) for method in self.one_shot.values()]
+        blocks += [self.one_shot_block(entry) for entry in self.one_shot.values()]
         return {SparseForgeConfig.from_dict(block).pattern for block in blocks}
 
     @property
@@ -183,6 +215,14 @@ class CompareConfig:
             section = block["method"] if isinstance(block.get("method"), dict) else {"name": method_name(block)}
             block["method"] = {**section, "decay": decay}
         return {**block, "max_steps": steps}
+
+    def one_shot_block(self, entry: OneShot) -> dict[str, Any]:
+        """Return the `sparseforge` block of a model that is pruned without a run."""
+        base = self.base.get("sparseforge", {})
+        own = {"pattern": entry.pattern, "exclude": entry.exclude}
+        chosen = {key: base.get(key) if value is None else value for key, value in own.items()}
+        block = {"method": "naive_retrain", "importance": "magnitude"}
+        return block | {key: value for key, value in chosen.items() if value is not None}
 
 
 def read_config(path: str) -> CompareConfig:
@@ -203,9 +243,10 @@ def read_config(path: str) -> CompareConfig:
             base = _resolve_path(content["base"], "base", folder)
             content["base"] = read_json(base, f"base {base}")
         # An entry of a method mixes keys of its block with settings of the grid.
-        for kind in ("methods", "one_shot"):
-            if isinstance(content.get(kind), dict):
-                content[kind] = {name: _split_entry(kind, name, entry) for name, entry in content[kind].items()}
+        if isinstance(content.get("methods"), dict):
+            content["methods"] = {name: _split_entry(name, entry) for name, entry in content["methods"].items()}
+        if isinstance(content.get("one_shot"), dict):
+            content["one_shot"] = {name: _named("one_shot", name, entry) for name, entry in content["one_shot"].items()}
         config = _resolve(build(CompareConfig, content, "CONFIG"), folder)
         _check(config)
     except ValueError as error:
@@ -213,16 +254,21 @@ def read_config(path: str) -> CompareConfig:
     return config
 
 
-def _split_entry(kind: str, name: str, entry: Any) -> Any:
-    """Separate a method's run flags, learning rates and decays from the keys of its block."""
+def _named(kind: str, name: str, entry: Any) -> Any:
+    """Add its name to an entry."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{kind}: {name!r} becomes the name of a folder; use letters, digits, _ . and +")
+    return {"name": name, **entry} if isinstance(entry, dict) else entry
+
+
+def _split_entry(name: str, entry: Any) -> Any:
+    """Separate a method's run flags, learning rates and decays from the keys of its block."""
+    named = _named("methods", name, entry)
     if not isinstance(entry, dict):
-        return entry
+        return named
     for key in ("learning_rates", "decays"):
-        if key in entry and (kind == "one_shot" or not entry[key]):
-            why = "it does not train" if kind == "one_shot" else "the list is empty"
-            raise ValueError(f"{kind}.{name}.{key}: {why}; remove it")
+        if key in entry and not entry[key]:
+            raise ValueError(f"methods.{name}.{key}: the list is empty; remove it")
     own = {key: entry[key] for key in ("flags", "learning_rates", "decays") if key in entry}
     return {"name": name, "block": {key: value for key, value in entry.items() if key not in own}, **own}
 
@@ -230,9 +276,9 @@ def _split_entry(kind: str, name: str, entry: Any) -> Any:
 def _resolve(config: CompareConfig, folder: Path) -> CompareConfig:
     """Make paths relative to the working directory, sort budgets and rates, and give methods the common rates."""
 
-    def resolve_method(kind: str, method: Method) -> Method:
+    def resolve_method(method: Method) -> Method:
         rates = tuple(sorted(method.learning_rates or config.learning_rates))
-        flags = _resolve_flags(method.flags, f"{kind}.{method.name}.flags", folder)
+        flags = _resolve_flags(method.flags, f"methods.{method.name}.flags", folder)
         return replace(method, flags=flags, learning_rates=rates, decays=tuple(sorted(method.decays)))
 
     def resolve_text(key: str, text: HeldOutText) -> HeldOutText:
@@ -252,8 +298,7 @@ def _resolve(config: CompareConfig, folder: Path) -> CompareConfig:
         budgets=tuple(sorted(config.budgets)),
         learning_rates=tuple(sorted(config.learning_rates)),
         flags=_resolve_flags(config.flags, "flags", folder),
-        methods={name: resolve_method("methods", method) for name, method in config.methods.items()},
-        one_shot={name: resolve_method("one_shot", method) for name, method in config.one_shot.items()},
+        methods={name: resolve_method(method) for name, method in config.methods.items()},
     )
 
 
@@ -301,21 +346,22 @@ def _check(config: CompareConfig) -> None:
     if config.batch % config.ranks:
         raise ValueError(f"batch = {config.batch} cannot be divided over ranks = {config.ranks}; use a multiple")
     # Every block must parse at every budget.
-    for kind, method, steps in (
-        *(("methods", method, steps) for method in config.methods.values() for steps in config.budgets),
-        *(("one_shot", method, 0) for method in config.one_shot.values()),
-    ):
+    for method, steps in itertools.product(config.methods.values(), config.budgets):
         if "max_steps" in method.block:
-            raise ValueError(f"{kind}.{method.name}.max_steps: budgets decide it; remove it")
-        if (kind == "one_shot") != ((name := method_name(method.block)) == "oneshot"):
-            raise ValueError(
-                f'{kind}.{method.name}: method "{name}": "oneshot" belongs in one_shot, all others in methods'
-            )
+            raise ValueError(f"methods.{method.name}.max_steps: budgets decide it; remove it")
         try:
             for decay in method.decays or (None,):
                 SparseForgeConfig.from_dict(config.block(method, steps, decay)).check_length()
         except ValueError as error:
-            raise ValueError(f"{kind}.{method.name} with {steps} steps: {error}") from None
+            raise ValueError(f"methods.{method.name} with {steps} steps: {error}") from None
+    # The settings of `sparseforge prune` must parse, too.
+    for entry in config.one_shot.values():
+        try:
+            SparseForgeConfig.from_dict(config.one_shot_block(entry))
+            if (tokens := entry.start.tokens or 0) < config.seq_length:
+                raise ValueError(f"tokens = {tokens}: less than one sequence of {config.seq_length}; use more")
+        except ValueError as error:
+            raise ValueError(f"one_shot.{entry.name}: {error}") from None
 
 
 def _resolve_flags(flags: dict[str, Any], key: str, folder: Path) -> dict[str, Any]:

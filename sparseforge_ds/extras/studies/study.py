@@ -21,7 +21,7 @@ import os
 import queue
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,10 +35,10 @@ from sparseforge_ds.checkpoint.disk import open_own_file
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.assessment import Evaluator
-from sparseforge_ds.extras.studies.check import check_methods
+from sparseforge_ds.extras.studies.check import check_methods, check_prunings
 from sparseforge_ds.extras.studies.page import write_pages
 from sparseforge_ds.extras.studies.records import Records, settled, write_rows, write_text
-from sparseforge_ds.extras.studies.runs import Run, choose, one_shot_runs, result_runs, selection_runs, unique
+from sparseforge_ds.extras.studies.runs import Pruning, Run, choose, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import read_texts
 from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer
@@ -72,6 +72,7 @@ class Study:
         # Everything that can be refused, before the first file is written.
         self.texts = read_texts(config)
         self.checks = check_methods(config)
+        check_prunings(config)
         self.evaluator = Evaluator(config, self.texts, self.checks[config.compared_with].config)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
@@ -92,7 +93,7 @@ class Study:
             self.baselines = self._measure_baselines()
             # First the runs that decide learning rates, and those that need none.
             deciding = selection_runs(config)
-            untrained = one_shot_runs(config)
+            untrained = prunings(config)
             self._do_all([*deciding, *untrained], {run.name for run in untrained})
             # Then choose by the validation text alone.
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
@@ -101,7 +102,7 @@ class Study:
             self.chosen = choose(config, validation)
             counting = result_runs(config, self.chosen)
             # Models of candidates that lost are not needed; the others are measured on the test text.
-            names = {run.name for run in [*counting, *untrained]}
+            names = {run.name for run in counting} | {pruning.name for pruning in untrained}
             for name in records.keys() - names:
                 shutil.rmtree(self.out / "models" / name, ignore_errors=True)
             self._do_all(counting, names)
@@ -118,7 +119,7 @@ class Study:
         self.records.write(_BASELINES, {**record, "found": measured})
         return measured
 
-    def _do_all(self, runs: list[Run], counting: set[str]) -> None:
+    def _do_all(self, runs: Sequence[Run | Pruning], counting: set[str]) -> None:
         """Do all runs, `workers` at a time; the first failure stops the others, which save.
 
         Args:
@@ -133,7 +134,7 @@ class Study:
         for slot in range(self.config.workers):
             slots.put(slot)
 
-        def work(run: Run) -> str:
+        def work(run: Run | Pruning) -> str:
             slot = slots.get()
             try:
                 return self._do(run, run.name in counting, slot)
@@ -155,17 +156,22 @@ class Study:
                     raise ValueError("a run was stopped from outside, and saved; the same command goes on") from None
                 raise
 
-    def _do(self, run: Run, counts: bool, slot: int) -> str:
-        """Train, export and measure one run, as far as it is not done, and return a line about it, or ""."""
+    def _do(self, run: Run | Pruning, counts: bool, slot: int) -> str:
+        """Make and measure the model of one run, as far as that is not done, and return a line about it, or ""."""
         record = self.records.open(run.name, self._wanted(run))
         folder = self.out / "runs" / run.name
         model = self.out / "models" / run.name
         news = []
         untested = counts and "test_perplexity" not in record and "diverged" not in record
-        # Train; also again, if the model to test was removed.
+        # Train or prune; also again, if the model to test was removed.
         if not settled(record) or (untested and not (model / "sparsity.json").exists()):
-            write_text(folder.with_name(f"{run.name}.json"), json.dumps(run.deepspeed(self.config), indent=2) + "\n")
-            record = {"wanted": record["wanted"], **self._train(run, folder, model, slot)}
+            if isinstance(run, Pruning):
+                outcome = self._prune(run, folder, model, slot)
+            else:
+                content = json.dumps(run.deepspeed(self.config), indent=2) + "\n"
+                write_text(folder.with_name(f"{run.name}.json"), content)
+                outcome = self._train(run, folder, model, slot)
+            record = {"wanted": record["wanted"], **outcome}
             self.records.write(run.name, record)
             shown = "validation {validation_perplexity:.4g}, KL {validation_kl:.4g}"
             news.append("diverged" if "diverged" in record else shown.format(**record))
@@ -195,14 +201,32 @@ class Study:
         seconds = None if resumed else result.get("seconds")
         outcome = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
         outcome |= {key: result.get(key) for key in ("start", "path")}
+        return self._validated(outcome, model)
+
+    def _prune(self, pruning: Pruning, folder: Path, model: Path, slot: int) -> dict[str, Any]:
+        """Prune one model, measure it on the validation text, and return its outcome."""
+        resumed = model.with_name(f"{model.name}.part").exists()
+        shutil.rmtree(model, ignore_errors=True)  # of an earlier one of this name, whose record was removed
+        result = self.trainer.prune(folder, pruning.settings(self.config), model, slot)
+        seconds = None if resumed else result["seconds"]
+        outcome = {"sparsity": self.evaluator.sparsity(model), "seconds": seconds, "resumed": resumed}
+        outcome |= {"start": {**result["start"], "seconds": seconds}, "path": 0.0}
+        return self._validated(outcome, model)
+
+    def _validated(self, outcome: dict[str, Any], model: Path) -> dict[str, Any]:
+        """Return an outcome with the measurements on the validation text, or with the reason that there are none."""
         try:
             return outcome | self.evaluator.measure(model, "validation")
         except NotFiniteError as error:
             return outcome | {"diverged": f"validation text: {error}"}
 
-    def _wanted(self, run: Run) -> dict[str, Any]:
+    def _wanted(self, run: Run | Pruning) -> dict[str, Any]:
         """Return everything that a run's outcome depends on, as its record keeps it."""
         conditions = {"dtype": self.baselines["dtype"], **self.evaluator.conditions}
+        if isinstance(run, Pruning):
+            files = self.checks[self.config.compared_with].files
+            files = {name: files[name] for name in ("dataset_files", "model_files")}
+            return {**run.settings(self.config), **files, "measured": conditions}
         content = run.deepspeed(self.config)
         # The parsed block too: defaults may change between two releases that continue one study.
         block = json.loads(json.dumps(SparseForgeConfig.from_dict(content["sparseforge"]).comparable()))

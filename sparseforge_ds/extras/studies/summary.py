@@ -150,7 +150,7 @@ def cost_of(line: Any, config: CompareConfig) -> Cost:
     if line.kind == "dense":
         return DENSE
     if line.method in config.one_shot:
-        block = config.block(config.one_shot[line.method], 0)
+        block = config.one_shot_block(config.one_shot[line.method])
     elif line.kind == "one_shot":  # magnitude
         return inference_cost(replace(config.pruned, low_rank=None))
     else:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sparseforge_ds.checkpoint.disk import open_own_file
+from sparseforge_ds.checkpoint.disk import open_own_file, write_json
 
 _PRELOADED = ["sparseforge_ds.train.trainer"]
 """Modules that the fork server imports before it starts a rank, which saves every run some seconds."""
@@ -95,28 +96,50 @@ class Trainer:
             self.data.mkdir(exist_ok=True)
             (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
         words = [*arguments, "--resume"] if resumed else arguments
-        processes = self._start(words, log, slot)
+        return self._result(train_rank, words, folder, slot, self.ranks), resumed
+
+    def prune(self, folder: Path, settings: dict[str, Any], out: Path, slot: int) -> dict[str, Any]:
+        """Prune a model, from its newest finished block if it has one, and log beside the folder.
+
+        Args:
+            folder: gets a result.json, which is returned.
+            settings: result of `Pruning.settings`.
+            out: gets the model.
+            slot: number of the worker, which decides the GPU.
+
+        Raises:
+            StoppedError: `stop` was called.
+            ValueError: the model could not be pruned.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {"result": str(folder / "result.json"), "out": str(out)}
+        return self._result(prune_model, settings | result, folder, slot, ranks=1)
+
+    def _result(self, target: Callable[..., None], work: Any, folder: Path, slot: int, ranks: int) -> dict[str, Any]:
+        """Run `target` in a process for every rank, and return the content of the folder's result.json."""
+        log = folder.with_name(f"{folder.name}.log")
+        processes = self._start(target, work, log, slot, ranks)
         while not self._have_ended(processes, 0.5):
             pass
         result = _read_result(folder)
         self._check_outcome([process.exitcode for process in processes], result, log)
-        return result, resumed
+        return result
 
-    def _start(self, arguments: list[str], log: Path, slot: int) -> list[BaseProcess]:
+    def _start(self, target: Callable[..., None], work: Any, log: Path, slot: int, ranks: int) -> list[BaseProcess]:
         """Start a process for every rank, in the environment that a launcher would set."""
         if self._stop.is_set():
             raise StoppedError
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(self.ranks)}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
         # The slot's share of the visible GPUs.
         if count := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
-            devices = [visible[(slot * self.ranks + rank) % count] for rank in range(self.ranks)]
+            devices = [visible[(slot * self.ranks + rank) % count] for rank in range(ranks)]
             shared["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices))
         processes: list[BaseProcess] = []
-        for rank in range(self.ranks):
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.ranks)}
-            work = (environment, str(log), self.threads, arguments, self._watched_end)
-            processes.append(self._context.Process(target=train_rank, args=work))
+        for rank in range(ranks):
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            arguments = (environment, str(log), self.threads, work, self._watched_end)
+            processes.append(self._context.Process(target=target, args=arguments))
             processes[-1].start()
         return processes
 
@@ -156,6 +179,54 @@ def train_rank(
         arguments: the trainer's command line.
         comparison: pipe whose other end is the comparison's; when that closes, the rank saves and stops.
     """
+    _enter(environment, log, threads, comparison)
+    from sparseforge_ds.train.trainer import main
+
+    sys.exit(main(arguments))
+
+
+def prune_model(
+    environment: dict[str, str], log: str, threads: int, settings: dict[str, Any], comparison: Connection
+) -> None:
+    """Prune a model and write its result.json; after an error, which the log says, exit with 1.
+
+    Args:
+        environment: variables, among which are those of the GPU.
+        log: file that the output is appended to.
+        threads: threads of the process.
+        settings: result of `Pruning.settings`, with `out`, the folder of the model, and `result`, the file.
+        comparison: pipe whose other end is the comparison's; when that closes, the process ends.
+    """
+    _enter(environment, log, threads, comparison)
+    from sparseforge_ds.config import SparseForgeConfig, StartConfig
+    from sparseforge_ds.model.pretrained import find_model
+    from sparseforge_ds.prune import PruneSettings, prune
+    from sparseforge_ds.prune.sequences import read_sequences
+
+    start = StartConfig(**settings["start"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        dense = find_model(settings["model"], "model")
+        assert start.tokens is not None
+        sequences_NS = read_sequences(
+            dense.tokenizer,
+            dense.config,
+            settings["text"],
+            start.tokens,
+            settings["seq_length"],
+            settings["text_field"],
+        )
+        wanted = PruneSettings(SparseForgeConfig.from_dict(settings["block"]), start, settings["any_family"])
+        pruned = prune(dense.folder, settings["out"], sequences_NS, wanted, device)
+    except ValueError as error:
+        print(f"error: {error}", flush=True)
+        sys.exit(1)
+    counted = {"tokens": pruned.tokens, "epochs": max(1, start.epochs)}
+    write_json(Path(settings["result"]), {"seconds": round(pruned.seconds, 1), "start": counted})
+
+
+def _enter(environment: dict[str, str], log: str, threads: int, comparison: Connection) -> None:
+    """Set up a process of a comparison."""
     threading.Thread(target=_stop_after, args=(comparison,), daemon=True).start()
     # Ctrl-C reaches the comparison, which stops its ranks in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -164,9 +235,6 @@ def train_rank(
         os.dup2(output, stream)
     os.environ.update(environment)
     torch.set_num_threads(threads)
-    from sparseforge_ds.train.trainer import main
-
-    sys.exit(main(arguments))
 
 
 def _stop_after(comparison: Connection) -> None:

@@ -8,7 +8,7 @@ from transformers import BloomConfig, MixtralConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.studies.assessment import Evaluator
-from sparseforge_ds.extras.studies.check import check_methods
+from sparseforge_ds.extras.studies.check import check_methods, check_prunings
 from sparseforge_ds.extras.studies.settings import read_config
 from sparseforge_ds.extras.studies.texts import Texts
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
@@ -31,7 +31,7 @@ def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
     cast = {"method": {"name": "cast", "scaling": False}, "decays": [0.01, 0.1]}
     path = write(tmp_path, **content, methods={"ours": OURS, "cast": cast})
     before = check_methods(read_config(path))
-    assert before.keys() == {"ours", "cast", "pruned"} and before == check_methods(read_config(path))
+    assert before.keys() == {"ours", "cast"} and before == check_methods(read_config(path))
     write_text(tmp_path / "train.jsonl", 41)  # under the same name
     after = check_methods(read_config(path))["ours"].files
     assert {key for key, value in after.items() if value != before["ours"].files[key]} == {"dataset_files"}
@@ -69,7 +69,8 @@ def test_peft_is_missed_before_hours_of_training(
             {"methods": {"ours": OURS, "cast": {"method": "cast"}}},
             "methods.cast with 40 steps: .*has no weight scaling",
         ),
-        ({"one_shot": {"once": {"method": "oneshot", "importance": "sparsegpt"}}}, "one_shot.once .* needs the inputs"),
+        ({"one_shot": {"once": {"mask": "sparsegpt"}}}, 'one_shot.once: start.mask "sparsegpt" needs the inputs'),
+        ({"one_shot": {"once": {}}, "train_text": "owner/set"}, "one_shot.once: .*owner/set"),
         (
             {"methods": {"ours": {**OURS, "flags": {"teacher": "nothing"}}}},
             "methods.ours with 40 steps: --teacher nothing",
@@ -88,6 +89,7 @@ def test_what_cannot_is_named_before_anything_is_made(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write(tmp_path, **{"methods": {"ours": OURS}, "one_shot": {}, **content, **changes})
     with pytest.raises(ValueError, match=message):
+        check_prunings(read_config(path))
         check_methods(read_config(path))
     assert main(["compare", path, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("error: ") == 1

@@ -11,7 +11,7 @@ from sparseforge_ds.extras.studies.runs import (
     Run,
     at_the_edge,
     choose,
-    one_shot_runs,
+    prunings,
     result_runs,
     selection_runs,
     unique,
@@ -26,7 +26,13 @@ def test_the_grid(tmp_path: Path) -> None:
         "fixed-lr0.001-seed3-steps40",
         "fixed-lr0.002-seed3-steps40",
     ], "ours has one learning rate, so there is nothing to choose"
-    assert [run.name for run in one_shot_runs(config)] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
+    pruned = prunings(config)
+    assert [pruning.name for pruning in pruned] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
+    command = pruned[0].command(config, Path("out"))
+    flags = "--seq_length 256 --seed 3 --mask wanda --tokens 131072 --epochs 4 --rate 0.02"
+    assert command == f"sparseforge prune {config.model} out --text {config.train_text} --text_field text {flags}"
+    alone = read_config(write(tmp_path, one_shot={"alone": {"epochs": 0}}))
+    assert [pruning.seed for pruning in prunings(alone)] == [3], "no seed changes it"
     chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
     assert {key: run.learning_rate for key, run in chosen.items()} == {
         **{("ours", steps): 0.5 for steps in (40, 80)},
