@@ -17,6 +17,7 @@ PINNED = {
     "deepspeed": dataclasses.MISSING,
     "model": "stdlib_llama",
     "teacher": None,
+    "teacher_logits": None,
     "dataset": [],
     "split": "train",
     "text_field": "text",
@@ -90,7 +91,7 @@ def test_resume_has_three_values(flag, value):
 
 def test_every_flag_is_parsed():
     line = (
-        "--local_rank=1 --deepspeed a.json --model m --teacher t --dataset d=1 --dataset e=2 f=3 "
+        "--local_rank=1 --deepspeed a.json --model m --teacher t --teacher_logits l --dataset d=1 --dataset e=2 f=3 "
         "--split test --text_field body --sample_by line --loss_on completion --document_frame both "
         "--document_attention "
         "--max_steps 7 --global_batch 16 --micro_batch 2 --gradient_accumulation_steps 8 "
@@ -110,6 +111,7 @@ def test_every_flag_is_parsed():
         "a.json",
         "m",
         "t",
+        "l",
         ["d=1", "e=2", "f=3"],
         "test",
         "body",

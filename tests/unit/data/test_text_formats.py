@@ -296,7 +296,7 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
     [
         ({"messages": "hi"}, None),
         ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
-        ({"messages": ["hi"]}, "field 'messages' is list.*and content; make it one of these, or name another"),
+        ({"messages": ["hi"]}, "field 'messages' is list.*and content or tool_calls; make it one"),
         ({"messages": [{"from": "human", "value": "hi"}]}, "have from and value, as ShareGPT's: write them as role"),
         ({"prompt": CHAT, "completion": "x"}, "of prompt and completion one is text and .*make both text, or both"),
         ({"prompt": "x", "completion": CHAT}, "of prompt and completion one is text and .*make both text, or both"),
