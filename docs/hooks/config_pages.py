@@ -15,6 +15,7 @@ from typing import Any
 
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
+from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.strict import dataclass_options
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.model.family_table import FAMILIES
@@ -171,10 +172,10 @@ def _globs(names: Any) -> str:
 
 
 def _methods() -> str:
-    rows = "".join(
-        f"| `{name}` | {', '.join(f'`{key}`' for key in kind.unused)} | `{json.dumps(kind.starts_from)}` |\n"
-        for name, kind in METHODS.items()
-    )
+    rows = ""
+    for name, kind in METHODS.items():
+        unread = ", ".join(f"`{key}`" for key in OPTIONAL if key not in kind.reads)
+        rows += f"| `{name}` | {unread} | `{json.dumps(kind.starts_from)}` |\n"
     return (
         "## Methods\n\nThe table shows what the block around a method starts from, and which objects it may not have. "
         "Keys that you give win.\n\n"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import operator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.pattern import NM
-
-STARTED = ("sparseforge", "naive_retrain")
-"""Methods that can begin from a start that is trained block by block."""
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.block import SparseForgeConfig
@@ -23,15 +22,13 @@ def check_method(config: SparseForgeConfig) -> None:
     method = config.method
     importance = config.importance
     pattern = config.parsed_pattern
-    # 1. Keys that the method ignores.
-    for key in method.unused:
-        if value := getattr(config, key):
-            off = "false" if value is True else "null"
-            users = ", ".join(name for name, kind in METHODS.items() if key not in kind.unused)
-            raise ValueError(
-                f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; set it to {off}, or '
-                "leave it out"
-            )
+    # 1. Keys that the method does not read.
+    for key in OPTIONAL:
+        default = _default(config, key)
+        if key not in method.reads and getattr(config, key) != default:
+            users = ", ".join(name for name, kind in METHODS.items() if key in kind.reads)
+            cure = "set it to null, or leave it out" if default is None else "leave it out"
+            raise ValueError(f'sparseforge.{key}: method "{method.name}" does not use it, only {users} do; {cure}')
     # 2. MaskLLM enumerates the patterns of a group.
     if method.name == "maskllm" and not isinstance(pattern, NM):
         raise ValueError(
@@ -67,19 +64,11 @@ def check_removes(config: SparseForgeConfig) -> None:
 
 
 def _check_start(config: SparseForgeConfig) -> None:
-    """Raise ValueError if a start that is trained block by block does not fit the method, pattern and other keys."""
+    """Raise ValueError if a start that is trained block by block does not fit the pattern and other keys."""
     assert config.start is not None
-    method = config.method
     start = config.start
-    # 1. The method must take the start's mask, or grow from it.
-    if method.name not in STARTED:
-        raise ValueError(
-            f'sparseforge.start: method "{method.name}" would not keep the masks of a start; set it to null, or use '
-            f"method {' or '.join(STARTED)}"
-        )
-    # 2. `start.mask` takes the place of `importance`, unless masks move afterwards, and of `reconstruction`.
-    default = method.starts_from.get("importance", "fisher")
-    if config.soft is None and config.importance not in (default, start.mask):
+    # 1. `start.mask` takes the place of `importance`, unless masks move afterwards, and of `reconstruction`.
+    if config.soft is None and config.importance not in (_default(config, "importance"), start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(start.mask)}; leave it out, or set "start" to null'
@@ -91,7 +80,7 @@ def _check_start(config: SparseForgeConfig) -> None:
         )
     if config.reconstruction is not None:
         raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
-    # 3. The rule must know the pattern, and branches something to begin from.
+    # 2. The rule must know the pattern, and branches something to begin from.
     if start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
             f"sparseforge.start.mask: sparsegpt makes masks of an n:m pattern, not {config.pattern}; use "
@@ -170,6 +159,14 @@ def check_branch_start(config: SparseForgeConfig) -> None:
             f"at step {config.branch_step} of {config.max_steps} no mask has removed anything yet, the first update "
             f"being at step {first}; use null, a later start, or more steps",
         )
+
+
+def _default(config: SparseForgeConfig, key: str) -> Any:
+    """Return the value of a key of the block that the method starts from."""
+    if key in config.method.starts_from:
+        return config.method.starts_from[key]
+    declared = {field.name: field for field in dataclasses.fields(config)}[key]
+    return declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
 
 
 def _require(config: SparseForgeConfig, condition: bool, key: str, cure: str) -> None:

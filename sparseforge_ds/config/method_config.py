@@ -14,16 +14,20 @@ REPORT_EVERY = 10
 """Steps between two measurements of masks that move in every step, since a measurement waits for the device."""
 
 
+OPTIONAL = ("importance", "curvature", "reconstruction", "start", "distillation", "low_rank")
+"""Keys of the block that not every method uses."""
+
+
 @dataclass(frozen=True)
 class MethodConfig:
     """Settings of a method, the object under the key `method`."""
 
     name: str
     """Name of the rule that forms the mask."""
-    starts_from: ClassVar[dict[str, Any]] = {}
+    starts_from: ClassVar[dict[str, Any]] = {"importance": "magnitude"}
     """Keys of the block that the method starts from, as published. A preset and given keys override them."""
-    unused: ClassVar[tuple[str, ...]] = ()
-    """Keys of the block, objects or switches, that are refused because the method does not use them."""
+    reads: ClassVar[tuple[str, ...]] = ("distillation", "low_rank")
+    """Those of `OPTIONAL` that have an effect on a run of the method; any other is refused where it is set."""
 
     def schedule(self, max_steps: int) -> MaskSchedule:
         """Return the steps at which masks move and freeze. Here they are frozen before the first step."""

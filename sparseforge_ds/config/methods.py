@@ -22,6 +22,8 @@ from sparseforge_ds.mask.pattern import NM, Pattern
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
 """Keys of the block that methods start from if they choose a mask before the first step."""
+_CHOICE = ("importance", "curvature", "reconstruction")
+"""Keys of the block that such methods read."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class NaiveRetrainConfig(MethodConfig):
 
     name: Literal["naive_retrain"] = "naive_retrain"
     starts_from: ClassVar[dict[str, Any]] = _CHOSEN
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "start", "distillation", "low_rank")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class RefreshedMaskConfig(MethodConfig):
     start."""
     frozen: float = 0.0
     """Last fraction of the run in which the mask no longer changes."""
+    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation", "low_rank")
 
     def __post_init__(self) -> None:
         require_key(self, "every", self.every >= 1, "use an integer >= 1")
@@ -85,7 +90,6 @@ class AstConfig(RefreshedMaskConfig):
     name: Literal["ast"] = "ast"
     decay: float = 6e-5
     ramp: Window = (0.0, 0.25)
-    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,7 @@ class CastConfig(RefreshedMaskConfig):
     frozen: float = 0.1
     scaling: bool = True
     """Train one factor per output of every pruned layer, which is folded into the weights when the mask freezes."""
-    starts_from: ClassVar[dict[str, Any]] = _CHOSEN
-    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class ElsaConfig(RefreshedMaskConfig):
     decay: float = 0.01
     """Penalty lambda, the strength of the term lambda (W - z + u), which is added to the gradient."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
     @override
     def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
@@ -136,7 +139,7 @@ class PatConfig(RefreshedMaskConfig):
     warmup: float = 0.0
     """First fraction of the run in which the network sees dense weights; the first step always does."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -166,7 +169,7 @@ class MaskLLMConfig(MethodConfig):
     frozen: float = 0.0
     """Last fraction of the run, in which every group has its likeliest pattern and nothing is trained."""
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
-    unused: ClassVar[tuple[str, ...]] = ("low_rank",)
+    reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
     def __post_init__(self) -> None:
         for key in ("scale", "temperature"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
@@ -54,6 +54,8 @@ class SoftMaskConfig(MethodConfig):
     step, so that weights on their way out do not wander off by gradients that change nothing."""
     hard: bool = False
     """Set x = 0 from the first update on, so that the network only ever sees hard(m); for comparison."""
+    starts_from: ClassVar[dict[str, Any]] = {}
+    reads: ClassVar[tuple[str, ...]] = ("importance", "curvature", "start", "distillation", "low_rank")
 
     def __post_init__(self) -> None:
         require_key(

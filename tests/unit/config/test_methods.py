@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
+from sparseforge_ds.config.block_sections import CurvatureConfig, ReconstructionConfig, StartConfig
+from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import AstConfig, CastConfig, ElsaConfig, MaskLLMConfig, PatConfig, SrSteConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
@@ -129,12 +132,13 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({**RETRAIN, "reconstruction": {}}, ["sparseforge.reconstruction", "magnitude"]),
     ({**RETRAIN, "importance": "sparsegpt", "reconstruction": {"damping": 0}}, ["reconstruction.damping"]),
     ({**RETRAIN, "importance": "sparsegpt", "reconstruction": {"block": 0}}, ["reconstruction.block"]),
-    ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" would not keep the masks', "null", "naive_retrain"]),
+    ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" does not use it', "null", "naive_retrain"]),
     ({"start": {}, **FROZEN, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
     ({"start": {"mask": "sparsegpt"}, "pattern": "block16"}, ["start.mask", "block16", "annealed"]),
     ({"start": {}, **FROZEN, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
     ({"start": {"mask": "annealed", "epochs": 0}}, ["start.epochs = 0", "annealed"]),
-    ({"start": {}, "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
+    ({"start": {}, "method": "naive_retrain", "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
+    ({"reconstruction": {}}, ["sparseforge.reconstruction", '"sparseforge" does not use it', "naive_retrain"]),
 ]
 
 
@@ -143,6 +147,20 @@ def test_a_key_that_does_not_fit_the_method_is_named(block: dict[str, Any], word
     with pytest.raises(ValueError) as error:
         build(**block).check_length()
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
+
+
+def test_a_new_method_refuses_what_it_does_not_say_that_it_reads() -> None:
+    new = MethodConfig("new")
+    config = SparseForgeConfig(method=new, importance="magnitude")  # type: ignore[arg-type]
+    assert not config.keeps_curvature
+    for key, value in {
+        "importance": "wanda",
+        "curvature": CurvatureConfig(probes=2),
+        "reconstruction": ReconstructionConfig(),
+        "start": StartConfig(),
+    }.items():
+        with pytest.raises(ValueError, match=f'sparseforge.{key}: method "new" does not use it, only .*leave it out'):
+            dataclasses.replace(config, **{key: value})
 
 
 def test_a_method_is_built_from_its_settings_and_never_only_named() -> None:
