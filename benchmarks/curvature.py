@@ -30,7 +30,7 @@ from tqdm import tqdm
 from benchmarks.curvature_estimates import ESTIMATES, Estimate, Exact, OneRank, Own, be_one_rank, exact_samples, rounds
 from benchmarks.curvature_quality import Diagonal, Judge, factored, rank_correlation, shrunk
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.data.tokenization import encode
+from sparseforge_ds.data.tokenization import tokenize
 from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
 from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
@@ -123,7 +123,7 @@ def windows(text: str, arguments: argparse.Namespace, count: int) -> Tensor:
     needed = count * arguments.seq
     ids = []
     for document in read_documents(text):
-        ids += encode([document], tokenizer)[0]
+        ids += tokenize([document], tokenizer)[0]
         if len(ids) >= needed:
             return torch.tensor(ids[:needed]).view(count, arguments.seq)
     raise ValueError(f"{text}: has {len(ids)} tokens, {needed} are needed; use a longer text, or smaller --batches")

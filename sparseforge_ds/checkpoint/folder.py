@@ -184,7 +184,7 @@ def check_depth(content: Any, most: int = 40) -> None:
     raise ValueError(f"it is nested more than {most} deep")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         # Reading a pipe or a device might never end.

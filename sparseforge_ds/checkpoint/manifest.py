@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import MANIFEST, read_json
+from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.tensors import hash_file
 
@@ -41,7 +41,7 @@ class Manifest:
             ValueError: it is missing, damaged, or of another version.
         """
         try:
-            record = read_json(folder / MANIFEST)
+            record = read_json_object(folder / MANIFEST)
         except ValueError as error:
             raise ValueError(f"{folder} was not written by this trainer, or is damaged: {error}") from None
         if (version := record.get("format")) != FORMAT:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import check_depth, read_json
+from sparseforge_ds.checkpoint.folder import check_depth, read_json_object
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """Name of the folder of chat templates of a tokenizer that has several."""
@@ -54,7 +54,7 @@ def check_model_folder(folder: str | Path) -> None:
         read_weight_map(index)
     for name in _SETTINGS:
         if (folder / name).exists():
-            content = read_json(folder / name)
+            content = read_json_object(folder / name)
             if name == "config.json":
                 check_sizes(content, folder / name)
 
@@ -110,7 +110,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises:
         ValueError: the index is not one, or names a file outside of its folder.
     """
-    files = read_json(index).get("weight_map")
+    files = read_json_object(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise ValueError(f"{index}: has no weight_map")
     if (outside := next((file for file in files.values() if Path(file).name != file), None)) is not None:

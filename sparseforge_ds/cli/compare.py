@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from sparseforge_ds.extras.studies.runs import prunings, selection_runs
-    from sparseforge_ds.extras.studies.settings import read_config
+    from sparseforge_ds.extras.studies.settings import read_comparison
 
     # Read the study, and count its runs.
-    config = read_config(args.config)
+    config = read_comparison(args.config)
     if args.workers is not None:
         if args.workers < 1:
             raise ValueError(f"--workers {args.workers}: use an integer >= 1")

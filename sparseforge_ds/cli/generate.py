@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             load_model,
             load_tokenizer,
         )
-        from sparseforge_ds.mask.packing import is_packed
+        from sparseforge_ds.mask.packing import has_packed_weights
         from sparseforge_ds.model.sound_weights import first_not_finite
 
     # Load the model, and fit the new tokens into its positions.
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         **({"temperature": args.temperature, "top_k": 0} if args.temperature else {}),
         **({} if args.eager else cache_settings(model)),
     )
-    if model.device.type == "cpu" and any(map(is_packed, model.modules())):
+    if model.device.type == "cpu" and any(map(has_packed_weights, model.modules())):
         from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 
         load_cpu_kernel()  # now, since compiling it is no part of the model's speed

@@ -105,9 +105,9 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _masks(status: RunStatus) -> list[tuple[str, str]]:
     """Return lines for all masks together, and for those that are the least decided."""
-    from sparseforge_ds.export.inspection import UNDECIDED, summarize
+    from sparseforge_ds.export.inspection import UNDECIDED, summarize_masks
 
-    total = summarize(status.masks)
+    total = summarize_masks(status.masks)
     low, high = UNDECIDED
     lines = [
         ("mask", f"{total.binary:.2%} exactly 0 or 1, {total.undecided:.2%} undecided ({low} to {high})"),

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.config.arguments import RunArguments
         from sparseforge_ds.extras.planner.dry_run import find_config_only, plan_run
         from sparseforge_ds.extras.planner.machine import GIB, GPUS, Machine
-        from sparseforge_ds.train.banner import spec_rows, table
+        from sparseforge_ds.train.banner import layout_rows, spec_rows
         from sparseforge_ds.train.spec import Hardware, make_spec
 
     transformers.utils.logging.set_verbosity_error()
@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         for spec, plan in plans.values():
             rows = [row for row in spec_rows(spec) if row[0] not in ("memory", "output")]
-            print(f"{spec.arguments.deepspeed}, {spec.world_size} GPUs\n{table(rows)}\n")
-            print(f"{table(plan.memory_lines())}\n\n{table(plan.other_lines())}\n")
+            print(f"{spec.arguments.deepspeed}, {spec.world_size} GPUs\n{layout_rows(rows)}\n")
+            print(f"{layout_rows(plan.memory_lines())}\n\n{layout_rows(plan.other_lines())}\n")
         if len(plans) > 1:
             fitting = [path for path, (_, plan) in plans.items() if plan.fits]
             print(f"{', '.join(fitting) or 'none of them'} {'fits' if len(fitting) < 2 else 'fit'}")

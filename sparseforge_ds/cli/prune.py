@@ -143,7 +143,7 @@ def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
         from sparseforge_ds.model.model_config import read_model_config
         from sparseforge_ds.prune.dense_model import DenseModel
         from sparseforge_ds.prune.sequences import length_of
-        from sparseforge_ds.train.banner import table
+        from sparseforge_ds.train.banner import layout_rows
 
     if args.gpu is not None and args.gpu.lower() not in GPUS:
         raise ValueError(f"--gpu {args.gpu}: known are {', '.join(GPUS)}")
@@ -165,7 +165,7 @@ def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
         Path(args.out),
         _device(args.device, torch) if args.gpu is None else (args.gpu.lower(), args.mfu or 0.4),
     )
-    print(table(plan.lines()))
+    print(layout_rows(plan.lines()))
     return 0 if plan.fits else 1
 
 

@@ -25,7 +25,7 @@ from sparseforge_ds.config.block_sections import (
     StartConfig,
 )
 from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
-from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.json_file import parse_json_file
 from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import METHODS, Method
 from sparseforge_ds.config.presets import PRESETS
@@ -232,7 +232,7 @@ class SparseForgeConfig:
         Raises:
             ValueError: the file is missing, is not JSON, has no `sparseforge` block, or the block is wrong.
         """
-        content = read_json(configuration_file(path), str(path))
+        content = parse_json_file(configuration_file(path), str(path))
         if not isinstance(content, dict) or not isinstance(content.get("sparseforge"), dict):
             raise ValueError(f'{path}: no "sparseforge" block; add "sparseforge": {{}} for the defaults')
         return cls.from_dict(merge(content["sparseforge"], overrides))

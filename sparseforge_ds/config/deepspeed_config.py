@@ -18,7 +18,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks
 from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
-from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.json_file import parse_json_file
 from sparseforge_ds.config.optimizer_settings import check_optimizer
 from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
 from sparseforge_ds.config.run_file import BLOCK, read_run_file
@@ -41,7 +41,7 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
         file = configuration_file(path)
     except ValueError as error:
         raise ValueError(f"--deepspeed {error}") from None
-    content = read_json(file, f"--deepspeed {path}")
+    content = parse_json_file(file, f"--deepspeed {path}")
     if not isinstance(content, dict):
         raise ValueError(f"--deepspeed {path}: not a JSON object with keys")
     return _checked(content, f"--deepspeed {path}")

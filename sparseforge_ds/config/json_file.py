@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def read_json(path: str | Path, name: str) -> Any:
+def parse_json_file(path: str | Path, name: str) -> Any:
     """Parse a JSON file, with or without a byte-order mark.
 
     Args:

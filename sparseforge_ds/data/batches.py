@@ -20,7 +20,14 @@ from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.data.micro_batch import IGNORED, BatchLayout, MicroBatch
 from sparseforge_ds.data.round_robin import RoundRobin
 from sparseforge_ds.data.teacher_logits import TeacherLogits, stack_logits
-from sparseforge_ds.data.windows import CachedWindows, ReadProgress, Windows, document_starts, token_ids, trained_flags
+from sparseforge_ds.data.windows import (
+    CachedWindows,
+    ReadProgress,
+    Windows,
+    document_starts,
+    ids_of_tokens,
+    trained_flags,
+)
 from sparseforge_ds.model.top_logits import TopLogits
 from sparseforge_ds.ranks import AgreedError
 
@@ -273,4 +280,4 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ids(row_BS: np.ndarray) -> Tensor:
-    return torch.from_numpy(token_ids(row_BS).astype(np.int64))
+    return torch.from_numpy(ids_of_tokens(row_BS).astype(np.int64))

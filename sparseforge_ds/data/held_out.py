@@ -15,9 +15,9 @@ from sparseforge_ds.config.arguments import EMBEDDED_TEXT, HELD_OUT_TEXT, RunArg
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.tokenization import no_text_error, tokenise, unknown_token_error
-from sparseforge_ds.data.windows import token_ids, trained_flags
+from sparseforge_ds.data.windows import ids_of_tokens, trained_flags
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class HeldOut:
         return hashlib.sha256(content).hexdigest()[:16]
 
 
-def find_held_out(arguments: RunArguments) -> Source | None:
+def find_held_out(arguments: RunArguments) -> TextSource | None:
     """Return the source of `--eval_dataset`, or None without the flag. Reads no more than `find_source`.
 
     Raises:
@@ -53,7 +53,7 @@ def find_held_out(arguments: RunArguments) -> Source | None:
 
 
 def read_held_out(
-    source: Source, tokenizer: PreTrainedTokenizerBase, vocabulary: int, arguments: RunArguments
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, vocabulary: int, arguments: RunArguments
 ) -> HeldOut:
     """Tokenise the windows that are scored, framed and joined as in training.
 
@@ -83,7 +83,7 @@ def read_held_out(
         )
     token_NS = np.concatenate(batches)[: windows * length].reshape(windows, length)
     # 3. Check that the model can score them.
-    if (largest := int(token_ids(token_NS).max())) >= vocabulary:
+    if (largest := int(ids_of_tokens(token_NS).max())) >= vocabulary:
         raise unknown_token_error(largest, vocabulary)
     if token_NS.dtype.names is not None and not trained_flags(token_NS)[:, 1:].any():
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from sparseforge_ds.data.splits import choose_split, describe_files, read_card_patterns, split_named_in
-from sparseforge_ds.data.text_files import DEFAULTS, Reader, Source, TextOptions
+from sparseforge_ds.data.text_files import DEFAULTS, Reader, TextOptions, TextSource
 from sparseforge_ds.data.text_formats import KINDS, is_indexed, is_readable
 from sparseforge_ds.model.hub_access import why_unreachable
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HubText(Source):
+class HubText(TextSource):
     """Split of `owner/name`, `owner/name:config` or `owner/name:folder/subfolder`."""
 
     name: str

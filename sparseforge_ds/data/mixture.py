@@ -12,7 +12,7 @@ from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.round_robin import integer_weights
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
-from sparseforge_ds.data.text_files import DEFAULTS, LocalText, Source, TextOptions
+from sparseforge_ds.data.text_files import DEFAULTS, LocalText, TextOptions, TextSource
 from sparseforge_ds.data.text_formats import KINDS, check_size, file_kind, is_plain_text, is_readable
 
 STREAM = "stream:"
@@ -23,7 +23,7 @@ STREAM = "stream:"
 class Mixture:
     """Sources of a run, often a single one, and their turns in a round."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TextSource, ...]
     parts: tuple[int, ...]
     """Windows of each source in a round."""
 
@@ -70,7 +70,7 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixtur
     return Mixture(sources, parts)
 
 
-def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
+def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:
     """Return one source of `--dataset`: a path, stream: and a path, a hub id, or stdlib.
 
     Reads no more than the first record of every file, or the first line of a .txt file.
@@ -108,7 +108,7 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> Source:
     return HubText(dataset, options)
 
 
-def file_lines(source: Source) -> list[str]:
+def file_lines(source: TextSource) -> list[str]:
     """Return the banner's lines about the files of a source; none if the user did not name files."""
     if not isinstance(source, LocalText) or source.name == EMBEDDED_TEXT:
         return []
@@ -118,7 +118,7 @@ def file_lines(source: Source) -> list[str]:
     return lines
 
 
-def _paths(source: Source) -> tuple[Path, ...]:
+def _paths(source: TextSource) -> tuple[Path, ...]:
     return source.files.paths if isinstance(source, LocalText) else ()
 
 

@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.stream_chunks import Chunks, ChunkSizes, Record
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.tokenization import TokenBatch, no_text_error, token_dtype, tokenise, unknown_token_error
-from sparseforge_ds.data.windows import token_ids
+from sparseforge_ds.data.windows import ids_of_tokens
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class ChunkSpec:
     """Recipe for the chunks of a stream; it can be pickled."""
 
-    source: Source
+    source: TextSource
     tokenizer: PreTrainedTokenizerBase
     folder: Path
     """Folder of the chunks."""
@@ -107,7 +107,7 @@ class ChunkWriter:
             self._used = max(0, self._used - len(token))
             available += len(parts[-1])
         token = np.concatenate(parts)
-        largest = int(token_ids(token).max())
+        largest = int(ids_of_tokens(token).max())
         if largest >= self._spec.vocabulary:
             raise unknown_token_error(largest, self._spec.vocabulary)
         # 2. The record says where in the text the next chunk continues.

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.producer import ChunkSpec, Producer
 from sparseforge_ds.data.stream_chunks import ChunkSizes, Record
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.tokenization import cache_key
 from sparseforge_ds.data.windows import ReadProgress
 from sparseforge_ds.ranks import Ranks
@@ -120,7 +120,7 @@ class StreamedWindows:
 
 
 def open_stream(
-    source: Source,
+    source: TextSource,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     sizes: ChunkSizes,

@@ -86,7 +86,7 @@ class Reader:
         self._documents = itertools.islice(documents, record, None)
 
 
-class Source(ABC):
+class TextSource(ABC):
     """Text that one value of `--dataset` names."""
 
     name: str
@@ -120,7 +120,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class LocalText(Source):
+class LocalText(TextSource):
     """Files of this machine."""
 
     name: str

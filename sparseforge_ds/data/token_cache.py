@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.config.arguments import DocumentFrame
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.tokenization import cache_key, no_text_error, token_dtype, tokenise
-from sparseforge_ds.data.windows import token_ids, trained_flags
+from sparseforge_ds.data.windows import ids_of_tokens, trained_flags
 
 _LOG = logging.getLogger(__name__)
 _BLOCK = 2**20
@@ -87,7 +87,7 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
 
 
 def ensure_token_cache(
-    source: Source, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
 ) -> TokenCache:
     """Return the token cache of a text. Tokenise the text if there is no intact cache yet.
 
@@ -126,7 +126,7 @@ def ensure_token_cache(
             documents += batch.documents
             skipped += batch.skipped
             trained += int(np.count_nonzero(trained_flags(batch.token))) if has_flags else 0
-            largest = max(largest, int(token_ids(batch.token).max(initial=0)))
+            largest = max(largest, int(ids_of_tokens(batch.token).max(initial=0)))
         if not tokens:
             raise no_text_error(source.name, skipped)
     # 3. The record appears last, so a cache without one is unfinished.

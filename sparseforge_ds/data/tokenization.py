@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn
 from sparseforge_ds.data.documents import Conversation, Document, Text, is_blank, text_with_spans, tokenizable
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.token_documents import TokenDocument
-from sparseforge_ds.data.windows import document_starts, token_ids, trained_flags
+from sparseforge_ds.data.windows import document_starts, ids_of_tokens, trained_flags
 from sparseforge_ds.model.chat_template import Span
 from sparseforge_ds.model.tokenizer import run_tokenizer
 
@@ -69,7 +69,7 @@ def check_frame(tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame) -> Non
     frame_tokens(tokenizer, frame)
 
 
-def encode(
+def tokenize(
     documents: Sequence[Text], tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto"
 ) -> list[list[int]]:
     """Return the ids of every document. A document's ids do not depend on the other documents.
@@ -132,7 +132,7 @@ def encode_trained(
     return encoded
 
 
-def check_trained(source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> None:
+def check_trained(source: TextSource, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto") -> None:
     """Encode the first document of a text, so that errors of `encode_trained` come before a run starts."""
     first = next((document for document in source.read() if not is_blank(document)), None)
     if first is not None and not isinstance(first, TokenDocument):
@@ -185,7 +185,7 @@ def tokenise(
         lengths = [len(ids) for ids, _ in encoded]
         token = np.zeros(sum(lengths), dtype=dtype)
         for stop, (ids, trained) in zip(np.cumsum(lengths), encoded, strict=True):
-            token_ids(token)[stop - len(ids) : stop] = ids
+            ids_of_tokens(token)[stop - len(ids) : stop] = ids
             if token.dtype.names is not None:
                 trained_flags(token)[stop - len(ids) : stop] = True if trained is None else trained
         # 3. Starts of documents; no token predicts them.
@@ -204,7 +204,7 @@ def _encode_all(
     if texts and loss_on == "completion":
         pairs.extend(encode_trained(texts, tokenizer, frame))
     elif texts:
-        pairs.extend((ids, None) for ids in encode(texts, tokenizer, frame))
+        pairs.extend((ids, None) for ids in tokenize(texts, tokenizer, frame))
     encoded_texts = iter(pairs)
     return [
         (document.ids, document.trained) if isinstance(document, TokenDocument) else next(encoded_texts)
@@ -256,7 +256,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def cache_key(
-    source: Source, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *extra: object
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *extra: object
 ) -> tuple[str, dict[str, Any]]:
     """Return the cache key of a tokenised text, and the settings it was hashed from, by names that users know.
 

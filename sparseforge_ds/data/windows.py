@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 
-def token_ids(token: np.ndarray) -> np.ndarray:
+def ids_of_tokens(token: np.ndarray) -> np.ndarray:
     """Return a view of the ids of tokens."""
     return token if token.dtype.names is None else token["f0"]
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import cached_file
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_MODULE
@@ -25,9 +25,9 @@ from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
-from sparseforge_ds.model.stored_config import is_packed
+from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.model.tokenizer import check_tokens
-from sparseforge_ds.model.tokenizer import load_tokenizer as tokenizer_of
+from sparseforge_ds.model.tokenizer import read_tokenizer as tokenizer_of
 from sparseforge_ds.start.first_mask import choose_by_score
 
 NO_ADAPTER = "none"
@@ -56,7 +56,7 @@ def find_adapter(name: str, flag_value: str | None) -> str | None:
     if _beside(name, _CONFIG) is not None:
         return name
     record = _beside(name, "sparsity.json")
-    if record is not None and read_json(record).get("adapter"):
+    if record is not None and read_json_object(record).get("adapter"):
         raise ValueError(
             f"{name}: its low-rank adapter is missing ({_CONFIG}), without which the weights compute nonsense; export "
             f"again, give --adapter FOLDER, or --adapter {NO_ADAPTER} to measure the weights alone"
@@ -110,7 +110,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
 
 def _require_known_format(name: str, config: Any) -> None:
     """Reject a packed model if nothing has made transformers know the format."""
-    if is_packed(vars(config)) and PACKED24 not in AUTO_QUANTIZER_MAPPING:
+    if is_packed_config(vars(config)) and PACKED24 not in AUTO_QUANTIZER_MAPPING:
         raise ValueError(f"{name}: is stored as packed24; `import {PACKED24_MODULE}` before it is loaded")
 
 
@@ -118,7 +118,7 @@ def _require_floats(name: str) -> None:
     """Reject a folder of a dense model that stores a weight as no float; it would be cast in silence."""
     folder = Path(name)
     stored = any((folder / file).is_file() for file in ("model.safetensors", "model.safetensors.index.json"))
-    if stored and "quantization_config" not in read_json(folder / "config.json"):
+    if stored and "quantization_config" not in read_json_object(folder / "config.json"):
         dtypes = {key: spec.dtype for key, spec in TensorFolder(folder).specs.items()}
         require_float_weights(dtypes, folder, name)
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.teacher_logits import LogitsRecord, TeacherLogits
-from sparseforge_ds.data.text_files import LocalText, Source, TextOptions
+from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.data.tokenization import unknown_token_error
-from sparseforge_ds.data.windows import token_ids
+from sparseforge_ds.data.windows import ids_of_tokens
 from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.model.top_logits import largest_logits
 
@@ -39,7 +39,9 @@ class TeachSettings:
     """Windows of one forward pass."""
 
 
-def find_texts(names: Sequence[str], text_field: str, split: str, sample_by: SampleBy, loss_on: LossOn) -> list[Source]:
+def find_texts(
+    names: Sequence[str], text_field: str, split: str, sample_by: SampleBy, loss_on: LossOn
+) -> list[TextSource]:
     """Return the texts that `--text` names, as `--dataset` of a run with the same flags does."""
     try:
         sources = [find_source(name, TextOptions(text_field, split, sample_by, loss_on)) for name in names]
@@ -54,7 +56,7 @@ def find_texts(names: Sequence[str], text_field: str, split: str, sample_by: Sam
 def teach(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    source: Source,
+    source: TextSource,
     folder: Path,
     settings: TeachSettings,
 ) -> LogitsRecord:
@@ -91,7 +93,7 @@ def teach(
     logits = TeacherLogits.create(folder, record)
 
     # Run the model over the windows in their order.
-    window_WS = token_ids(cache.open())[: windows * settings.seq_length].reshape(windows, settings.seq_length)
+    window_WS = ids_of_tokens(cache.open())[: windows * settings.seq_length].reshape(windows, settings.seq_length)
     first = logits.record.written
     with tqdm(total=windows, initial=first, unit=" windows", disable=None) as bar:
         for number, start in enumerate(range(first, windows, settings.batch_size), start=1):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.stored import ADAPTER
@@ -52,7 +52,7 @@ def key_of(name: str) -> str:
     return f"{_PREFIX}{module}.{_MATRICES[leaf]}"
 
 
-def name_of(key: str) -> str | None:
+def branch_of_key(key: str) -> str | None:
     """Return the name in `Source.branch_specs` of an adapter's tensor, or None if no adapter of ours has such a key."""
     for leaf, matrix in _MATRICES.items():
         if key.startswith(_PREFIX) and key.endswith(f".{matrix}"):
@@ -104,6 +104,6 @@ def write_adapter(source: Source, folder: Path) -> None:
 
 def adapter_rank(folder: Path) -> int:
     """Return the largest rank in a folder's adapter, which an inference engine must be told."""
-    adapter = read_json(folder / CONFIG)
+    adapter = read_json_object(folder / CONFIG)
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
     return max((rank for rank in ranks if isinstance(rank, int)), default=0)

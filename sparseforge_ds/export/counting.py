@@ -33,7 +33,7 @@ def chunk_size(span: int) -> int:
     return max(span, CHUNK // max(1, span) * span)
 
 
-def chunks(numel: int, span: int) -> Iterator[tuple[int, int]]:
+def chunk_ranges(numel: int, span: int) -> Iterator[tuple[int, int]]:
     """Yield start and stop of chunks of `chunk_size(span)` elements."""
     size = chunk_size(span)
     for start in range(0, numel, size):
@@ -47,7 +47,7 @@ def count_not_finite(tensor: Tensor) -> int:
     bits = tensor.reshape(-1).view(_INTEGERS[tensor.element_size()])
     first = _NOT_FINITE[tensor.dtype]
     total = 0
-    for start, stop in chunks(bits.numel(), 1):
+    for start, stop in chunk_ranges(bits.numel(), 1):
         magnitude = bits[start:stop] & torch.iinfo(bits.dtype).max
         if int(magnitude.max()) >= first:
             total += int((magnitude >= first).sum())

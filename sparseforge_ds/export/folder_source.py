@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, key_of, name_of, require_adapter
+from sparseforge_ds.export.adapter import CONFIG, TENSORS, branch_of_key, key_of, require_adapter
 from sparseforge_ds.export.source import (
     DTYPES,
     HEAD,
@@ -27,7 +27,7 @@ from sparseforge_ds.export.source import (
     check_config,
     choose_dtype,
     configured_dtype,
-    read_model_config,
+    read_config_json,
     require_finite,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, listed_weights, reads_as
@@ -35,7 +35,7 @@ from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
-from sparseforge_ds.model.stored_config import is_packed
+from sparseforge_ds.model.stored_config import is_packed_config
 
 _KEYS = ("format", "dtype", *HEAD)
 
@@ -52,16 +52,16 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.model_folder = self.folder if model is None else Path(model)
         self._exported = (self.folder / "sparsity.json").is_file()
-        stored_config = read_json(self.folder / "config.json")
+        stored_config = read_json_object(self.folder / "config.json")
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
         self.grid = self._weights.grid
-        if self._exported and self.model_folder == self.folder and is_packed(stored_config):
+        if self._exported and self.model_folder == self.folder and is_packed_config(stored_config):
             self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
         else:
-            self.model_config = read_model_config(self.model_folder)
+            self.model_config = read_config_json(self.model_folder)
         # The record of the folder, or one that is made from its weights.
-        self._sparsity = read_json(self.folder / "sparsity.json") if self._exported else self._infer_record()
+        self._sparsity = read_json_object(self.folder / "sparsity.json") if self._exported else self._infer_record()
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
@@ -109,7 +109,7 @@ class FolderSource(Source):
             self._adapter = TensorFolder(self.folder, ADAPTER)
             learned = BRANCH if self.low_rank.learned else (LOW_RANK,)
             for key, spec in self._adapter.specs.items():
-                branch_name = name_of(key)
+                branch_name = branch_of_key(key)
                 if branch_name is not None and branch_name.endswith(learned):
                     shapes[branch_name] = spec.shape
         self._set_branches(shapes)

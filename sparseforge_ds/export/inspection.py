@@ -20,7 +20,7 @@ from sparseforge_ds.checkpoint.folder import (
     find_checkpoint,
     find_run,
     newest_trainer_checkpoint,
-    read_json,
+    read_json_object,
     require_saved,
 )
 from sparseforge_ds.checkpoint.inventory import (
@@ -112,7 +112,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON types, with a summary of the masks."""
         masks = self.status.masks if self.status else []
-        mask = asdict(summarize(masks)) if masks else None
+        mask = asdict(summarize_masks(masks)) if masks else None
         return {"ok": self.ok, **asdict(self), "path": str(self.path), "mask": mask}
 
 
@@ -193,7 +193,7 @@ def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) 
     )
 
 
-def summarize(masks: list[MaskReport]) -> MaskReport:
+def summarize_masks(masks: list[MaskReport]) -> MaskReport:
     """Return one report of all masks of a run, in which each counts by its elements."""
     elements = sum(mask.elements for mask in masks)
 
@@ -239,7 +239,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
 
 
 def _optional_json(run: Path | None, name: str) -> dict[str, Any] | None:
-    return read_json(run / name) if run is not None and (run / name).exists() else None
+    return read_json_object(run / name) if run is not None and (run / name).exists() else None
 
 
 def _read(folder: Path, quick: bool) -> RunStatus:

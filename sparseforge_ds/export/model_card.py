@@ -17,7 +17,7 @@ from huggingface_hub.errors import HTTPError
 from yaml import YAMLError
 
 from sparseforge_ds.checkpoint.disk import atomic_file, write_json
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.config import SparseForgeConfig
@@ -26,7 +26,7 @@ from sparseforge_ds.export.adapter import adapter_rank
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import HUB_ID, published_name
-from sparseforge_ds.model.stored_config import is_packed
+from sparseforge_ds.model.stored_config import is_packed_config
 
 NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
@@ -60,7 +60,7 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
     for path in paths:
         if not Path(path).exists():
             raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
-        content = read_json(Path(path))
+        content = read_json_object(Path(path))
         try:
             results += _results_in(content)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -151,7 +151,7 @@ def make_card(
         ValueError: `sparsity.json` is missing or damaged.
     """
     record = _record(folder)
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
     sections = _sections(folder, record)
     run = sections["run"]
@@ -174,7 +174,7 @@ def make_card(
         eval_results=all_results or None,
     )
     # The text, from a template.
-    packed = is_packed(config)
+    packed = is_packed_config(config)
     settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
     return ModelCard.from_template(
@@ -222,7 +222,7 @@ def _record(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
         )
-    return read_json(folder / "sparsity.json")
+    return read_json_object(folder / "sparsity.json")
 
 
 def write_card(
@@ -289,7 +289,7 @@ def _name_base(folder: Path, name: str) -> None:
     """Write the model's name on the hub into the adapter's config, from which transformers takes the weights there."""
     path = folder / ADAPTER
     record = _record(folder)
-    write_json(path, {**read_json(path), "base_model_name_or_path": name})
+    write_json(path, {**read_json_object(path), "base_model_name_or_path": name})
     if "adapter_config_sha256" in record:
         write_json(folder / "sparsity.json", {**record, "adapter_config_sha256": hash_file(path)})
 

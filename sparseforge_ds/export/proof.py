@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
@@ -89,7 +89,7 @@ def prove_folder(source: Source, folder: Path, plain: bool, grid: str | None = N
         name = model_class(load_config(source.model_folder, str(source.model_folder), cached=True)).__name__
         _run(script, [str(folder.absolute()), name], folder, scratch, ours=not without_ours)
         # The loader complains of nothing.
-        loading = read_json(Path(scratch) / "loaded.json")
+        loading = read_json_object(Path(scratch) / "loaded.json")
         for kind, names in loading["report"].items():
             if names:
                 raise _failed(folder, f"transformers reports {kind} {names[0]} as it loads it")

@@ -16,13 +16,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from sparseforge_ds.checkpoint.damage import suggest_intact_checkpoint
-from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_json_object
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config.run_state import RunState, SparseWeight
-from sparseforge_ds.export.counting import chunks, count_members
-from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_model_config, require_finite
+from sparseforge_ds.export.counting import chunk_ranges, count_members
+from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_config_json, require_finite
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.codes import values_of
@@ -84,9 +84,9 @@ class RunSource(Source):
         # The model that the weights belong to.
         run = find_run(path)
         self.model_folder = self._find_model_folder(Path(path), model, run)
-        self.model_config = read_model_config(self.model_folder)
+        self.model_config = read_config_json(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
-        description = read_json(run / "sparseforge.json") if run else {}
+        description = read_json_object(run / "sparseforge.json") if run else {}
         if model is None:
             check_config(self.model_folder, self.model_config, description.get("config_sha256"))
         # Its tensors by published names, and the branches beside them.
@@ -182,7 +182,7 @@ class RunSource(Source):
         weight = self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
         span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
-        for start, stop in chunks(flat.numel(), span):
+        for start, stop in chunk_ranges(flat.numel(), span):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
@@ -142,14 +142,14 @@ def buffer_names(folder: Path) -> set[str]:
     return {name for name, _ in model.named_buffers()}
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the config.json of a dense model, or for some vision-language models its text model's part.
 
     Raises:
         ValueError: the weights are quantized, or a link leads out of the folder.
     """
     check_links(folder)
-    config = read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
     if "text_config" in config:

@@ -22,7 +22,7 @@ from sparseforge_ds.mask.packing import (
     unpack24,
 )
 from sparseforge_ds.model.families import BRANCH
-from sparseforge_ds.model.stored_config import is_packed, is_quantized
+from sparseforge_ds.model.stored_config import is_packed_config, is_quantized
 
 _DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER = "adapter_model"
@@ -40,7 +40,7 @@ class StoredWeights:
         self.folder = folder
         self._tensors = tensors = TensorFolder(folder)
         # A packed weight is stored as values and positions, a quantized one as several parts.
-        self.packed = is_packed(config)
+        self.packed = is_packed_config(config)
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
         self.grid = _grid(folder, config) if self.packed else None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER_CONFIG
@@ -93,8 +93,8 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")
-    config = read_json(folder / "config.json")
-    sparsity = read_json(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
+    config = read_json_object(folder / "config.json")
+    sparsity = read_json_object(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
     tensors = StoredWeights(folder, config)
     if pattern is None:
         if sparsity and not isinstance(sparsity.get("pattern"), str):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparseforge_ds.mask.packing import is_packed
+from sparseforge_ds.mask.packing import has_packed_weights
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.family_table import FAMILIES, Row
 from sparseforge_ds.model.rules import contracting, matches, table_rule
@@ -89,7 +89,7 @@ def refuse_sharded(model: nn.Module) -> None:
         ValueError: weights are sharded by ZeRO-3 or FSDP, packed, or on the meta device.
     """
     for name, module in model.named_modules():
-        if is_packed(module):
+        if has_packed_weights(module):
             raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(f"{name or 'the model'} is sharded by FSDP; {_sharded_cure()}")

@@ -170,7 +170,7 @@ def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
     raise ValueError(f"values of shape {values} and positions of shape {positions} are no packed 2:4 weight")
 
 
-def is_packed(module: nn.Module) -> bool:
+def has_packed_weights(module: nn.Module) -> bool:
     """Return True if a module itself holds packed 2:4 weights, and not just a buffer of that name like GPT-J's."""
     ends = [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]
     return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)

@@ -146,7 +146,7 @@ def without_numbers(config: PretrainedConfig) -> Iterator[None]:
         ) from error
 
 
-def describe(
+def architecture_of(
     model: PreTrainedModel, weights: Collection[PrunableWeight], leaf_suffixes: Collection[str] = ()
 ) -> Architecture:
     """Return the sizes of a model, a student with its branches or a teacher.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 
 PERMUTATION = "permutation.json"
 ROTATION = "rotation.json"
@@ -23,7 +23,7 @@ def basis_of(folder: Path) -> dict[str, str]:
     basis = {}
     for file in (PERMUTATION, ROTATION):
         if (folder / file).is_file():
-            content = read_json(folder / file)
+            content = read_json_object(folder / file)
             if content.get("format") != FORMAT or not isinstance(content.get("sha256"), str):
                 raise ValueError(f"{folder / file}: is damaged or of another version; make the model's folder again")
             basis[file] = content["sha256"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.mask.packing import is_packed
+from sparseforge_ds.mask.packing import has_packed_weights
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import BRANCH as BRANCH
 from sparseforge_ds.model.family_table import FAMILIES, Row
@@ -94,7 +94,7 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
         ValueError: as `prunable_names`, or a layer is packed, or is not stored in the orientation of the table.
     """
     for name, module in model.named_modules():
-        if is_packed(module):
+        if has_packed_weights(module):
             raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
     weights = _matrices_of(model, config).select(config)
     for weight in weights:

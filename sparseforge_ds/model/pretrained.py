@@ -30,8 +30,8 @@ from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
-from sparseforge_ds.model.stored_config import is_only_pruned, is_packed
-from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
+from sparseforge_ds.model.stored_config import is_only_pruned, is_packed_config
+from sparseforge_ds.model.tokenizer import check_vocabulary, read_tokenizer
 from sparseforge_ds.ranks import AgreedError
 
 _DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *LEGAL_FILES]
@@ -60,7 +60,7 @@ class Pretrained:
             ValueError: there is none, it cannot be read, or it has tokens that the model has no embedding for.
         """
         try:
-            tokenizer = load_tokenizer(self.folder)
+            tokenizer = read_tokenizer(self.folder)
             check_vocabulary(tokenizer, self.config)
         except ValueError as error:
             raise ValueError(f"--model {self.name}: {error}") from None
@@ -97,7 +97,7 @@ def find_model(name: str, flag: str) -> Pretrained:
             f"{flag} {name}: has a PEFT adapter beside its weights (adapter_config.json), which transformers would "
             "load as further layers; merge it into the weights (merge_and_unload of peft), or take the file away"
         )
-    if is_packed({"quantization_config": stored}):
+    if is_packed_config({"quantization_config": stored}):
         raise ValueError(
             f"{flag} {name}: its weights are packed 2:4, which cannot be trained; unpack it first: sparseforge export "
             f"{name} DENSE --format hf"
@@ -199,7 +199,7 @@ def check_attention(model: Pretrained, implementation: str, elsewhere: bool) -> 
             ) from None
 
 
-def load_model(
+def load_pretrained(
     folder: str | Path,
     who: str,
     dtype: torch.dtype,

@@ -12,7 +12,7 @@ QUANT_METHOD = "compressed-tensors"
 """Name of llm-compressor's library in a config.json."""
 
 
-def is_packed(config: dict[str, Any]) -> bool:
+def is_packed_config(config: dict[str, Any]) -> bool:
     """Return True if a config.json is of a packed24 folder."""
     quantization = config.get("quantization_config")
     return isinstance(quantization, dict) and quantization.get("quant_method") == PACKED24

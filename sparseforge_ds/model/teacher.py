@@ -19,7 +19,7 @@ from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.hidden import capture_states, compared_layers
-from sparseforge_ds.model.pretrained import load_model
+from sparseforge_ds.model.pretrained import load_pretrained
 from sparseforge_ds.model.registration import register_model_classes
 
 
@@ -92,7 +92,7 @@ class Teacher:
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
         options = {"dtype": _dtype(ds_config), **kwargs}
-        model = load_model(path, f"teacher {path}", partition=partition, model_class=model_class, **options)
+        model = load_pretrained(path, f"teacher {path}", partition=partition, model_class=model_class, **options)
         return cls(model, config, ds_config)
 
     @torch.no_grad()

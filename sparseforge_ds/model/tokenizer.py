@@ -41,7 +41,7 @@ _PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E 
 """Text for which a tokenizer is compared with its sentencepiece model."""
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or from the hub.
 
     Raises:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.disk import atomic_file, write_json
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.export.model_card import write_card
@@ -306,7 +306,7 @@ class _Progress:
             raise ValueError(f"{folder}: another process is at work in it; wait for it, or give another OUT") from None
         # Results of other settings are not mixed with those of this run.
         if path.is_file():
-            if changed := differences(read_json(path), identity, "prune"):
+            if changed := differences(read_json_object(path), identity, "prune"):
                 raise ValueError(
                     f"{folder}: was begun with other settings ({shorten(changed)}); give the same, or remove the folder"
                 )

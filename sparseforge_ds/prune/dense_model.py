@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.adapter import CONFIG
-from sparseforge_ds.export.source import DTYPES, read_model_config
+from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.published_names import published_tensors
@@ -52,7 +52,7 @@ class DenseModel:
                 has other tensors than the model of its config.json.
         """
         self.folder = Path(folder)
-        self.stored_config = read_model_config(self.folder)
+        self.stored_config = read_config_json(self.folder)
         for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter")):
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")

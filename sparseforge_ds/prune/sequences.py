@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.data.tokenization import encode
+from sparseforge_ds.data.tokenization import tokenize
 from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.model.tokenizer import check_tokens
@@ -41,7 +41,7 @@ def read_sequences(
     documents = iter_texts(text, text_field)
     ids: list[int] = []
     while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):
-        for document in encode(some, tokenizer):
+        for document in tokenize(some, tokenizer):
             ids += document
     count = min(len(ids), tokens) // seq_length
     if not count:

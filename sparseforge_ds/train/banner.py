@@ -34,7 +34,7 @@ def banner(spec: RunSpec, text: str) -> str:
     )
     attention = ", attention inside each" if spec.arguments.document_attention else ""
     rows.append(("documents", f"each as {' '.join([*front, '...', *behind])}{attention}"))
-    return table([*rows, output])
+    return layout_rows([*rows, output])
 
 
 def spec_rows(spec: RunSpec) -> list[Row]:
@@ -77,7 +77,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     ]
 
 
-def table(rows: Iterable[Row]) -> str:
+def layout_rows(rows: Iterable[Row]) -> str:
     """Lay out rows as text: names in a column, contents beside it."""
     lines = list(rows)
     width = max(len(name) for name, _ in lines)

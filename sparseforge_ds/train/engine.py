@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, set_seed
 
 import sparseforge_ds as sf
 from sparseforge_ds.data.batches import Batches
-from sparseforge_ds.model.pretrained import load_model
+from sparseforge_ds.model.pretrained import load_pretrained
 from sparseforge_ds.model.teacher import Teacher, teacher_ds_config
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.document_attention import check_documents_apart, separate_documents_in_flash
@@ -62,7 +62,7 @@ def build_context(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext
     set_seed((spec.arguments.seed + ranks.rank) % 2**32)  # ranks differ, so that dropout does
     partition = spec.deepspeed if spec.stage == 3 else None
     attention = {"attn_implementation": spec.arguments.attn_implementation}
-    model = load_model(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition, **attention)
+    model = load_pretrained(spec.model.folder, f"--model {spec.model.name}", spec.dtype, partition, **attention)
     if spec.arguments.activation_checkpointing:
         checkpoint_activations(model)
     model = sf.prepare(model, spec.config)
@@ -92,7 +92,9 @@ def build_context(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext
     distillation = spec.config.distillation
     if spec.teacher is not None and distillation is not None:
         partition = teacher_ds_config(spec.deepspeed) if distillation.hold == "zero3" else None
-        loaded = load_model(spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention)
+        loaded = load_pretrained(
+            spec.teacher.folder, f"--teacher {spec.teacher.name}", spec.dtype, partition, **attention
+        )
         _limit_attention(loaded, sequence_parallel, documents)
         teacher = Teacher(loaded, distillation, spec.deepspeed)
         if spec.teacher is not spec.model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json
+from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json_object
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.train.run_folder import check_beginning
@@ -55,7 +55,7 @@ def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
     if not spec.arguments.resume or not saved or not record.is_file():
         return None
     try:
-        saved_config = RunState.parse({"step": 0, "refreshes": 0, **read_json(record)}, str(record)).config
+        saved_config = RunState.parse({"step": 0, "refreshes": 0, **read_json_object(record)}, str(record)).config
     except ValueError:
         return None  # `check_beginning` says what is wrong
 

@@ -10,7 +10,7 @@ from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.stream_chunks import ChunkSizes
 from sparseforge_ds.data.streaming import open_stream
 from sparseforge_ds.data.teacher_logits import TeacherLogits
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
 from sparseforge_ds.data.tokenization import unknown_token_error
 from sparseforge_ds.data.windows import CachedWindows, Windows
@@ -56,7 +56,7 @@ def _open_teacher_logits(spec: RunSpec, sources: Sequence[Windows]) -> list[Teac
     return logits
 
 
-def _open(spec: RunSpec, ranks: Ranks, source: Source, at_least: int) -> Windows:
+def _open(spec: RunSpec, ranks: Ranks, source: TextSource, at_least: int) -> Windows:
     """Open one source; it must have `at_least` windows where it is no stream. Collective."""
     arguments = spec.arguments
     folder = spec.folder / "data"

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.arguments import flags
@@ -144,7 +144,7 @@ def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 def changed_flags(spec: RunSpec) -> list[str]:
     """Return the run flags and DeepSpeed keys that have changed since the last start, as lines for the log."""
-    run, engine = (read_json(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
+    run, engine = (read_json_object(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
     changes = []
     for name, before, after in (
         ("run", run.get("run", {}), flags(spec.arguments)),

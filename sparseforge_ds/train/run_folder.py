@@ -35,7 +35,7 @@ from transformers import GenerationConfig
 
 import sparseforge_ds
 from sparseforge_ds.checkpoint.disk import atomic_folder, open_own_file, write_json
-from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json
+from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json_object
 from sparseforge_ds.checkpoint.model_files import is_legal_file
 from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
@@ -52,7 +52,7 @@ from sparseforge_ds.train.spec import RunSpec
 _LOG = logging.getLogger(__name__)
 
 
-def describe(spec: RunSpec) -> dict[str, Any]:
+def run_description(spec: RunSpec) -> dict[str, Any]:
     """Return the content of `sparseforge.json`; plain JSON types."""
     run = RunState.from_weights(spec.config, spec.weights).to_dict()
     del run["step"], run["refreshes"]  # the checkpoints have them
@@ -75,7 +75,7 @@ def _published(arguments: RunArguments) -> dict[str, Any]:
     return {**names, "dataset": [published_name(source_and_weight(value)[0]) for value in arguments.dataset]}
 
 
-def check_folder(spec: RunSpec) -> None:
+def check_run_folder(spec: RunSpec) -> None:
     """Reject a folder that holds another run, or nothing to resume, or that cannot take the checkpoints.
 
     Raises:
@@ -103,7 +103,7 @@ def check_weights(spec: RunSpec) -> None:
     Raises:
         ValueError: the weights have changed, or cannot be read.
     """
-    record = read_json(spec.folder / "sparseforge.json")
+    record = read_json_object(spec.folder / "sparseforge.json")
     before = record.get("weights_sha256")
     if not isinstance(before, dict):  # a run of an earlier version
         return
@@ -218,10 +218,10 @@ def write_folder(spec: RunSpec) -> None:
         with atomic_folder(final, replace=True) as folder:
             _write_model(spec, folder)
     more = {
-        "config_sha256": config_sha256(read_json(final / "config.json")),
+        "config_sha256": config_sha256(read_json_object(final / "config.json")),
         "weights_sha256": _weights_sha256(spec),
     }
-    write_json(spec.folder / "sparseforge.json", {**describe(spec), **more})
+    write_json(spec.folder / "sparseforge.json", {**run_description(spec), **more})
 
 
 def _write_model(spec: RunSpec, folder: Path) -> None:
@@ -254,10 +254,10 @@ def _check_same_run(spec: RunSpec) -> None:
             )
     path = record_file
     try:
-        record = read_json(path)
+        record = read_json_object(path)
         saved = RunState.parse({"step": 0, "refreshes": 0, **record}, str(path))
         path = config_file
-        batch = read_json(path)["train_batch_size"]
+        batch = read_json_object(path)["train_batch_size"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"--resume: {path} is damaged or of another version of sparseforge_ds ({error!r:.200}); "
@@ -277,7 +277,7 @@ def _check_same_run(spec: RunSpec) -> None:
         )
 
     # Compare the model: its architecture, and the order and basis of its channels.
-    saved_model = read_json(spec.folder / "model" / "config.json")
+    saved_model = read_json_object(spec.folder / "model" / "config.json")
     model = json.loads(spec.model.config.to_json_string())
     if changes := differences(_architecture(saved_model), _architecture(model), "config"):
         raise ValueError(

@@ -20,11 +20,12 @@ from sparseforge_ds.config.deepspeed_config import (
     training_dtype,
     zero_stage,
 )
-from sparseforge_ds.data.mixture import Mixture
-from sparseforge_ds.data.text_files import Source
-from sparseforge_ds.data.tokenization import check_frame
+from sparseforge_ds.data.held_out import find_held_out
+from sparseforge_ds.data.mixture import Mixture, find_text
+from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
+from sparseforge_ds.data.tokenization import check_frame, check_trained
 from sparseforge_ds.model.any_family import any_family
-from sparseforge_ds.model.architecture import Architecture, bare_model, describe
+from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.estimator_support import check_measurable
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
@@ -40,7 +41,6 @@ from sparseforge_ds.model.pretrained import (
 )
 from sparseforge_ds.start.block_start import check_blocks
 from sparseforge_ds.train.document_attention import check_document_attention
-from sparseforge_ds.train.find_text import find_texts
 from sparseforge_ds.train.memory_settings import MemorySettings, leaf_suffixes, settings
 from sparseforge_ds.train.output_location import check_output_location
 from sparseforge_ds.train.schedule import LearningRate
@@ -87,7 +87,7 @@ class RunSpec:
     teacher_sizes: Architecture | None
     """Sizes of a teacher that is another model; None otherwise."""
     text: Mixture
-    held_out: Source | None
+    held_out: TextSource | None
     """Text of `--eval_dataset`."""
     steps: int
     """Optimizer steps of the whole run: `max_steps` of its config, or more where it was extended."""
@@ -162,7 +162,7 @@ def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeCon
     return content, config.allowing_dense(arguments.allow_dense)
 
 
-def read_config(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
+def read_settings(arguments: RunArguments, world_size: int) -> tuple[dict[str, Any], SparseForgeConfig]:
     """Read the DeepSpeed JSON and its sparseforge block, and check what needs no model.
 
     Raises:
@@ -223,7 +223,7 @@ def make_spec(
     Raises:
         ValueError: something is missing, unreadable, unknown or does not fit.
     """
-    content, config = read_config(arguments, world_size)
+    content, config = read_settings(arguments, world_size)
     hardware = hardware or Hardware.here()
     parts = sequence_ranks(content, arguments, world_size)
 
@@ -289,8 +289,8 @@ def make_spec(
         text=text,
         held_out=held_out,
         steps=config.max_steps,
-        sizes=describe(empty, weights, leaves),
-        teacher_sizes=None if empty_teacher is None else describe(empty_teacher, (), leaves),
+        sizes=architecture_of(empty, weights, leaves),
+        teacher_sizes=None if empty_teacher is None else architecture_of(empty_teacher, (), leaves),
         world_size=world_size,
     )
     if arguments.epochs is None:  # else the spec is made again once the steps are known
@@ -332,3 +332,29 @@ def _check_teacher(config: SparseForgeConfig, model: Pretrained, teacher: Pretra
             f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "
             'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
         )
+
+
+def find_texts(arguments: RunArguments, model: Pretrained) -> tuple[Mixture, TextSource | None]:
+    """Return the text to train on, and that of `--eval_dataset`, if any.
+
+    Raises:
+        ValueError: one cannot be found, used or told apart into prompts and completions, or its files are empty.
+    """
+    text = find_text(arguments.dataset, TextOptions.from_arguments(arguments))
+    held_out = find_held_out(arguments)
+    for source in text.sources:
+        _check_not_empty("--dataset", source)
+    if held_out is not None:
+        _check_not_empty("--eval_dataset", held_out)
+    # A dry run of a model on the hub has no tokenizer to try.
+    if arguments.loss_on == "completion" and model.folder.is_dir():
+        for source in text.sources:
+            if isinstance(source, LocalText):
+                check_trained(source, model.tokenizer, arguments.document_frame)
+    return text, held_out
+
+
+def _check_not_empty(flag: str, source: TextSource) -> None:
+    """Reject a text whose files are all empty; one shard of many may be."""
+    if isinstance(source, LocalText) and not any(path.stat().st_size for path in source.files.paths):
+        raise ValueError(f"{flag} {source.name}: {source.files.describe()}: there is no text in it; give another text")

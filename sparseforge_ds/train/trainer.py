@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import shlex
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
 from sparseforge_ds.config.run_file import run_file_text
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import ForgeError
+from sparseforge_ds.mask.kernels.fisher import token_squares
+from sparseforge_ds.mask.kernels.fusing import is_compiled
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.banner import banner
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.compiler import require_compiler
 from sparseforge_ds.train.console import set_up_console
 from sparseforge_ds.train.divergence import TrainingDivergedError
 from sparseforge_ds.train.engine import build_context
@@ -42,13 +44,13 @@ from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.preemption import PreemptedError, Preemption
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import (
-    check_folder,
+    check_run_folder,
     check_weights,
     lock_folder,
     why_nothing_to_resume,
     write_folder,
 )
-from sparseforge_ds.train.spec import RunSpec, make_spec, read_config, settings_of
+from sparseforge_ds.train.spec import RunSpec, make_spec, read_settings, settings_of
 from sparseforge_ds.train.tracking import Trackers, flatten
 
 _LOG = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     spec = _settle_resume(spec, ranks)
 
     # Take possession of the run folder.
-    ranks.all_or_raise(lambda: check_folder(spec))
+    ranks.all_or_raise(lambda: check_run_folder(spec))
     if spec.arguments.resume:
         ranks.on_first(lambda: check_weights(spec))
     ranks.all_or_raise(lambda: require_compiler(torch.device(get_accelerator().current_device_name())))
@@ -170,6 +172,26 @@ def _start_trackers(spec: RunSpec, ranks: Ranks, saved_step: int) -> Trackers | 
     return Trackers(arguments.report_to, spec.folder, arguments.project, saved_step)
 
 
+def require_compiler(device: torch.device) -> None:
+    """Compile one of our functions for a device, where they are compiled at all.
+
+    Raises:
+        ValueError: torch.compile does not work on this machine, and the run would end at its first measurement.
+    """
+    if not is_compiled(device):
+        return
+    try:
+        token_squares(torch.ones(1, 4, device=device))
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first_line = lines[0] if lines else repr(error)
+        cause = next((line for line in lines if "rror" in line or "ompiler" in line), first_line)
+        raise ValueError(
+            f"torch.compile does not work for {device.type} on this machine ({cause:.300}); it needs a C++ compiler "
+            "and the headers of Python, for GPUs too (Debian and Ubuntu: apt install g++ python3-dev)"
+        ) from None
+
+
 def main(
     command_line: Sequence[str] | None = None, dry_run: Callable[[RunArguments], Iterable[str]] | None = None
 ) -> int:
@@ -196,7 +218,7 @@ def main(
                 print(run_file_text(arguments, content, config.to_dict()), end="", flush=True)
             return 0
         if not arguments.dry_run:
-            read_config(arguments, world_size_from_launcher())
+            read_settings(arguments, world_size_from_launcher())
             set_default_environment()
     except (ValueError, OSError) as error:
         return _exit_code(error, os.environ.get("LOCAL_RANK", "0") == "0")

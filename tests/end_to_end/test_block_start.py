@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.folder import read_json
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.cli.main import main
 from tests.end_to_end.test_layouts import STEPS, assert_same, flags, states, taken_back
 from tests.end_to_end.test_train import flags_of, train
@@ -31,7 +31,7 @@ def test_any_layout_and_resumed_behind_the_start(tmp_path: Path, capfd: pytest.C
     train(*flags(tmp_path, BLOCK, 3, 2, resumed), "--resume", ranks=2)
     assert "start: block" not in "".join(capfd.readouterr())
     assert_same(resumed, states(one), bound=1e-5)
-    result, after_resume = (read_json(run / "result.json") for run in (one, resumed))
+    result, after_resume = (read_json_object(run / "result.json") for run in (one, resumed))
     assert (result["start"]["tokens"], result["start"]["epochs"]) == (1536, 2) and result["path"] > 0
     assert all(result[key] == after_resume[key] for key in ("start", "path"))
     for name, checkpoint in (("end", resumed), ("start", one / "checkpoints" / "step_000000")):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.token_cache import open_tokens
-from sparseforge_ds.data.windows import CachedWindows, document_starts, token_ids
+from sparseforge_ds.data.windows import CachedWindows, document_starts, ids_of_tokens
 from tests.distributed import run_distributed
 from tests.end_to_end.test_layouts import assert_same, flags
 from tests.end_to_end.test_layouts import states as weights
@@ -68,7 +68,7 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     for row in row_BS:
         begin = [0, *(int(place) for place in document_starts(row).nonzero()[0] if place), S]
         documents += [
-            torch.from_numpy(token_ids(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
+            torch.from_numpy(ids_of_tokens(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
         ]
     assert scalar(run, "loss/cross_entropy", 1) == pytest.approx(alone(network, documents), rel=1e-6)
     assert abs(scalar(run, "loss/kl", 1)) < 1e-9, "the teacher sees what the student sees"

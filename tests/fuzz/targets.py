@@ -27,7 +27,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.resume import find_resumption
-from sparseforge_ds.train.run_folder import check_folder as check_run_folder
+from sparseforge_ds.train.run_folder import check_run_folder as check_run_folder
 from sparseforge_ds.train.spec import RunSpec, make_spec
 from tests.fuzz.inputs import EXPORTS, RUNS
 

@@ -19,7 +19,7 @@ from sparseforge_ds.config.block_sections import DistillationConfig
 from sparseforge_ds.evaluate.finished_model import load_model
 from sparseforge_ds.model.pretrained import find_model
 from sparseforge_ds.model.teacher import Teacher
-from sparseforge_ds.model.tokenizer import load_tokenizer
+from sparseforge_ds.model.tokenizer import read_tokenizer
 from tests.planted_code import YES, Touch, plant_generate, plant_model, plant_pickle, plant_tokenizer
 from tests.task_files import write_task
 from tests.tiny_folders import write_model, write_text
@@ -134,7 +134,7 @@ def test_a_model_that_brings_its_code_is_refused(
 def test_a_tokenizer_that_brings_its_code_is_refused(dense: Path, tmp_path: Path) -> None:
     mark = plant_tokenizer(tmp_path / "planted", dense)
     with pytest.raises(ValueError, match="its tokenizer cannot be read .it needs Python code of its own"):
-        load_tokenizer(tmp_path / "planted")
+        read_tokenizer(tmp_path / "planted")
     assert not mark.exists()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.planner.activation_memory import Activations
 from sparseforge_ds.extras.planner.memory import gathered_weights, memory
-from sparseforge_ds.model.architecture import Architecture, describe, empty_model
+from sparseforge_ds.model.architecture import Architecture, architecture_of, empty_model
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.teacher import Teacher
@@ -42,7 +42,7 @@ def model_of(case: Case, layers: int = 3) -> Any:
 def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, MemorySettings]:
     """What the planner knows of a case; on the ranks."""
     empty = empty_model(model_of(case, layers).config, case.sparseforge, DTYPES[case.dtype])
-    model = describe(empty, prunable_weights(empty, case.sparseforge))
+    model = architecture_of(empty, prunable_weights(empty, case.sparseforge))
     laid_out = settings(
         case.deepspeed(),
         case.sparseforge,
@@ -210,7 +210,9 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
     model, laid_out = planned(case, checkpointing, layers=4)
     if experts:
         empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])
-        model = describe(empty, prunable_weights(empty, case.sparseforge), case.zero["leaf_module"]["name_suffixes"])
+        model = architecture_of(
+            empty, prunable_weights(empty, case.sparseforge), case.zero["leaf_module"]["name_suffixes"]
+        )
     return gathered_weights(model, laid_out), live
 
 

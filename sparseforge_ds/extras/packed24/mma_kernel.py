@@ -107,7 +107,7 @@ class Tiling(NamedTuple):
         return bytes_read + 14e3 * (turns + fill) + adding
 
 
-def choose(
+def choose_tiling(
     rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, value_bytes: int = 2
 ) -> Tiling | None:
     """Return the tiling with the least cost, or None if none fits.
@@ -281,7 +281,7 @@ def _plan(
     try:
         memory = shared_memory_limit(device)
         processors = properties.multi_processor_count
-        tiling = choose(rows, outputs, inputs, processors, memory, 2 if value_dtype is None else 1)
+        tiling = choose_tiling(rows, outputs, inputs, processors, memory, 2 if value_dtype is None else 1)
         return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device, value_dtype)
     except (OSError, RuntimeError) as error:
         _warn(str(error).splitlines()[0] if str(error) else type(error).__name__)

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, STORED_GRIDS, is_packed
+from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, STORED_GRIDS, has_packed_weights
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -169,7 +169,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             if not any(isinstance(operation, ours) for operation in getattr(conversion, "operations", ()))
         ]
         branched = bool(self.quantization_config.low_rank)
-        if not branched and not any(is_packed(module) or _is_sparse(module) for module in model.modules()):
+        if not branched and not any(has_packed_weights(module) or _is_sparse(module) for module in model.modules()):
             self.remove_quantization_config(model)
             for module in model.modules():
                 if getattr(getattr(module, "config", None), "_is_quantized", False):
@@ -205,7 +205,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         for name, module in list(model.named_modules()):
             if isinstance(module, Packed24Experts):
                 module.make_dense(dtype)
-            elif is_packed(module):
+            elif has_packed_weights(module):
                 dense = module.dense(dtype)
                 if isinstance(module, Branch):
                     add_branch(dense, module.k, like=module).enabled = module.enabled

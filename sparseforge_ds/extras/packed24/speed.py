@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
-from sparseforge_ds.mask.packing import is_packed
+from sparseforge_ds.mask.packing import has_packed_weights
 from sparseforge_ds.transformers_internals import CACHE
 
 PAPER = (
@@ -73,7 +73,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         ValueError: a model cannot be loaded, the first is not packed, or their sizes differ.
     """
     packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
-    if not any(map(is_packed, packed.modules())):
+    if not any(map(has_packed_weights, packed.modules())):
         raise ValueError(
             f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
             f"{name} PACKED --format packed24"

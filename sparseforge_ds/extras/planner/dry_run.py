@@ -22,7 +22,7 @@ from sparseforge_ds.extras.planner.plan import Plan, make_plan
 from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.model.pretrained import Pretrained, find_model
 from sparseforge_ds.model.sequence_parallel import default_attention
-from sparseforge_ds.train.banner import Row, readable_bytes, spec_rows, table
+from sparseforge_ds.train.banner import Row, layout_rows, readable_bytes, spec_rows
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.launcher import world_size_from_launcher
 from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
@@ -56,9 +56,9 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
 
     # Describe the run; each section may end it with an error.
     yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
-    yield table(row for row in spec_rows(spec) if row[0] != "memory")
-    yield "text\n" + table(_text(arguments, spec, unchecked))
-    yield "output\n" + table(_output(spec, elsewhere, unchecked))
+    yield layout_rows(row for row in spec_rows(spec) if row[0] != "memory")
+    yield "text\n" + layout_rows(_text(arguments, spec, unchecked))
+    yield "output\n" + layout_rows(_output(spec, elsewhere, unchecked))
     yield from _memory(spec, unchecked)
     unchecked.append("GPUs, their network, and what DeepSpeed refuses when an engine starts")
     yield "not checked\n" + "\n".join(f"  {line}" for line in unchecked)
@@ -122,7 +122,7 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
     except ValueError as error:
         unchecked.append(f"memory: {error}")
         return
-    yield table(plan.memory_lines())
+    yield layout_rows(plan.memory_lines())
     unchecked.extend(_memory_of_unfused_attention(spec))
     # The ladder's last rung is the run with all changes that save memory.
     if not plan.fits:

@@ -12,7 +12,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer, prune_by_magnitude
+from sparseforge_ds.evaluate.finished_model import (
+    find_adapter,
+    load_model,
+    load_tokenizer,
+    prune_by_magnitude,
+)
 from sparseforge_ds.evaluate.perplexity import NotFiniteError, Perplexity, Scoring, measure
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source

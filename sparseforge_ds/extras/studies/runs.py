@@ -138,7 +138,7 @@ def result_runs(config: CompareConfig, chosen: Mapping[tuple[str, int], Run]) ->
     ]
 
 
-def choose(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], Run]:
+def choose_rates(config: CompareConfig, validation: Mapping[str, float]) -> dict[tuple[str, int], Run]:
     """Choose the learning rate and decay of every method at every budget, by runs with the first seed.
 
     Args:

@@ -13,7 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.block_sections import StartMask
-from sparseforge_ds.config.json_file import read_json
+from sparseforge_ds.config.json_file import parse_json_file
 from sparseforge_ds.config.strict import build, merge
 from sparseforge_ds.evaluate.scored_text import documents_belong_together
 
@@ -225,7 +225,7 @@ class CompareConfig:
         return block | {key: value for key, value in chosen.items() if value is not None}
 
 
-def read_config(path: str) -> CompareConfig:
+def read_comparison(path: str) -> CompareConfig:
     """Read and check CONFIG.
 
     Raises:
@@ -233,7 +233,7 @@ def read_config(path: str) -> CompareConfig:
     """
     if not Path(path).exists():
         raise ValueError(f"CONFIG {path}: no such file; give one like studies/stories.json")
-    content = read_json(path, f"CONFIG {path}")
+    content = parse_json_file(path, f"CONFIG {path}")
     try:
         if not isinstance(content, dict):
             raise ValueError("not a JSON object with keys")
@@ -241,7 +241,7 @@ def read_config(path: str) -> CompareConfig:
         folder = Path(path).parent
         if isinstance(content.get("base"), str):
             base = _resolve_path(content["base"], "base", folder)
-            content["base"] = read_json(base, f"base {base}")
+            content["base"] = parse_json_file(base, f"base {base}")
         # An entry of a method mixes keys of its block with settings of the grid.
         if isinstance(content.get("methods"), dict):
             content["methods"] = {name: _split_entry(name, entry) for name, entry in content["methods"].items()}

@@ -38,7 +38,7 @@ from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.check import check_methods, check_prunings
 from sparseforge_ds.extras.studies.page import write_pages
 from sparseforge_ds.extras.studies.records import Records, settled, write_rows, write_text
-from sparseforge_ds.extras.studies.runs import Pruning, Run, choose, prunings, result_runs, selection_runs, unique
+from sparseforge_ds.extras.studies.runs import Pruning, Run, choose_rates, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import read_texts
 from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer
@@ -99,7 +99,7 @@ class Study:
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
             criterion = f"validation_{config.choose_by}"
             validation = {name: record.get(criterion, math.inf) for name, record in records.items()}
-            self.chosen = choose(config, validation)
+            self.chosen = choose_rates(config, validation)
             counting = result_runs(config, self.chosen)
             # Models of candidates that lost are not needed; the others are measured on the test text.
             names = {run.name for run in counting} | {pruning.name for pruning in untrained}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_trainer_checkpoint, read_json
+from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_trainer_checkpoint, read_json_object
 from sparseforge_ds.checkpoint.manifest import fingerprint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 
@@ -26,7 +26,7 @@ def test_anything_in_the_place_of_a_file_but_a_file_is_refused(tmp_path: Path, k
     for name in ("a.json", "model.safetensors", "a_states.pt"):
         IN_PLACE[kind](tmp_path / name)
     with pytest.raises(ValueError, match=rf"a\.json: {'no such' if kind == 'nothing' else 'not a readable JSON'} file"):
-        read_json(tmp_path / "a.json")
+        read_json_object(tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"a\.json: is a link" if kind == "endless device" else r"model\.safetensors"):
         TensorFolder(tmp_path)
     for name in ("a.json", "a_states.pt"):
@@ -41,7 +41,7 @@ def test_anything_in_the_place_of_a_file_but_a_file_is_refused(tmp_path: Path, k
 def test_files_that_are_no_json_object_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.json: (not a readable JSON file|holds a list)") as refused:
-        read_json(tmp_path / "a.json")
+        read_json_object(tmp_path / "a.json")
     assert type(refused.value) is ValueError and len(str(refused.value)) < 500
 
 

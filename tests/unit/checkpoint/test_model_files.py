@@ -22,7 +22,7 @@ from sparseforge_ds.export import model_card
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.model.pretrained import find_model
-from sparseforge_ds.train.run_folder import check_folder, lock_folder, write_folder
+from sparseforge_ds.train.run_folder import check_run_folder, lock_folder, write_folder
 from sparseforge_ds.train.spec import make_spec
 from tests.sparse_folders import ModelSource
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
@@ -153,7 +153,7 @@ def test_terms_of_use_travel_with_runs_and_exports(dense: Path, tmp_path: Path) 
     text = write_text(tmp_path / "text.jsonl")
     flags = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(run)}
     spec = make_spec(RunArguments(deepspeed=str(block), **flags), 1)
-    check_folder(spec)
+    check_run_folder(spec)
     write_folder(spec)
     (tmp_path / "out").mkdir()
     copy_other_files(run / "model", tmp_path / "out")

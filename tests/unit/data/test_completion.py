@@ -23,8 +23,8 @@ from sparseforge_ds.data.producer import ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.text_formats import document_from_record, iter_documents
 from sparseforge_ds.data.token_cache import ensure_token_cache
-from sparseforge_ds.data.tokenization import encode, encode_trained
-from sparseforge_ds.data.windows import CachedWindows, token_ids, trained_flags
+from sparseforge_ds.data.tokenization import encode_trained, tokenize
+from sparseforge_ds.data.windows import CachedWindows, ids_of_tokens, trained_flags
 from sparseforge_ds.model import chat_template
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
@@ -55,7 +55,7 @@ def trained_text(record, tokenizer, frame="auto"):
     """The bytes of a record as a string, with a dot in place of each that is not trained on."""
     document = document_from_record(record, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer, frame)
-    assert [ids] == encode([document], tokenizer, frame) and len(trained) == len(ids)
+    assert [ids] == tokenize([document], tokenizer, frame) and len(trained) == len(ids)
     letters = {256: "<", 257: ">"}
     return "".join(
         (letters.get(one) or tokenizer.decode([one])) if own else "." for one, own in zip(ids, trained, strict=True)
@@ -79,7 +79,7 @@ def test_a_token_counts_where_it_begins():
     tokenizer.add_special_tokens(["<s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
     assert trained_text(PAIR, fast) == "...de"
-    assert encode([document_from_record(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
+    assert tokenize([document_from_record(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
 
 
 def test_the_assistants_turns_are_trained_on():
@@ -89,7 +89,7 @@ def test_the_assistants_turns_are_trained_on():
     text, turns = "ua|abc|ud|a\N{LATIN SMALL LETTER E WITH ACUTE}|", "bc|\N{LATIN SMALL LETTER E WITH ACUTE}|"
     assert ids == tokenizer(text)["input_ids"]
     assert np.array(ids)[trained].tolist() == tokenizer(turns)["input_ids"]
-    assert [ids] == encode([document], tokenizer)
+    assert [ids] == tokenize([document], tokenizer)
     assert trained_text({"messages": CHAT[:1]}, tokenizer) == "..."
 
 
@@ -181,8 +181,8 @@ def test_completions_have_a_cache_with_a_flag_for_every_token(tmp_path):
     whole, marked = caches["all"], caches["completion"]
     assert whole.key != marked.key and (whole.dtype, marked.dtype) == ("uint16", "uint16,?")
     token = marked.open()
-    assert token_ids(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
-    assert np.array_equal(trained_flags(token), np.isin(token_ids(token), byte_tokenizer()("c</s>")["input_ids"]))
+    assert ids_of_tokens(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
+    assert np.array_equal(trained_flags(token), np.isin(ids_of_tokens(token), byte_tokenizer()("c</s>")["input_ids"]))
     assert whole.trained is None and marked.trained == np.count_nonzero(trained_flags(token))
     assert marked.describe() == f"40 documents, loss on {marked.trained:,} of "
     again = ensure_token_cache(
@@ -273,12 +273,12 @@ def test_a_hostile_template_is_one_error(what, monkeypatch):
     limit = resource.getrlimit(resource.RLIMIT_AS)
     conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
     with pytest.raises(ValueError, match=f"line 3: the tokenizer's chat template refuses .*{message}.*jinja"):
-        encode([conversation], tokenizer_with(template))
+        tokenize([conversation], tokenizer_with(template))
     with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses"):
         encode_trained([conversation], tokenizer_with(MARKED + template))
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
     time.sleep(0.01)  # no alarm is left
-    assert encode([conversation], tokenizer_with(MARKED))
+    assert tokenize([conversation], tokenizer_with(MARKED))
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

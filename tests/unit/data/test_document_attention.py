@@ -15,7 +15,7 @@ from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.producer import ChunkSpec, ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.token_cache import ensure_token_cache
-from sparseforge_ds.data.windows import CachedWindows, document_starts, token_ids, trained_flags
+from sparseforge_ds.data.windows import CachedWindows, document_starts, ids_of_tokens, trained_flags
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.spec import make_spec
@@ -40,7 +40,7 @@ def shown(token: np.ndarray) -> str:
     """A bar in front of each document; what is trained on in upper case, where <s> is S and </s> is E."""
     first, trained = document_starts(token), trained_flags(token)
     assert first is not None
-    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in token_ids(token)]
+    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in ids_of_tokens(token)]
     return "".join(
         "|" * bool(new) + (letter.upper() if own else letter)
         for letter, new, own in zip(letters, first, trained, strict=True)

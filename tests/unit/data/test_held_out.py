@@ -9,7 +9,7 @@ import pytest
 
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.data.held_out import HeldOut, find_held_out, read_held_out
-from sparseforge_ds.data.tokenization import encode
+from sparseforge_ds.data.tokenization import tokenize
 from sparseforge_ds.data.windows import trained_flags
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_text
 
@@ -28,7 +28,7 @@ def read(vocabulary: int = BYTE_VOCABULARY, **flags: Any) -> HeldOut:
 def test_held_out_text_is_the_first_windows_in_order(tmp_path):
     path = write_text(tmp_path / "text.jsonl", documents=20)
     texts = [f"Document {i} counts {i * i} things, and then it goes on about the number {i % 7}." for i in range(20)]
-    ids = np.concatenate(encode(texts, byte_tokenizer()))
+    ids = np.concatenate(tokenize(texts, byte_tokenizer()))
     whole = read(eval_dataset=str(path), eval_sequences=0)
     assert np.array_equal(whole.token_NS.reshape(-1), ids[: len(ids) // 32 * 32])
     few = read(eval_dataset=str(path), eval_sequences=3)

@@ -102,8 +102,8 @@ def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, wri
 def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization, "_CHARACTERS_AT_A_TIME", 50)
     sizes: list[int] = []
-    encode = tokenization.encode
-    monkeypatch.setattr(tokenization, "encode", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
+    encode = tokenization.tokenize
+    monkeypatch.setattr(tokenization, "tokenize", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
     documents = ["x" * 60] * 5 + ["y"] * 20
     chunks = make(chunk_spec(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
     row = [token for chunk in range(6) for token in chunks.open(chunk).tolist()]

@@ -156,8 +156,8 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
         next(batches)
     state = json.loads(json.dumps(batches.state_dict()))
     shutil.rmtree(tmp_path / "data")
-    encode = tokenization.encode
-    monkeypatch.setattr(tokenization, "encode", lambda *how: [ids[::-1] for ids in encode(*how)])
+    encode = tokenization.tokenize
+    monkeypatch.setattr(tokenization, "tokenize", lambda *how: [ids[::-1] for ids in encode(*how)])
     batches = in_place(tmp_path)
     batches.load_state_dict(state)
     with pytest.raises(ValueError, match="differs from the one that the checkpoint was trained on: text,"):

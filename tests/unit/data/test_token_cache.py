@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.data.documents import Conversation
-from sparseforge_ds.data.text_files import Source
+from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.token_cache import ensure_token_cache
-from sparseforge_ds.data.tokenization import cache_key, encode, token_dtype
+from sparseforge_ds.data.tokenization import cache_key, token_dtype, tokenize
 from tests.tiny_folders import byte_tokenizer
 
 TEXTS = ["abc", "", "  \n", "de"]
 
 
-class Texts(Source):
+class Texts(TextSource):
     name, streamed = "test", False
 
     def __init__(self, read, identity="test"):
@@ -265,10 +265,10 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     for failing in ("1 / 0", "messages[0].content.index('x')", "'%c' % -1"):
         tokenizer.chat_template = "{{" + failing + "}}"
         with pytest.raises(ValueError, match=r"line 3: the tokenizer's chat template refuses .*repair the template"):
-            encode([chat("user")], tokenizer)
+            tokenize([chat("user")], tokenizer)
     tokenizer.chat_template = {"rag": TEMPLATE, "tool_use": TEMPLATE}
     with pytest.raises(ValueError, match=r"line 3: .*, and none of the .* \(rag, tool_use\) is the default; put one"):
-        encode([chat("user")], tokenizer)
+        tokenize([chat("user")], tokenizer)
     tokenizer.chat_template = TEMPLATE.upper()
     assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"
 

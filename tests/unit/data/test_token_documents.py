@@ -14,7 +14,7 @@ from sparseforge_ds.data.producer import ChunkWriter
 from sparseforge_ds.data.text_files import TextOptions
 from sparseforge_ds.data.text_formats import iter_documents
 from sparseforge_ds.data.token_cache import ensure_token_cache
-from sparseforge_ds.data.windows import document_starts, token_ids, trained_flags
+from sparseforge_ds.data.windows import document_starts, ids_of_tokens, trained_flags
 from tests.tiny_folders import byte_tokenizer
 from tests.tiny_streams import chunk_spec
 from tests.token_files import write_megatron
@@ -60,7 +60,7 @@ def test_labels_say_what_is_trained_on(tmp_path):
     labels = [[-100, -100, 2, 257], [256, 3], [], [-100] * 41]
     path = write_parquet(tmp_path / "a.parquet", input_ids=IDS, labels=labels)
     token = cached(path, tmp_path, loss_on="completion").open()
-    assert token_ids(token).tolist() == sum(IDS, [])
+    assert ids_of_tokens(token).tolist() == sum(IDS, [])
     assert trained_flags(token).nonzero()[0].tolist() == [2, 3, 4, 5]
     with pytest.raises(ValueError, match="row 0: its labels leave tokens out, .*use --loss_on completion"):
         find_source(str(path))

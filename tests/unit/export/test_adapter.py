@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import block_sum, key_of, name_of, write_adapter
+from sparseforge_ds.export.adapter import block_sum, branch_of_key, key_of, write_adapter
 from sparseforge_ds.export.source import Source
 from tests.sparse_folders import ModelSource
 from tests.tiny_models import tiny_gpt2, tiny_llama
@@ -85,5 +85,5 @@ def test_an_adapter_is_the_two_files_of_peft(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16} and len(tensors) == 2 * len(layers)
     names = {f"{name}.low_rank_{which}" for name in layers for which in "bp"}
-    assert {name_of(key) for key in tensors} == names and {key_of(name) for name in names} == set(tensors)
-    assert name_of("lora_A.weight") is None and name_of("a.low_rank_b") is None
+    assert {branch_of_key(key) for key in tensors} == names and {key_of(name) for name in names} == set(tensors)
+    assert branch_of_key("lora_A.weight") is None and branch_of_key("a.low_rank_b") is None

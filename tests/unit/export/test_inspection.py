@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.inspection import MaskReport, inspect, mask_report, phase, summarize
+from sparseforge_ds.export.inspection import MaskReport, inspect, mask_report, phase, summarize_masks
 from sparseforge_ds.mask.pattern import NM
 
 
@@ -32,11 +32,13 @@ def test_values_outside_of_0_and_1_are_counted(value: float) -> None:
 
 def test_the_summary_is_weighted_by_elements() -> None:
     parts = [MaskReport("a", 30, 1.0, 0.0, 0.5, 1.0, 0), MaskReport("b", 10, 0.0, 1.0, 0.5, 0.0, 2)]
-    assert summarize(parts) == MaskReport("all", 40, 0.75, 0.25, 0.5, 0.75, 2)
+    assert summarize_masks(parts) == MaskReport("all", 40, 0.75, 0.25, 0.5, 0.75, 2)
 
 
 def test_the_whole_agrees_with_nothing_once_masks_are_frozen() -> None:
-    assert summarize([MaskReport("a", 30, 1.0, 0.0, 0.5, None, 0)] * 2) == MaskReport("all", 60, 1.0, 0.0, 0.5, None, 0)
+    assert summarize_masks([MaskReport("a", 30, 1.0, 0.0, 0.5, None, 0)] * 2) == MaskReport(
+        "all", 60, 1.0, 0.0, 0.5, None, 0
+    )
 
 
 def test_a_run_goes_through_four_phases() -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.model.architecture import Architecture, bare_model, describe, empty_model
+from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model, empty_model
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.model_config import read_model_config
 from tests import tiny_models
@@ -25,7 +25,7 @@ def architecture(
     config: PretrainedConfig, forge: SparseForgeConfig = FORGE, leaves: tuple[str, ...] = ()
 ) -> Architecture:
     model = empty_model(config, forge, torch.bfloat16)
-    return describe(model, prunable_weights(model, forge), leaves)
+    return architecture_of(model, prunable_weights(model, forge), leaves)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

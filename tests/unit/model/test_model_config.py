@@ -14,7 +14,7 @@ from transformers import CLIPConfig, Gemma3Config, PretrainedConfig, T5Config, V
 from sparseforge_ds.model import hub_access
 from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.model.pretrained import find_model
-from sparseforge_ds.model.tokenizer import load_tokenizer
+from sparseforge_ds.model.tokenizer import read_tokenizer
 
 
 @pytest.mark.parametrize("make", [ViTConfig, CLIPConfig, T5Config])
@@ -68,7 +68,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
         with pytest.raises(ValueError, match=r"nobody/no-such-model: .* cannot be reached \(.*; check the name and"):
             read("nobody/no-such-model", "--model")
     with pytest.raises(ValueError, match="its tokenizer cannot be read"):
-        load_tokenizer("nobody/no-such-model")
+        read_tokenizer("nobody/no-such-model")
     # Beside it, transformers may look up by itself who is calling, once and briefly as well.
     assert [each.recv(6) for each in silent].count(b"HEAD /") == 1 and len(silent) <= 2
     assert read_model_config("Qwen/Qwen3-14B").hidden_size == 5120

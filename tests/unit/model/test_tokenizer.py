@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, DeepseekV2Config, GPT2Config, LlamaConfi
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.data.documents import PromptAndCompletion
-from sparseforge_ds.data.tokenization import encode, encode_trained, token_dtype
+from sparseforge_ds.data.tokenization import encode_trained, token_dtype, tokenize
 from sparseforge_ds.evaluate import perplexity
 from sparseforge_ds.evaluate.finished_model import load_tokenizer as load_for_evaluation
 from sparseforge_ds.export.model_folder import copy_model_files
-from sparseforge_ds.model.tokenizer import check_vocabulary, load_tokenizer
+from sparseforge_ds.model.tokenizer import check_vocabulary, read_tokenizer
 from tests.tiny_folders import byte_tokenizer, write_model
 
 CONFIGS = {
@@ -56,10 +56,10 @@ def stories(assets, count=60):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_are_framed_once_and_the_export_gives_the_same_tokens(folder, assets, tmp_path, name):
     path, texts = folder(name), stories(assets)
-    tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     check_vocabulary(tokenizer, CONFIGS[name])
     assert token_dtype(tokenizer) == ("uint32" if name in ("qwen", "deepseek_llm") else "uint16")
-    rows = encode(texts, tokenizer)
+    rows = tokenize(texts, tokenizer)
     front, back = FRAMES[name]
     bare = tokenizer(texts, add_special_tokens=False)["input_ids"]
     assert rows == [[*([] if front is None else [front]), *ids, *([] if back is None else [back])] for ids in bare]
@@ -75,14 +75,14 @@ def test_documents_are_framed_once_and_the_export_gives_the_same_tokens(folder, 
     plain = AutoTokenizer.from_pretrained(export)
     assert plain(texts, add_special_tokens=False)["input_ids"] == bare
     assert (plain.bos_token_id, plain.eos_token_id) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert encode(texts, load_for_evaluation(str(export))) == rows
+    assert tokenize(texts, load_for_evaluation(str(export))) == rows
 
 
 def test_tokens_of_a_sentencepiece_model_are_sentencepieces(folder, assets):
     """transformers 5 alone reads such a folder without the space before a text, in silence."""
     path, texts = folder("llama2"), stories(assets)
     pieces = SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
-    tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer(path)
     assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [pieces.encode(text) for text in texts]
     assert tokenizer("Hello", add_special_tokens=False)["input_ids"] == [15043]
     assert AutoTokenizer.from_pretrained(path)("Hello", add_special_tokens=False)["input_ids"] == [10994]
@@ -94,8 +94,8 @@ def test_the_normalization_of_a_sentencepiece_model_is_kept_and_saved(assets, tm
     book = next((assets / "text" / "books").glob("Great-*.txt")).read_text()
     texts = [text for text in book.split("\n\n")[:400] if text.strip()]
     pieces = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    load_tokenizer(folder).save_pretrained(tmp_path)
-    for tokenizer in (load_tokenizer(folder), AutoTokenizer.from_pretrained(tmp_path)):
+    read_tokenizer(folder).save_pretrained(tmp_path)
+    for tokenizer in (read_tokenizer(folder), AutoTokenizer.from_pretrained(tmp_path)):
         assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [pieces.encode(text) for text in texts]
         assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
 
@@ -103,14 +103,14 @@ def test_the_normalization_of_a_sentencepiece_model_is_kept_and_saved(assets, tm
 def test_a_class_that_gives_other_tokens_than_sentencepiece_is_refused(folder):
     path = folder("llama2", tokenizer_config={"tokenizer_class": "TokenizersBackend"})
     with pytest.raises(ValueError, match="TokenizersBackend that gives other tokens than.*LlamaTokenizer"):
-        load_tokenizer(path)
+        read_tokenizer(path)
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    assert load_tokenizer(path)("Hello", add_special_tokens=False)["input_ids"] == [15043]
+    assert read_tokenizer(path)("Hello", add_special_tokens=False)["input_ids"] == [15043]
 
 
 def test_what_tokenizer_config_says_of_bos_and_eos_is_not_overruled(folder):
     said = {"eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
-    tokenizer = load_tokenizer(folder("deepseek_llm", tokenizer_config=said))
+    tokenizer = read_tokenizer(folder("deepseek_llm", tokenizer_config=said))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, 100001)
 
 
@@ -121,7 +121,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, config, files):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match="its tokenizer cannot be read"):
-        load_tokenizer(tmp_path)
+        read_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_with_tokens_beyond_the_embedding_is_refused():
@@ -152,7 +152,7 @@ def test_a_hostile_tokenizer_is_one_error(tmp_path, what, capsys):
         content[key] = change if content[key] is None or key != "model" else {**content[key], **change}
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="^its tokenizer cannot be read") as refused:
-        load_tokenizer(model)
+        read_tokenizer(model)
     assert "\n" not in str(refused.value)
     assert main(["generate", str(model), "Once"]) == 2
     assert "error: " in capsys.readouterr().err
@@ -166,8 +166,8 @@ def test_a_text_at_which_a_tokenizer_fails_is_one_error(capsys, tmp_path):
     tokenizer.save_pretrained(model)
     text = "q" * 60
     for use in (
-        lambda: encode(["fine", text], load_tokenizer(model)),
-        lambda: encode_trained([PromptAndCompletion("fine", text)], load_tokenizer(model)),
+        lambda: tokenize(["fine", text], read_tokenizer(model)),
+        lambda: encode_trained([PromptAndCompletion("fine", text)], read_tokenizer(model)),
         lambda: perplexity.tokenize(load_for_evaluation(str(model)), text, special=False),
     ):
         with pytest.raises(ValueError, match="the tokenizer cannot read the text .*retry-limit"):
@@ -191,7 +191,7 @@ def test_values_of_other_types_are_one_error(tmp_path):
         for key, odd in itertools.product(keys, (5, "x", [5], {"a": 5})):
             (model / file).write_text(json.dumps({**content, key: odd}))
             try:
-                load_tokenizer(model)
+                read_tokenizer(model)
             except ValueError as error:
                 refused += 1
                 assert "\n" not in str(error), (key, odd)

@@ -23,7 +23,7 @@ from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
-    check_folder,
+    check_run_folder,
     check_weights,
     lock_folder,
     room_for_checkpoints,
@@ -50,7 +50,7 @@ def spec(tmp_path):
 
 def test_the_folder_describes_the_run(spec, tmp_path):
     first = spec()
-    check_folder(first)
+    check_run_folder(first)
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
@@ -75,7 +75,7 @@ def test_the_folder_describes_the_run(spec, tmp_path):
 
 
 def test_a_sentencepiece_model_and_the_licence_travel_with_the_run(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     first = spec()
     (tmp_path / "model" / "tokenizer.model").write_bytes(b"pieces")
     (tmp_path / "model" / "LICENSE.txt").write_text("yours")
@@ -86,10 +86,10 @@ def test_a_sentencepiece_model_and_the_licence_travel_with_the_run(spec, tmp_pat
 
 
 def test_a_folder_is_written_again_by_a_resumed_run(spec):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     resumed = spec(resume=True, log_every=1, block={"monitor": {"gap_every": 5}})
-    check_folder(resumed)
+    check_run_folder(resumed)
     model = resumed.folder / "model"
     before = model.stat().st_ino
     write_folder(resumed)
@@ -104,30 +104,30 @@ def test_a_folder_is_written_again_by_a_resumed_run(spec):
     ],
 )
 def test_another_run_is_not_resumed(spec, changes, message):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     with pytest.raises(ValueError, match=message):
-        check_folder(spec(resume=True, **changes))
+        check_run_folder(spec(resume=True, **changes))
 
 
 def test_another_model_is_named_before_its_weights(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     vocabulary = tiny_folders.BYTE_VOCABULARY
     wide = tiny_folders.write_model(tmp_path / "wide", tiny_llama(vocab_size=vocabulary, hidden_size=64))
     with pytest.raises(ValueError, match="started with other settings: ") as caught:
-        check_folder(spec(resume=True, model=str(wide)))
+        check_run_folder(spec(resume=True, model=str(wide)))
     said = str(caught.value)
     assert f"settings: --model was {tmp_path / 'model'}, is {wide}; weights.model.layers.0.mlp." in said
     assert said.count(" was [[") == 7 and "; and 7 more; resume with the same JSON" in said
     record = tmp_path / "run" / "sparseforge.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "run": []}))
     with pytest.raises(ValueError, match="other settings: weights.model.layers.0"):
-        check_folder(spec(resume=True, model=str(wide)))
+        check_run_folder(spec(resume=True, model=str(wide)))
 
 
 def test_all_differences_are_named(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     path = tmp_path / "run" / "sparseforge.json"
     record = json.loads(path.read_text())
@@ -135,27 +135,27 @@ def test_all_differences_are_named(spec, tmp_path):
     record["config"]["distillation"]["task_weight"] = 1.0
     path.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="started with other settings") as caught:
-        check_folder(spec(resume=True))
+        check_run_folder(spec(resume=True))
     assert "sparseforge.curvature.factored was false, is true" in str(caught.value)
     assert "sparseforge.distillation.task_weight was 1.0, is 0.3333333333333333" in str(caught.value)
     same = {"curvature": {"factored": False}, "distillation": {"task_weight": 1.0}}
-    check_folder(spec(resume=True, block=same))
+    check_run_folder(spec(resume=True, block=same))
     for damaged in ([1], {**record["config"], "curvature": 3}):
         path.write_text(json.dumps({**record, "config": damaged}))
         with pytest.raises(ValueError, match="sparseforge.json is damaged or of another version"):
-            check_folder(spec(resume=True, block=same))
+            check_run_folder(spec(resume=True, block=same))
 
 
 def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mistake(spec, tmp_path):
     assert why_nothing_to_resume(spec()) is None
     assert why_nothing_to_resume(spec(resume=True)) is None
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
-        check_folder(spec(resume=True))  # a mistyped folder
+        check_run_folder(spec(resume=True))  # a mistyped folder
     with pytest.raises(ValueError, match="no run in .*start it without --resume, or with --resume auto"):
         steps_of_epochs(spec(resume=True, epochs=1.0))
     assert not (tmp_path / "run").exists(), "and it is not made"
     assert "there is no run in" in str(why_nothing_to_resume(spec(resume="auto")))
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     for resume in (True, "auto"):
         assert "ended before its first checkpoint" in str(why_nothing_to_resume(spec(resume=resume)))
@@ -166,25 +166,25 @@ def test_resuming_a_run_without_a_checkpoint_begins_it_where_that_cannot_be_a_mi
     (tmp_path / "run" / "sparseforge.json").unlink()
     assert why_nothing_to_resume(spec(resume="auto")) is None
     with pytest.raises(ValueError, match="has checkpoints, but no sparseforge.json.*start in a new --output_dir"):
-        check_folder(spec(resume="auto"))  # checkpoints of something: never overwritten
+        check_run_folder(spec(resume="auto"))  # checkpoints of something: never overwritten
 
 
 def test_a_model_with_another_config_is_not_resumed(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "rms_norm_eps": 0.1, "transformers_version": "6.0"}))
     with pytest.raises(ValueError, match="config.rms_norm_eps was 1e-06, is 0.1; resume with the unchanged model"):
-        check_folder(spec(resume=True))
+        check_run_folder(spec(resume=True))
     path.write_text(json.dumps({**config, "transformers_version": "6.0"}))
-    check_folder(spec(resume=True))
+    check_run_folder(spec(resume=True))
 
 
 def test_a_model_whose_weights_were_changed_in_place_is_not_resumed(spec, tmp_path):
     teacher = tiny_folders.write_model(tmp_path / "teacher")
     for flags in ({}, {"teacher": str(teacher)}):
-        check_folder(spec(**flags))
+        check_run_folder(spec(**flags))
         write_folder(spec(**flags))
         check_weights(spec(resume=True, **flags))
     change(teacher, "model.layers.1.mlp.up_proj.weight")
@@ -216,20 +216,20 @@ def save_in_shards(folder):
 
 def test_a_model_with_another_order_of_channels_is_not_resumed(spec):
     first = spec()
-    check_folder(first)
+    check_run_folder(first)
     Permutation("mlp", {"layers.0.mlp": torch.arange(64)[None].flip(-1)}, {}).save(first.model.folder)
     write_folder(first)
     (first.folder / "checkpoints" / "step_10").mkdir(parents=True)
-    check_folder(spec(resume=True))
+    check_run_folder(spec(resume=True))
     kept = first.model.folder / PERMUTATION
     kept.rename(kept.with_name("elsewhere"))
     with pytest.raises(ValueError, match=r"--model \S+ has its channels in another order or basis than the model that"):
-        check_folder(spec(resume=True))
+        check_run_folder(spec(resume=True))
     assert (first.folder / "model" / PERMUTATION).is_file()
 
 
 def test_changed_flags_are_logged(spec):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     assert changed_flags(spec(resume=True)) == []
     assert changed_flags(spec(resume=True, learning_rate=0.5, keep_checkpoints=0)) == [
@@ -241,7 +241,7 @@ def test_changed_flags_are_logged(spec):
 
 def test_numbers_of_the_optimizer_stay_those_of_the_checkpoint(spec):
     """They were announced as changed, written down, and had no effect."""
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec(weight_decay=0.1))
     assert changed_flags(spec(resume=True, weight_decay=0.1)) == []
     message = "optimizer.params.weight_decay was 0.1, is 0.7: a run that goes on keeps that of its checkpoint; put it"
@@ -250,7 +250,7 @@ def test_numbers_of_the_optimizer_stay_those_of_the_checkpoint(spec):
 
 
 def test_a_second_run_in_the_folder_is_refused(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     lock = lock_folder(tmp_path / "run")
     with pytest.raises(ValueError, match=rf"run: another run is at work in it \(process {os.getpid()} on "):
         lock_folder(tmp_path / "run")
@@ -259,34 +259,34 @@ def test_a_second_run_in_the_folder_is_refused(spec, tmp_path):
 
 
 def test_ranks_and_stage_may_change(spec):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
-    check_folder(spec(stage=0, world_size=1, resume=True))
-    check_folder(spec(stage=2, world_size=4, resume=True))
+    check_run_folder(spec(stage=0, world_size=1, resume=True))
+    check_run_folder(spec(stage=2, world_size=4, resume=True))
 
 
 def test_the_batch_of_a_step_may_not_change(spec, tmp_path):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     path = tmp_path / "run" / "ds_config.json"
     path.write_text(path.read_text().replace('"train_batch_size": 4', '"train_batch_size": 6'))
     with pytest.raises(ValueError, match=r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\)"):
-        check_folder(spec(resume=True))
+        check_run_folder(spec(resume=True))
 
 
 def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(spec, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
     with pytest.raises(ValueError, match="already holds a run with checkpoints"):
-        check_folder(spec())
+        check_run_folder(spec())
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_a_damaged_description_is_named(spec, tmp_path, content):
-    check_folder(spec())
+    check_run_folder(spec())
     write_folder(spec())
     (tmp_path / "run" / "sparseforge.json").write_text(content)
     with pytest.raises(ValueError, match="sparseforge.json is damaged or of another version"):
-        check_folder(spec(resume=True))
+        check_run_folder(spec(resume=True))
 
 
 def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
@@ -318,7 +318,7 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
         with pytest.raises(ValueError, match=message):
             spec(**flags)
     with pytest.raises(ValueError, match="--output_dir /proc/run: cannot be written .No such file"):
-        check_folder(spec(output_dir="/proc/run"))
+        check_run_folder(spec(output_dir="/proc/run"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(
         path.name for path in (tmp_path / "teacher").iterdir()
     )
@@ -337,7 +337,7 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
-        check_folder(every)
+        check_run_folder(every)
 
 
 def test_a_json_file_is_whole_or_absent(tmp_path):
@@ -348,7 +348,7 @@ def test_a_json_file_is_whole_or_absent(tmp_path):
 
 def test_a_run_record_without_its_flags_is_named(spec, tmp_path):
     first = spec()
-    check_folder(first)
+    check_run_folder(first)
     write_folder(first)
     file = tmp_path / "run" / "sparseforge.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "run": []}))
@@ -364,7 +364,7 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
     tiny_folders.write_text(tmp_path / "data" / "books" / "a.jsonl")
     dataset = ["data/books=0.3", f"{tmp_path / 'text.jsonl'}=0.7"]
     first = spec(model="models/dense", dataset=dataset)
-    check_folder(first)
+    check_run_folder(first)
     write_folder(first)
     described = json.loads((tmp_path / "run" / "sparseforge.json").read_text())
     assert described["published"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCau
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.architecture import bare_model
-from sparseforge_ds.model.pretrained import load_model
+from sparseforge_ds.model.pretrained import find_model, load_pretrained
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
-from sparseforge_ds.train.spec import make_spec
+from sparseforge_ds.train.spec import find_texts, make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 
@@ -51,7 +52,7 @@ def test_a_plan_knows_the_run(arguments):
 def test_loaded_weights_are_those_of_the_file(arguments, model):
     spec = make_spec(arguments(), world_size=1)
     expected = load_file(model / "model.safetensors")
-    loaded = load_model(spec.model.folder, "--model", torch.bfloat16, None).state_dict()
+    loaded = load_pretrained(spec.model.folder, "--model", torch.bfloat16, None).state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name].bfloat16()) for name in expected)
 
@@ -267,7 +268,7 @@ def test_weights_that_are_missing_in_the_file_are_named(arguments, model):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     spec = make_spec(arguments(), world_size=2)
     with pytest.raises(ValueError, match=r"hold no model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_model(spec.model.folder, "--model", torch.float32, None)
+        load_pretrained(spec.model.folder, "--model", torch.float32, None)
 
 
 def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
@@ -285,3 +286,21 @@ def test_the_length_of_a_run_is_judged_once_it_is_known(arguments) -> None:
     with pytest.raises(ValueError, match="update_every = 100 is not valid: masks are frozen at step 2 of 8"):
         make_spec(arguments(content), world_size=2)
     assert make_spec(arguments(content, max_steps=20_000), world_size=2).config.resolved_schedule.freeze_step == 4000
+
+
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Path, flag: str) -> None:
+    model = find_model("stdlib_llama", "--model")
+
+    def found(path: Path) -> object:
+        given = {flag: [str(path)] if flag == "dataset" else str(path)}
+        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **given), model)
+
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(ValueError, match=rf"^--{flag} \S+{name}: {name}, 0 bytes: there is no text in it"):
+            found(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"^--{flag} \S+: 2 files of split train: .*, 0 bytes: there is no text"):
+        found(tmp_path)
+    (tmp_path / "more.txt").write_text("text")
+    assert found(tmp_path)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from sparseforge_ds.train.trainer import _closing_lines
+import pytest
+import torch
+import torch._inductor.config
+
+from sparseforge_ds.mask.kernels import fusing
+from sparseforge_ds.train.trainer import _closing_lines, require_compiler
 
 
 def test_suggested_commands_can_be_pasted() -> None:
@@ -17,3 +22,22 @@ def test_suggested_commands_can_be_pasted() -> None:
     ]
     without = _closing_lines(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, has_tensorboard=False).splitlines()
     assert without == [lines[0], lines[2]], "no log, no command to look at it"
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_compiler_that_fails_is_told_in_one_line() -> None:
+    require_compiler(CPU)  # nothing is compiled there
+    torch._dynamo.reset()
+    without = {"force_disable_caches": True, "cpp.cxx": ("/nowhere/g++",)}
+    with (
+        fusing.compiled(True),
+        torch._inductor.config.patch(without),
+        pytest.raises(ValueError, match="torch.compile does not work for cpu on this machine .*apt install g") as told,
+    ):
+        require_compiler(CPU)
+    assert "\n" not in str(told.value) and "/nowhere/g++" in str(told.value)
+    torch._dynamo.reset()
+    with fusing.compiled(True):
+        require_compiler(CPU)

@@ -12,7 +12,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG
 from sparseforge_ds.export.model_folder import copy_other_files
-from sparseforge_ds.export.source import read_model_config
+from sparseforge_ds.export.source import read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.export.writer import parse_size, write_tensors
 from sparseforge_ds.extras.basis.permutation.channels import check_family, dimensions
@@ -36,7 +36,7 @@ class DenseFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.model_type = str(read_model_config(self.folder).get("model_type"))
+        self.model_type = str(read_config_json(self.folder).get("model_type"))
         for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (PERMUTATION, "is permuted")):
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
@@ -45,7 +45,7 @@ class DenseFolder:
         self.tensors = TensorFolder(self.folder)
         dtypes = {name: spec.dtype for name, spec in self.tensors.specs.items()}
         require_float_weights(dtypes, self.folder, str(folder))
-        self.specs, self.unused = divide(self.tensors.specs, read_model_config(self.folder))
+        self.specs, self.unused = divide(self.tensors.specs, read_config_json(self.folder))
         """Specs of the model's tensors, and names of tensors that transformers does not load; those are not copied."""
 
     @property

@@ -70,7 +70,7 @@ class ScoredWeight:
 
 
 @torch.enable_grad()
-def measure(
+def measure_moments(
     model: PreTrainedModel, stream: Stream, weights: Iterable[PrunableWeight], batches: Iterable[Tensor], seed: int
 ) -> list[ScoredWeight]:
     """Measure the moments of weights by a forward and a backward pass for each batch of (B, S) token ids.

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.basis.rotation.moments import measure
+from sparseforge_ds.extras.basis.rotation.moments import measure_moments
 from sparseforge_ds.extras.basis.rotation.rotation_search import RotationSearch
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, find_stream, untie
 from sparseforge_ds.extras.basis.rotation.transform import rotate_model, rotations_sha256
@@ -63,7 +63,7 @@ def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForg
             "axis that is rotated; exclude fewer, or permute instead"
         )
     # Search by measured moments, and rotate.
-    scored = measure(model, stream, weights, batches, config.seed)
+    scored = measure_moments(model, stream, weights, batches, config.seed)
     parameters = dict(model.named_parameters())
     search = RotationSearch(lambda name: parameters[name].detach(), stream, scored, pattern, config.seed)
     result = search.run(steps)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import mma_kernel
-from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Tiling, choose, mma24, ranked
+from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Tiling, choose_tiling, mma24, ranked
 from sparseforge_ds.mask.packed_values import GRIDS
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
@@ -104,7 +104,7 @@ def test_tilings_fit_and_divide_everything(gpu: str) -> None:
         for rows in (1, 4, 8, 9, 16, 32):
             value_bytes = 1 if rows in (4, 16) else 2
             tilings = ranked(rows, outputs, inputs, multiprocessors, memory, value_bytes)
-            assert tilings and tilings[0] == choose(rows, outputs, inputs, multiprocessors, memory, value_bytes)
+            assert tilings and tilings[0] == choose_tiling(rows, outputs, inputs, multiprocessors, memory, value_bytes)
             for tiling in tilings:
                 along, parts = tiling.blocks(outputs, multiprocessors)
                 assert tiling.shared_memory(inputs, value_bytes) <= memory
@@ -120,7 +120,7 @@ def test_tilings_are_those_that_were_measured() -> None:
         (4096, 4096, Tiling(1, 8, 1, 2, 8, 2, 1)),
         (17408, 5120, Tiling(1, 8, 1, 1, 10, 3, 1)),
     ):
-        assert choose(8, outputs, inputs, *GPUS["H100"]) == expected
+        assert choose_tiling(8, outputs, inputs, *GPUS["H100"]) == expected
 
 
 def on_meta(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, None]:

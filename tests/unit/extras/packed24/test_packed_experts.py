@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
-from sparseforge_ds.mask.packing import POSITIONS, is_packed, pack24
+from sparseforge_ds.mask.packing import POSITIONS, has_packed_weights, pack24
 
 EXPERTS, HIDDEN, INNER = 5, 20, 12
 VARIANTS: dict[str, dict[str, bool]] = {
@@ -61,9 +61,9 @@ def test_as_transformers_computes_them(variant: str) -> None:
     kind, before = type(experts), {name: value.clone() for name, value in experts.state_dict().items()}
     names = [name for name, value in before.items() if value.ndim == 3]
     packed = packed_kind(experts)
-    assert packed is Packed24Experts and not is_packed(experts)
+    assert packed is Packed24Experts and not has_packed_weights(experts)
     pack_experts(experts, packed, names)
-    assert is_packed(experts) and isinstance(experts, kind)
+    assert has_packed_weights(experts) and isinstance(experts, kind)
     for name in names:
         values, positions = pack24(before[name], -2 if experts.is_transposed else -1)
         assert values.shape == getattr(experts, name).shape
@@ -73,7 +73,7 @@ def test_as_transformers_computes_them(variant: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(experts(x, chosen, shares), expected, rtol=0.1, atol=0.3)
     experts.make_dense()
-    assert type(experts) is kind and not is_packed(experts)
+    assert type(experts) is kind and not has_packed_weights(experts)
     assert all(torch.equal(value, before[name]) for name, value in experts.state_dict().items())
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from sparseforge_ds.extras.planner.dry_run import dry_run
-from sparseforge_ds.model.pretrained import check_attention, find_model, load_model
+from sparseforge_ds.model.pretrained import check_attention, find_model, load_pretrained
 from sparseforge_ds.train.trainer import main
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama, tiny_mixture
@@ -183,7 +183,7 @@ def test_the_mask_of_documents_is_not_in_the_plan(dry):
 def test_the_attention_that_is_asked_for_is_loaded():
     folder = find_model("stdlib_llama", "--model").folder
     for asked, found in (("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")):
-        model = load_model(folder, "--model", torch.float32, None, attn_implementation=asked)
+        model = load_pretrained(folder, "--model", torch.float32, None, attn_implementation=asked)
         assert model.config._attn_implementation == found
 
 

@@ -16,7 +16,7 @@ from sparseforge_ds.extras.planner.activation_memory import Activations
 from sparseforge_ds.extras.planner.dry_run import check_estimable
 from sparseforge_ds.extras.planner.memory import Memory, memory
 from sparseforge_ds.mask.kernels.fisher import EXPERT_BYTES
-from sparseforge_ds.model.architecture import Architecture, describe, empty_model
+from sparseforge_ds.model.architecture import Architecture, architecture_of, empty_model
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, lasting, model_states
 from sparseforge_ds.train.memory_settings import MemorySettings, settings
@@ -47,7 +47,7 @@ def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any =
     }
     laid_out = settings(content, forge, ranks=ranks, seq_length=128, checkpointing=False)
     model = empty_model(config(), forge, torch.bfloat16)
-    return describe(model, prunable_weights(model, forge)), laid_out
+    return architecture_of(model, prunable_weights(model, forge)), laid_out
 
 
 def total(model: Architecture, laid_out: MemorySettings, phase: str) -> int:

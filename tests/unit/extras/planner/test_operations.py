@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from sparseforge_ds.extras.planner.operations import operations
-from sparseforge_ds.model.architecture import bare_model, describe
+from sparseforge_ds.model.architecture import architecture_of, bare_model
 from tests.unit.extras.planner.published_configs import gpt2_xl, qwen3_14b
 
 LENGTH = 64
@@ -17,7 +17,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "v
 
 
 def of_attention(config: PretrainedConfig, length: int = LENGTH) -> float:
-    model = describe(bare_model(config, torch.bfloat16), ())
+    model = architecture_of(bare_model(config, torch.bfloat16), ())
     return operations(config, model, length) - 2 * model.active
 
 

@@ -9,7 +9,7 @@ from transformers import BloomConfig, MixtralConfig
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.check import check_methods, check_prunings
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.texts import Texts
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import tiny_mixture
@@ -30,13 +30,13 @@ def content(tmp_path: Path) -> dict[str, Any]:
 def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
     cast = {"method": {"name": "cast", "scaling": False}, "decays": [0.01, 0.1]}
     path = write(tmp_path, **content, methods={"ours": OURS, "cast": cast})
-    before = check_methods(read_config(path))
-    assert before.keys() == {"ours", "cast"} and before == check_methods(read_config(path))
+    before = check_methods(read_comparison(path))
+    assert before.keys() == {"ours", "cast"} and before == check_methods(read_comparison(path))
     write_text(tmp_path / "train.jsonl", 41)  # under the same name
-    after = check_methods(read_config(path))["ours"].files
+    after = check_methods(read_comparison(path))["ours"].files
     assert {key for key, value in after.items() if value != before["ours"].files[key]} == {"dataset_files"}
     write_model(tmp_path / "model", tiny_mixture(MixtralConfig, seed=1, vocab_size=BYTE_VOCABULARY))
-    later = check_methods(read_config(path))["ours"].files
+    later = check_methods(read_comparison(path))["ours"].files
     assert {key for key, value in after.items() if value != later[key]} == {"model_files", "teacher_files"}
 
 
@@ -44,7 +44,7 @@ def test_a_family_without_rows(tmp_path: Path, content: dict[str, Any]) -> None:
     """The baseline prunes what the runs do."""
     bloom = write_model(tmp_path / "bloom", tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)())
     changes = {**content, "model": str(bloom), "flags": {"any_family": True}, "methods": {"ours": OURS}}
-    config = read_config(write(tmp_path, **changes, one_shot={}))
+    config = read_comparison(write(tmp_path, **changes, one_shot={}))
     checked = check_methods(config)["ours"].config
     assert checked.include
     texts = Texts(["a b c"] * 3, ["d e f"] * 3, {}, [])
@@ -55,7 +55,7 @@ def test_peft_is_missed_before_hours_of_training(
     tmp_path: Path, content: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense = {**content, "model": str(write_model(tmp_path / "dense"))}
-    config = read_config(write(tmp_path, **dense, methods={"branch": {**OURS, "low_rank": {"k": 4}}}, one_shot={}))
+    config = read_comparison(write(tmp_path, **dense, methods={"branch": {**OURS, "low_rank": {"k": 4}}}, one_shot={}))
     assert check_methods(config)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"methods\.branch: peft is missing"):
@@ -89,8 +89,8 @@ def test_what_cannot_is_named_before_anything_is_made(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write(tmp_path, **{"methods": {"ours": OURS}, "one_shot": {}, **content, **changes})
     with pytest.raises(ValueError, match=message):
-        check_prunings(read_config(path))
-        check_methods(read_config(path))
+        check_prunings(read_comparison(path))
+        check_methods(read_comparison(path))
     assert main(["compare", path, "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("error: ") == 1
     assert not (tmp_path / "out").exists()

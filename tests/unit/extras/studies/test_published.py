@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from sparseforge_ds.extras.studies.assessment import Evaluator
-from sparseforge_ds.extras.studies.settings import CompareConfig, read_config
+from sparseforge_ds.extras.studies.settings import CompareConfig, read_comparison
 from sparseforge_ds.extras.studies.summary import markdown, results_tables, spread, summarize
 from sparseforge_ds.extras.studies.texts import read_texts
 from tests.distributed import ROOT
@@ -58,7 +58,7 @@ def read(study: Path, folder: Path) -> tuple[CompareConfig, list[dict[str, Any]]
     content["base"] = str(RESULTS / content["base"])  # paths are from studies/
     text = json.dumps(content).replace('"../', f'"{ROOT}/')
     (folder / "config.json").write_text(text)
-    config = read_config(str(folder / "config.json"))
+    config = read_comparison(str(folder / "config.json"))
     rows = [json.loads(line) for line in (study / "results.jsonl").read_text().splitlines()]
     return config, rows, summarize(rows, config.compared_with)
 

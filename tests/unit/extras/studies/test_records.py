@@ -6,7 +6,7 @@ import pytest
 
 from sparseforge_ds.extras.studies.records import Records, write_rows
 from sparseforge_ds.extras.studies.runs import Run
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from tests.unit.extras.studies.test_settings import write
 
 
@@ -26,7 +26,7 @@ def test_a_run_is_what_it_was_begun_as(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_start_count_once_an_epoch(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, seeds=[0], budgets=[40], one_shot={}))
+    config = read_comparison(write(tmp_path, seeds=[0], budgets=[40], one_shot={}))
     records = Records(tmp_path / "records")
     measured = {"validation_perplexity": 3.0, "path": 0.6, "start": {"tokens": 1000, "epochs": 4, "seconds": 1.0}}
     runs = {(name, 40): Run(method, 0.5, 0, 40) for name, method in config.methods.items()}

@@ -10,18 +10,18 @@ from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.extras.studies.runs import (
     Run,
     at_the_edge,
-    choose,
+    choose_rates,
     prunings,
     result_runs,
     selection_runs,
     unique,
 )
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from tests.unit.extras.studies.test_settings import write
 
 
 def test_the_grid(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path))
+    config = read_comparison(write(tmp_path))
     assert [run.name for run in selection_runs(config)] == [
         "fixed-lr0.001-seed3-steps40",
         "fixed-lr0.002-seed3-steps40",
@@ -31,9 +31,9 @@ def test_the_grid(tmp_path: Path) -> None:
     command = pruned[0].command(config, Path("out"))
     flags = "--seq_length 256 --seed 3 --mask wanda --tokens 131072 --epochs 4 --rate 0.02"
     assert command == f"sparseforge prune {config.model} out --text {config.train_text} --text_field text {flags}"
-    alone = read_config(write(tmp_path, one_shot={"alone": {"epochs": 0}}))
+    alone = read_comparison(write(tmp_path, one_shot={"alone": {"epochs": 0}}))
     assert [pruning.seed for pruning in prunings(alone)] == [3], "no seed changes it"
-    chosen = choose(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
+    chosen = choose_rates(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
     assert {key: run.learning_rate for key, run in chosen.items()} == {
         **{("ours", steps): 0.5 for steps in (40, 80)},
         **{("fixed", steps): 0.002 for steps in (40, 80)},
@@ -46,10 +46,10 @@ def test_the_grid(tmp_path: Path) -> None:
 
 
 def test_every_budget_has_a_rate_of_its_own_where_asked(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, choose_at_each_budget=True))
+    config = read_comparison(write(tmp_path, choose_at_each_budget=True))
     tried = [run.name for run in selection_runs(config)]
     assert tried == [f"fixed-lr{rate}-seed3-steps{steps}" for steps in (40, 80) for rate in (0.001, 0.002)]
-    chosen = choose(config, dict(zip(tried, (5.0, 4.0, 3.0, 3.5), strict=True)))
+    chosen = choose_rates(config, dict(zip(tried, (5.0, 4.0, 3.0, 3.5), strict=True)))
     assert [chosen["fixed", steps].learning_rate for steps in (40, 80)] == [0.002, 0.001]
     counting = [run for run in result_runs(config, chosen) if run.method.name == "fixed"]
     assert {(run.steps, run.seed, run.learning_rate) for run in counting} == {
@@ -58,7 +58,7 @@ def test_every_budget_has_a_rate_of_its_own_where_asked(tmp_path: Path) -> None:
     }
     found = {name: math.inf if name.endswith("80") else 4.0 for name in tried}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 80 steps"):
-        choose(config, found)
+        choose_rates(config, found)
 
 
 def test_a_rate_at_the_edge_of_the_grid() -> None:
@@ -70,7 +70,7 @@ def test_a_rate_at_the_edge_of_the_grid() -> None:
 
 def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
     content = {"cast": {"method": "cast", "decays": [0.1, 0.01], "learning_rates": [1e-3, 2e-3]}}
-    config = read_config(write(tmp_path, methods={"ours": {"learning_rates": [0.5]}, **content}, reference="ours"))
+    config = read_comparison(write(tmp_path, methods={"ours": {"learning_rates": [0.5]}, **content}, reference="ours"))
     tried = selection_runs(config)
     assert [(run.learning_rate, run.decay) for run in tried] == [
         *[(1e-3, 0.01), (1e-3, 0.1)],
@@ -78,25 +78,25 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
     ]
     assert tried[1].name == "cast-lr0.001-decay0.1-seed3-steps40"
     assert tried[1].deepspeed(config)["sparseforge"]["method"] == {"name": "cast", "decay": 0.1}
-    chosen = choose(config, {run.name: 4.0 if run is tried[2] else 5.0 for run in tried})
+    chosen = choose_rates(config, {run.name: 4.0 if run is tried[2] else 5.0 for run in tried})
     assert chosen["cast", 40] is not tried[2] and chosen["cast", 40] == tried[2]
     counting = [run for run in result_runs(config, chosen) if run.method.name == "cast"]
     assert {run.decay for run in counting} == {0.01} and tried[2] in counting
     with pytest.raises(
         ValueError, match=r"methods.ours with 40 steps: sparseforge.method.decay: method .sparseforge. does not use it"
     ):
-        read_config(write(tmp_path, methods={"ours": {"decays": [0.1]}}, reference="ours"))
+        read_comparison(write(tmp_path, methods={"ours": {"decays": [0.1]}}, reference="ours"))
 
 
 def test_a_method_that_always_diverges(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path))
+    config = read_comparison(write(tmp_path))
     found = {run.name: math.inf for run in selection_runs(config)}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 40 steps; add lower ones"):
-        choose(config, found)
+        choose_rates(config, found)
 
 
 def test_the_command_is_the_launchers(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, flags={"warmup": 0.1, "activation_checkpointing": True}, ranks=2))
+    config = read_comparison(write(tmp_path, flags={"warmup": 0.1, "activation_checkpointing": True}, ranks=2))
     run = Run(config.methods["ours"], 0.25, 3, 40)
     folder = Path("out/runs") / run.name
     arguments = parse_arguments(run.arguments(config, folder))
@@ -118,7 +118,7 @@ def test_flags_of_every_kind(tmp_path: Path) -> None:
         "weight_decay": 0.5,
     }
     methods = {"ours": {"flags": {"teacher": None, "weight_decay": None}}}
-    config = read_config(write(tmp_path, flags=flags, methods=methods))
+    config = read_comparison(write(tmp_path, flags=flags, methods=methods))
     run = Run(config.methods["ours"], 1e-3, 0, 40)
     arguments = parse_arguments(run.arguments(config, tmp_path / "run"))
     assert arguments.report_to == ["wandb", "tensorboard"] and arguments.eval_dataset == str(tmp_path / "eval.jsonl")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOutText, read_config
+from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOutText, read_comparison
 from tests.distributed import ROOT
 
 GOOD: dict[str, Any] = {
@@ -33,7 +33,7 @@ def write(folder: Path, **changes: Any) -> str:
 
 
 def test_what_a_config_means(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path))
+    config = read_comparison(write(tmp_path))
     assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
     assert config.validation_text == HeldOutText(
         str(tmp_path / "heldout.jsonl"), (0, 4), "documents"
@@ -45,14 +45,14 @@ def test_what_a_config_means(tmp_path: Path) -> None:
     block = config.block(ours, 80)
     assert block["importance"] == "magnitude" and block["method"] == {"update_every": 2} and block["max_steps"] == 80
     assert block["monitor"] == {"histograms_every": 2, "gap_every": 4}
-    assert read_config(write(tmp_path, reference="fixed")).compared_with == "fixed"
+    assert read_comparison(write(tmp_path, reference="fixed")).compared_with == "fixed"
 
 
 def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACE", "/there")
-    assert read_config(write(tmp_path, model="$PLACE/model")).model == "/there/model"
+    assert read_comparison(write(tmp_path, model="$PLACE/model")).model == "/there/model"
     with pytest.raises(ValueError, match=r"the environment has no \$\{OTHER\}; export it"):
-        read_config(write(tmp_path, train_text="${OTHER}/train.jsonl"))
+        read_comparison(write(tmp_path, train_text="${OTHER}/train.jsonl"))
 
 
 def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
     )
     monkeypatch.chdir(elsewhere)
     for name in (path, "../study/config.json"):
-        config, folder = read_config(name), Path(name).parent
+        config, folder = read_comparison(name), Path(name).parent
         assert config.base == {"rate": 0.1} and Path(config.model) == folder / "dense"
         assert config.train_text == f"stream:{folder / 'train.jsonl'}"
         assert config.validation_text.path == "stdlib:heldout" and config.test_text.path == str(
@@ -131,7 +131,7 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
 def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path, **changes)
     with pytest.raises(ValueError, match=f"{path}: .*{message}"):
-        read_config(path)
+        read_comparison(path)
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "studies").glob("*.json")))
@@ -139,7 +139,7 @@ def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT / "tests")  # from anywhere
     assert main(["compare", f"../studies/{name}", "--dry_run"]) == 0
-    config = read_config(f"../studies/{name}")
+    config = read_comparison(f"../studies/{name}")
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
     count = len(config.methods) * len(config.seeds) * len(config.budgets)
     assert f"{count} count: {len(config.methods)} methods x {len(config.seeds)} seeds" in capsys.readouterr().out
@@ -170,4 +170,4 @@ def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_a_text_is_measured_as_evaluate_does(tmp_path: Path, text: dict[str, Any], protocol: str) -> None:
-    assert read_config(write(tmp_path, test_text=text)).test_text.protocol == protocol
+    assert read_comparison(write(tmp_path, test_text=text)).test_text.protocol == protocol

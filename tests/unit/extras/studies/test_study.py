@@ -10,7 +10,7 @@ import pytest
 
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.records import settled
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.study import Study, _threads
 from tests.unit.extras.studies.test_settings import write
 
@@ -22,7 +22,7 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     study: Any = object.__new__(Study)
     model, seen = tmp_path / "model", []
     model.mkdir()
-    study.config = read_config(write(tmp_path))
+    study.config = read_comparison(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))
     measured = {"validation_perplexity": 3.0, "validation_kl": 0.5}
     study.evaluator = SimpleNamespace(export=lambda _, out: seen.append(out.exists()), measure=lambda *_: measured)
@@ -37,7 +37,7 @@ def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:
         raise NotFiniteError("the loss is nan")
 
     study: Any = object.__new__(Study)
-    study.config = read_config(write(tmp_path))
+    study.config = read_comparison(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, False))
     study.evaluator = SimpleNamespace(export=lambda *_: {"zeros": 0.5}, measure=measure)
     record = study._train(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", tmp_path / "model", 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.summary import inference_cost, markdown, results_tables, spread, summarize
 from tests.unit.extras.studies.test_settings import write
 
@@ -60,14 +60,14 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["seed"] == 0]
-    several, one = (read_config(write(tmp_path, seeds=seeds, methods=METHODS)) for seeds in ([0, 3], [0]))
+    several, one = (read_comparison(write(tmp_path, seeds=seeds, methods=METHODS)) for seeds in ([0, 3], [0]))
     assert "mean ± sample standard deviation over seeds" in markdown(summarize(ROWS, "ours"), ROWS, several, [])
     alone = markdown(summarize(rows, "ours"), rows, one, [])
     assert "Perplexity per token, of seed 0 alone. At" in alone and "±" not in alone
 
 
 def test_the_table(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, methods=METHODS))
+    config = read_comparison(write(tmp_path, methods=METHODS))
     text = markdown(summarize(ROWS, "ours"), ROWS, config, ["3 of 4 documents are odd."])
     lines = text.splitlines()
     cost = "0.5625 | 0.5"
@@ -84,7 +84,7 @@ def test_the_table(tmp_path: Path) -> None:
 
 
 def test_rates_that_every_budget_chose_are_shown_with_it(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, methods=METHODS, choose_at_each_budget=True))
+    config = read_comparison(write(tmp_path, methods=METHODS, choose_at_each_budget=True))
     tried: dict[str, Any] = {"kind": "tried", "decides": True, "chosen": False}
     rows = [row("fixed", 3, 9.0, learning_rate=1e-3, **tried), row("fixed", 3, 4.0, decides=True)]
     rows += [row("fixed", 3, 3.0, 80, learning_rate=1e-3, decides=True), row("fixed", 3, 3.5, 80, **tried)]
@@ -95,7 +95,7 @@ def test_rates_that_every_budget_chose_are_shown_with_it(tmp_path: Path) -> None
 
 def test_other_patterns_stand_beside_what_they_cost(tmp_path: Path) -> None:
     methods = {"wider": {"pattern": "3:4"}, "ours": {}, "longer": {"pattern": "4:8"}}
-    config = read_config(write(tmp_path, methods=methods, reference="ours"))
+    config = read_comparison(write(tmp_path, methods=methods, reference="ours"))
     rows = [ROWS[0], row("one-shot magnitude", 0, 9.0, 0, "one_shot", learning_rate=None, seconds=None)]
     rows += [row("wider", 0, 4.0), row("ours", 0, 5.0), row("longer", 0, 4.5)]
     first, second = results_tables(summarize(rows, "ours"), config)
@@ -106,7 +106,7 @@ def test_other_patterns_stand_beside_what_they_cost(tmp_path: Path) -> None:
 
 def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
     methods = {"ours": {}, "branched": {"low_rank": {"k": 4}}, "cast": {"method": "cast", "decays": [0.1, 0.2]}}
-    config = read_config(write(tmp_path, methods=methods, reference="ours"))
+    config = read_comparison(write(tmp_path, methods=methods, reference="ours"))
     rows = [ROWS[0], row("one-shot magnitude", 0, 9.0, 0, "one_shot", learning_rate=None, seconds=None)]
     rows += [row("ours", 0, 5.0), row("branched", 0, 4.0)]
     rows += [row("cast", 0, 4.5, decay=0.1, decay_at_the_edge=True)]
@@ -123,7 +123,7 @@ def test_rows_with_a_branch_have_a_table_of_their_own(tmp_path: Path) -> None:
 
 def test_a_start_counts_and_what_was_not_recorded_is_not_guessed(tmp_path: Path) -> None:
     methods: dict[str, Any] = {"ours": {}, "old": {}, "control": {"method": "naive_retrain", "pattern": "4:4"}}
-    config = read_config(write(tmp_path, methods=methods, reference="ours", one_shot={}))
+    config = read_comparison(write(tmp_path, methods=methods, reference="ours", one_shot={}))
     no_start = {"start": {"tokens": 0, "epochs": 1, "seconds": 0.0, "rms": 0.1}, "tokens_a_weight": 1.5, "path": 0.64}
     start = {"start": {"tokens": 4096, "epochs": 4, "seconds": 4.0, "rms": 0.1}, "tokens_a_weight": 2.25, "path": 0.64}
     rows = [ROWS[0], row("ours", 0, 5.0, seconds=14.0, **start), row("old", 0, 5.5), row("control", 0, 3.0, **no_start)]
@@ -160,7 +160,7 @@ def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float,
 
 def test_closeness_has_a_column_for_every_text(tmp_path: Path) -> None:
     texts = {"wiki": {"path": "stdlib:heldout"}}
-    config = read_config(write(tmp_path, methods={"ours": {}}, other_texts=texts, choose_by="kl"))
+    config = read_comparison(write(tmp_path, methods={"ours": {}}, other_texts=texts, choose_by="kl"))
     measured = [(0.2, 0.3), (0.4, 0.5)]
     rows = [row("dense", 0, 3.0, 0, "dense", learning_rate=None, seconds=None, test_kl=0.0, wiki_kl=0.0)]
     rows += [row("ours", seed, 5.0, test_kl=test, wiki_kl=wiki) for seed, (test, wiki) in enumerate(measured)]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sparseforge_ds.evaluate.finished_model import prune_by_magnitude
 from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.records import Records, write_rows
-from sparseforge_ds.extras.studies.settings import read_config
+from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.summary import markdown, summarize
 from sparseforge_ds.extras.studies.texts import Texts
 from sparseforge_ds.mask.pattern import parse_pattern
@@ -36,7 +36,7 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
     tokenizer.save_pretrained(tmp_path / "pruned")
 
     tasks = {"names": ["openings"], "include_path": ".", "limit": 2}
-    config = read_config(write(tmp_path, model=str(stories), tasks=tasks, one_shot={}, methods={"ours": {}}))
+    config = read_comparison(write(tmp_path, model=str(stories), tasks=tasks, one_shot={}, methods={"ours": {}}))
     evaluator = Evaluator(config, Texts(["A dog."], ["A cat sat."], {}, []), config.pruned)
     assert evaluator.conditions["tasks"]["names"] == ("openings",)
     baselines = evaluator.baselines({})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.evaluate.scored_text import read_documents
-from sparseforge_ds.extras.studies.settings import CompareConfig, read_config
+from sparseforge_ds.extras.studies.settings import CompareConfig, read_comparison
 from sparseforge_ds.extras.studies.texts import _also_in_training, read_texts
 from tests.unit.extras.studies.test_settings import write
 
@@ -20,7 +20,7 @@ def config_of(folder: Path, validation: list[int | None], test: list[int | None]
     changes = {"train_text": str(training)}
     for name, span in (("validation_text", validation), ("test_text", test)):
         changes[name] = {"path": str(heldout), "documents": span}
-    return read_config(write(folder, **changes))
+    return read_comparison(write(folder, **changes))
 
 
 def test_parts_of_a_file(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_training_text_may_have_conversations(tmp_path: Path) -> None:
 
 def test_the_embedded_training_text_is_compared_too(tmp_path: Path) -> None:
     held_out = {"path": "stdlib:train", "documents": [0, 2]}
-    config = read_config(write(tmp_path, train_text="stdlib", validation_text=held_out))
+    config = read_comparison(write(tmp_path, train_text="stdlib", validation_text=held_out))
     assert _also_in_training(config, {"validation": read_documents("stdlib:train", "text", 2)}) == [
         "2 of 2 documents of the validation text are in the training text too."
     ]

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.basis.rotation.moments import ScoredWeight, measure
+from sparseforge_ds.extras.basis.rotation.moments import ScoredWeight, measure_moments
 from sparseforge_ds.extras.basis.rotation.rotation_search import RotationSearch
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, Stream, find_stream, untie
 from sparseforge_ds.extras.basis.rotation.transform import rotate_model
@@ -22,7 +22,7 @@ CONFIG = SparseForgeConfig()
 def measured(model: PreTrainedModel) -> tuple[Stream, list[ScoredWeight]]:
     tokens_BS = token_batch()["input_ids"]
     stream = find_stream(model, tokens_BS)
-    return stream, measure(model, stream, prunable_weights(model, CONFIG), [tokens_BS], seed=3)
+    return stream, measure_moments(model, stream, prunable_weights(model, CONFIG), [tokens_BS], seed=3)
 
 
 def search(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> RotationSearch:
