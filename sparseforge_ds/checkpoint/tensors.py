@@ -121,10 +121,6 @@ class TensorFolder:
         """Read one tensor into memory of its own."""
         return self._mapped(name).clone()
 
-    def read_slice(self, name: str, start: int, stop: int) -> Tensor:
-        """Read (stop - start,) elements of a flattened tensor into memory of their own, and no other bytes."""
-        return self._mapped(name).reshape(-1)[start:stop].clone()
-
     def stream(self, name: str, elements: int) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks of `elements`, as views of the mapped file. Do not write to them."""
         yield from self._mapped(name).reshape(-1).split(elements)

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.train.banner import readable_bytes
-from sparseforge_ds.train.mask_picture import can_draw, masks_over_time
 from sparseforge_ds.train.tracking import Trackers
 
 _LOG = logging.getLogger(__name__)
@@ -48,8 +46,6 @@ class Monitor:
         self.max_steps = max_steps
         self._trackers = trackers
         self._engine_monitor = engine_monitor if engine_monitor is not None and engine_monitor.enabled else None
-        self._mask_values: dict[int, list[float]] = {}
-        self._flips: dict[int, float] = {}
         self._bar = None
         if trackers is not None and sys.stderr.isatty():
             self._bar = tqdm(total=max_steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr)
@@ -94,19 +90,13 @@ class Monitor:
         self._trackers.log(step, scalars)
         if self._engine_monitor is not None:
             self._engine_monitor.write_events([(tag, value, step) for tag, value in scalars.items()])
-        if "mask/flip_rate" in scalars:
-            self._flips[step] = scalars["mask/flip_rate"]
 
     def histograms(self, step: int, histograms: Mapping[str, tuple[list[int], list[float]]]) -> None:
-        """Log histograms by tag, as (counts, edges), and a picture of all masks so far."""
+        """Log histograms by tag, as (counts, edges)."""
         if self._trackers is None:
             return
         for tag, (counts, edges) in histograms.items():
             self._trackers.histogram(step, tag, counts, edges)
-        masks = [counts for tag, (counts, _) in histograms.items() if tag.startswith("mask/")]
-        if masks and can_draw():
-            self._mask_values[step] = np.sum(masks, axis=0).tolist()
-            self._trackers.image(step, "masks_over_time", masks_over_time(self._mask_values, self._flips))
 
     @contextmanager
     def paused_clock(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Receivers of metrics beside the screen: the trackers of accelerate, among them TensorBoard, on rank 0.
 
-All get the same metrics. TensorBoard also gets histograms, and the settings as text. Images go to trackers that take
-them.
+All get the same metrics. TensorBoard also gets histograms, and the settings as text.
 """
 
 from __future__ import annotations
@@ -91,14 +90,6 @@ class Trackers:
         """Log scalars of one step."""
         for tracker in self._trackers:
             tracker.log(dict(scalars), step=step)
-
-    def image(self, step: int, tag: str, image_HWC: np.ndarray) -> None:
-        """Log a picture, (H, W, 3) bytes, to the trackers that take images."""
-        for tracker in self._trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                tracker.tracker.add_image(tag, image_HWC, step, dataformats="HWC")
-            elif hasattr(tracker, "log_images"):
-                tracker.log_images({tag: [image_HWC]}, step=step)
 
     def histogram(self, step: int, tag: str, counts: Sequence[int], edges: Sequence[float]) -> None:
         """Log a histogram, as counts between edges, to TensorBoard."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from accelerate import tracking as of_accelerate
 from accelerate.tracking import GeneralTracker, get_available_trackers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from sparseforge_ds.train.mask_picture import masks_over_time
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.tracking import Trackers, check_trackers, flatten
 
@@ -85,7 +83,7 @@ def test_a_tracker_that_cannot_be_started_is_named(tmp_path, monkeypatch, notebo
         Trackers(["notebook"], tmp_path / "run", "project", 0)
 
 
-def test_tensorboard_has_settings_and_pictures(tmp_path):
+def test_tensorboard_has_settings_and_histograms(tmp_path):
     trackers = Trackers(["tensorboard"], tmp_path, "project", 0)
     trackers.settings({"seed": 3, "model": "a"}, "  model  a\n  batch  b", 0)
     monitor = Monitor(trackers, start=0, max_steps=4, tokens_per_step=1, every=1)
@@ -95,12 +93,12 @@ def test_tensorboard_has_settings_and_pictures(tmp_path):
             step, {"mask/a": ([step, 0, 9 - step], [0.0, 0.3, 0.6, 1.0]), "curvature_log10/a": ([1], [0.0, 1.0])}
         )
     monitor.close()
-    log = EventAccumulator(str(tmp_path / "tensorboard"))
+    log = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"histograms": 0})
     log.Reload()
     (event,) = log.Tensors("run/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert "      model  a" in text and "| seed | 3 |" in text
-    assert [image.step for image in log.Images("masks_over_time")] == [1, 2, 3]
+    assert [event.step for event in log.Histograms("mask/a")] == [1, 2, 3]
     start = plugin_data_pb2.HParamsPluginData.FromString(
         log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     )
@@ -108,15 +106,6 @@ def test_tensorboard_has_settings_and_pictures(tmp_path):
     assert [path.name for path in tmp_path.rglob("events*")] == [
         path.name for path in (tmp_path / "tensorboard").iterdir()
     ]
-
-
-def test_a_picture_shows_the_values_of_the_masks():
-    """The row of the bin that holds everything is dark elsewhere: white there, where nothing lies."""
-    empty, full = (masks_over_time({5: counts, 10: counts}, {5: 0.2}) for counts in ([0, 0, 0, 9], [9, 0, 0, 0]))
-    assert empty.dtype == np.uint8 and empty.shape == (600, 900, 3)
-    middle = slice(300, 500)
-    assert empty[30:60, middle].min() < 255 and empty[200:250, middle].min() == 255
-    assert full[200:250, middle].min() < 255 and full[30:60, middle].min() == 255
 
 
 def test_nested_settings_are_named_by_their_path():
