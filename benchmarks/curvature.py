@@ -88,9 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     chosen = [e for e in ESTIMATES if not arguments.only or any(e.name.startswith(begin) for begin in arguments.only)]
     missing = [estimate for estimate in chosen if estimate.name not in {row["estimate"] for row in rows}]
     for estimate in tqdm(missing, desc="estimates", disable=None):
-        found = measure(estimate, judge, batches, engines, arguments)
+        result = measure(estimate, judge, batches, engines, arguments)
         # All rows of an estimate in one write of the whole file: an estimate is measured or not.
-        rows += found
+        rows += result
         _write(rows_file, "".join(json.dumps(row) + "\n" for row in rows))
 
     names = [weight.name for weight in weights]

@@ -114,10 +114,10 @@ class OneRank:
             else:
                 assert sums is not None
                 applied = sums.refresh(probe, step, 1)
-                found, counts = sums.finish()
+                result, counts = sums.finish()
                 for name in sample:
-                    (matrix,) = found.matrices.rows[name]
-                    sample[name] = additive(*(one / counts[matrix] for one in found.matrix_sums(matrix)))
+                    (matrix,) = result.matrices.rows[name]
+                    sample[name] = additive(*(first / counts[matrix] for first in result.matrix_sums(matrix)))
             spent = seconds() - began
             assert applied, "neither fp32 nor bf16 overflows"
             yield {name: value.cpu() for name, value in sample.items()}, spent

@@ -120,7 +120,7 @@ def _line(weight: Tensor, packed: dict[str, Callable[[Tensor], Tensor]], rows: i
     words = [f"{name} {median(taken) * 1e3:.2f} ms" for name, taken in times.items()]
     for form in packed:
         quotients = {
-            name: median(theirs / mine for theirs, mine in zip(times[name], times[form], strict=True))
+            name: median(reference / actual for reference, actual in zip(times[name], times[form], strict=True))
             for name in runs
             if name not in packed or (name == "packed" != form)
         }

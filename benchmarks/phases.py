@@ -129,10 +129,10 @@ def held_bytes(forge: SparseForge) -> dict[str, int]:
     layout = forge.sharded.layout
     states = [forge.sharded.state.partition(index) for index in forge.sharded.state.flats]
     counted = {key: sum(state[key].nbytes for state in states if key in state) for key in STATE_KEYS}
-    theirs = [*layout.flats, *layout.low_precision.values()]
-    theirs += [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
-    theirs += [parameter.ds_tensor for parameter in theirs if hasattr(parameter, "ds_tensor")]
-    known = {tensor.untyped_storage().data_ptr() for tensor in theirs}
+    reference = [*layout.flats, *layout.low_precision.values()]
+    reference += [tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)]
+    reference += [parameter.ds_tensor for parameter in reference if hasattr(parameter, "ds_tensor")]
+    known = {tensor.untyped_storage().data_ptr() for tensor in reference}
     cached = 0
     for tensor in _reachable(forge, set()):
         storage = tensor.untyped_storage()
@@ -142,18 +142,18 @@ def held_bytes(forge: SparseForge) -> dict[str, int]:
     return {**counted, "cached": cached}
 
 
-def _reachable(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+def _reachable(thing: Any, records: set[int]) -> Iterator[Tensor]:
     """Tensors held by this package's objects and plain containers, not those of the engine and the model."""
-    if id(thing) in seen or isinstance(thing, (DeepSpeedEngine, nn.Module, torch.optim.Optimizer)):
+    if id(thing) in records or isinstance(thing, (DeepSpeedEngine, nn.Module, torch.optim.Optimizer)):
         return
-    seen.add(id(thing))
+    records.add(id(thing))
     if isinstance(thing, Tensor):
         yield thing
     elif isinstance(thing, dict):
         for value in thing.values():
-            yield from _reachable(value, seen)
+            yield from _reachable(value, records)
     elif isinstance(thing, (list, tuple, set)):
         for value in thing:
-            yield from _reachable(value, seen)
+            yield from _reachable(value, records)
     elif type(thing).__module__.startswith("sparseforge_ds."):
-        yield from _reachable(vars(thing) if hasattr(thing, "__dict__") else {}, seen)
+        yield from _reachable(vars(thing) if hasattr(thing, "__dict__") else {}, records)

@@ -38,13 +38,13 @@ class RankMemory(threading.Thread):
         while not self._done.wait(INTERVAL):
             if not ranks or self.moment == "start":
                 ranks = self._ranks()
-            found = {rank: status for rank in ranks if (status := _status(rank))}
+            result = {rank: status for rank in ranks if (status := _status(rank))}
             moment = self.moment
-            for rank, status in found.items():
+            for rank, status in result.items():
                 own = self.last[rank] = status["RssAnon"]
                 self.own[moment][rank] = max(self.own[moment][rank], own)
                 self.peak[rank] = max(self.peak[rank], status["VmHWM"])
-            self.together = max(self.together, sum(status["RssAnon"] for status in found.values()))
+            self.together = max(self.together, sum(status["RssAnon"] for status in result.values()))
 
     def stop(self) -> None:
         """Look no more."""

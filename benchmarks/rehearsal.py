@@ -248,21 +248,21 @@ def rehearse(arguments: argparse.Namespace, layers: int) -> dict[str, Any]:
 
 def memory_of(trained: Trained, planned: Plan) -> dict[str, Any]:
     """Bytes of the rank with most: measured, and as the planner has them."""
-    seen = trained.memory
-    moments = {moment: seen.highest(moment) for moment in seen.own if moment != "start"}
+    records = trained.memory
+    moments = {moment: records.highest(moment) for moment in records.own if moment != "start"}
     own = max(moments.values(), default=0)
-    found = trained.allocated if trained.allocated is not None else own - trained.before
+    result = trained.allocated if trained.allocated is not None else own - trained.before
     return {
-        "found": found,
+        "found": result,
         "planned": planned.memory.peak,
-        "ratio": found / planned.memory.peak,
+        "ratio": result / planned.memory.peak,
         "worst": planned.memory.worst,
         "resident": planned.memory.resident,
         "phases": planned.memory.phases,
         "before": trained.before,
         "own_by_moment": moments,
-        "peak_resident": max(seen.peak.values(), default=0),
-        "all_ranks": seen.together,
+        "peak_resident": max(records.peak.values(), default=0),
+        "all_ranks": records.together,
     }
 
 
@@ -270,7 +270,7 @@ def full_depth(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> dic
     """Estimate the published model: memory by the planner, step times by a straight line through two depths."""
     planned = plan(arguments, published(arguments.model), arguments.full_gpus, on_gpus=True)
     layers = int(published(arguments.model).num_hidden_layers)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "layers": layers,
         "gpus": arguments.full_gpus,
         "parameters": planned.model.total,
@@ -284,10 +284,10 @@ def full_depth(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> dic
         low, high = runs[0], runs[-1]
         for phase in low["phases"].keys() & high["phases"].keys():
             a, b = low["phases"][phase]["seconds"], high["phases"][phase]["seconds"]
-            each = (b - a) / (high["layers"] - low["layers"])
-            found["seconds_per_layer"][phase] = each
-            found["seconds"][phase] = b + each * (layers - high["layers"])
-    return found
+            item = (b - a) / (high["layers"] - low["layers"])
+            results["seconds_per_layer"][phase] = item
+            results["seconds"][phase] = b + item * (layers - high["layers"])
+    return results
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def write_text(path: Path) -> None:
 def _published_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes as in published files, where every expert has matrices of its own."""
     for name, parameter in model.named_parameters():
-        layer, found, weight = name.partition(".experts.")
-        if not found:
+        layer, result, weight = name.partition(".experts.")
+        if not result:
             yield name, tuple(parameter.shape)
             continue
         experts, outputs, inputs = parameter.shape

@@ -55,12 +55,12 @@ def train(arguments: argparse.Namespace, folder: Path) -> Trained:
     )
     memory = RankMemory(running.pid)
     memory.start()
-    said: list[str] = []
+    messages: list[str] = []
     before, marks = 0, [("start", time.perf_counter())]
     assert running.stdout is not None
     try:
         for text in running.stdout:
-            said.append(text)
+            messages.append(text)
             if text.startswith("  output"):  # the last line of the banner
                 before = max(memory.last.values(), default=0)
                 memory.moment = "load, first step"
@@ -80,7 +80,7 @@ def train(arguments: argparse.Namespace, folder: Path) -> Trained:
         running.terminate()
         memory.stop()
     if code:
-        raise subprocess.CalledProcessError(code, words, "".join(said[-40:]))
+        raise subprocess.CalledProcessError(code, words, "".join(messages[-40:]))
     when = dict(reversed(marks))
     log = _scalars(folder / "run" / "tensorboard")
     tokens = arguments.ranks * arguments.micro_batch * arguments.seq_length
@@ -118,10 +118,10 @@ def command(*words: str | Path) -> dict[str, float]:
     begun = time.perf_counter()
     running = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert running.stdout is not None
-    said = running.stdout.read()
+    message = running.stdout.read()
     _, status, usage = os.wait4(running.pid, 0)
     running.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - begun
     if running.returncode:
-        raise subprocess.CalledProcessError(running.returncode, line, said)
+        raise subprocess.CalledProcessError(running.returncode, line, message)
     return {"seconds": seconds, "peak": usage.ru_maxrss * 1024}

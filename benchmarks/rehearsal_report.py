@@ -22,7 +22,7 @@ def phases(step_seconds: list[float], schedule: Schedule) -> dict[str, dict[str,
         elif schedule.is_projection(step):
             phase += ", projection"
         kinds.setdefault(phase, []).append(seconds)
-    return {phase: {"steps": len(held), "seconds": median(held)} for phase, held in kinds.items()}
+    return {phase: {"steps": len(stored), "seconds": median(stored)} for phase, stored in kinds.items()}
 
 
 def report(result: dict[str, Any]) -> str:
@@ -62,8 +62,8 @@ def report(result: dict[str, Any]) -> str:
         f"checkpoint {full['checkpoint'] / GIB:.0f} GiB"
     )
     for phase, seconds in full["seconds"].items():
-        each = full["seconds_per_layer"][phase]
-        say(f"  {phase:<26} {seconds:9.2f} s a step on these {result['ranks']} ranks: {each:.2f} a layer")
+        item = full["seconds_per_layer"][phase]
+        say(f"  {phase:<26} {seconds:9.2f} s a step on these {result['ranks']} ranks: {item:.2f} a layer")
     if not full["seconds"]:
         say("  one depth gives no time of a layer; give two to --layers")
     if result["device"] == "cpu":

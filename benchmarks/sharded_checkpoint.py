@@ -57,7 +57,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
         "version": 1,
         "config": config.to_dict(),
         "weights": [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in weights],
-        "groups": [list(held) for held in shapes],
+        "groups": [list(stored) for stored in shapes],
         "step": STEPS,
         "refreshes": 1,
         "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
@@ -136,13 +136,13 @@ def _optimizer_file(
 ) -> dict[str, Any]:
     """Return a rank's optimizer file with its partition of every group; pruned elements are +0.0."""
     masters, states, settings = [], {}, []
-    for number, (group, held) in enumerate(zip(groups, shapes, strict=True)):
+    for number, (group, stored) in enumerate(zip(groups, shapes, strict=True)):
         prunable = group.get("sparseforge") == "prunable"
-        sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in held.items()}
+        sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in stored.items()}
         flats = {key: torch.empty(sum(sizes.values())) for key in _STATES}
         offset = 0
         for index, (name, size) in enumerate(sizes.items()):
-            values = _values(held[name].numel(), prunable, hash((seed, number, index)))
+            values = _values(stored[name].numel(), prunable, hash((seed, number, index)))
             for key, flat in flats.items():
                 chunk = values[key][rank * size : (rank + 1) * size]
                 flat[offset : offset + chunk.numel()] = chunk

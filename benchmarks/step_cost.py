@@ -229,14 +229,14 @@ def sizes(variant: Variant, growth: dict[str, int | None]) -> dict[str, Any]:
     peak = None if plain_peak is None or forge_peak is None else forge_peak - plain_peak
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (held_bytes(forge), peak))
-    held = max((held for held, _ in everyone), key=lambda held: sum(held.values()))
+    stored = max((stored for stored, _ in everyone), key=lambda stored: sum(stored.values()))
     masked = forge.coverage.masked
     return {
         "weights": {"masked": masked, "all": forge.coverage.total},
         "extra_bytes_per_weight_and_rank": {
-            **{key: value / masked for key, value in held.items()},
-            "total": sum(held.values()) / masked,
-            "total_times_ranks": sum(held.values()) / masked * dist.get_world_size(),
+            **{key: value / masked for key, value in stored.items()},
+            "total": sum(stored.values()) / masked,
+            "total_times_ranks": sum(stored.values()) / masked * dist.get_world_size(),
         },
         "extra_peak_memory_per_weight_and_rank": None if peak is None else max(extra for _, extra in everyone) / masked,
     }
@@ -245,18 +245,18 @@ def sizes(variant: Variant, growth: dict[str, int | None]) -> dict[str, Any]:
 def goals(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return goals, results, and if each goal is met; null if the settings are not the goal's."""
     settings = result["settings"]
-    ratio, held = result["ratio"]["median"], result["extra_bytes_per_weight_and_rank"]["total_times_ranks"]
+    ratio, stored = result["ratio"]["median"], result["extra_bytes_per_weight_and_rank"]["total_times_ranks"]
     of_goal = settings["update_every"] == 10 and settings["accumulation"] == 4 and not settings["teacher"]
     return {
         "step_time_ratio": {"goal": GOAL_RATIO, "value": ratio, "met": ratio <= GOAL_RATIO if of_goal else None},
-        "extra_bytes_times_ranks": {"goal": GOAL_BYTES, "value": held, "met": round(held, 2) <= GOAL_BYTES},
+        "extra_bytes_times_ranks": {"goal": GOAL_BYTES, "value": stored, "met": round(stored, 2) <= GOAL_BYTES},
     }
 
 
 def report(result: dict[str, Any]) -> str:
     """Format the numbers as text."""
     settings, step, ratio = result["settings"], result["step_s"], result["ratio"]
-    held, weights = result["extra_bytes_per_weight_and_rank"], result["weights"]
+    stored, weights = result["extra_bytes_per_weight_and_rank"], result["weights"]
     lines = [
         f"{settings['world_size']} ranks on {settings['device']}, ZeRO-{settings['stage']} {settings['dtype']}, "
         f"{weights['all'] / 1e6:.1f}M weights ({weights['masked'] / 1e6:.1f}M masked), {settings['phase']}, "
@@ -277,7 +277,7 @@ def report(result: dict[str, Any]) -> str:
         if seconds:
             lines.append(f"  {name:<28} {seconds * 1e3:10.2f} ms   {seconds / step['plain']:6.1%} of a plain step")
     lines += ["", "extra bytes per masked weight on a rank, by what exists:"]
-    lines += [f"  {key:<28} {held[key]:10.3f}" for key in (*STATE_KEYS, "cached", "total", "total_times_ranks")]
+    lines += [f"  {key:<28} {stored[key]:10.3f}" for key in (*STATE_KEYS, "cached", "total", "total_times_ranks")]
     if (peak := result["extra_peak_memory_per_weight_and_rank"]) is not None:
         lines.append(f"  {'peak memory, difference':<28} {peak:10.3f}")
     lines += ["", "collectives of a mask update, payload on a rank:"]

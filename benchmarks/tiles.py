@@ -124,15 +124,15 @@ def graph_us(calls: Sequence[Callable[[], Any]], turns: int = 3) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    found = []
+    results = []
     for _ in range(turns + 1):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end) / len(calls) * 1e3)
-    return median(found[1:])
+        results.append(begin.elapsed_time(end) / len(calls) * 1e3)
+    return median(results[1:])
 
 
 def product(x: Tensor, packed: tuple[Tensor, Tensor], tile: Tile) -> Tensor:
@@ -246,9 +246,9 @@ def host_us(call: Callable[[], Any], count: int = 300) -> float:
     start = time.perf_counter()
     for _ in range(count):
         call()
-    found = (time.perf_counter() - start) / count * 1e6
+    result = (time.perf_counter() - start) / count * 1e6
     torch.cuda.synchronize()
-    return found
+    return result
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -272,16 +272,16 @@ def main() -> None:
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     host_times()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for outputs, inputs in args.shapes:
         dense, packed = weights(outputs, inputs, torch.bfloat16, WEIGHTS)
         for rows in args.rows:
             line = measure(dense, packed, rows, until)
             if line is None:
                 break
-            found.append(line)
+            results.append(line)
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1))
+                args.json.write_text(json.dumps(results, indent=1))
         del dense, packed
 
 

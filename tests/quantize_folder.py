@@ -78,9 +78,9 @@ def by_torchao(model: str) -> dict[str, tuple[int, int]]:
         quantize_(layers, how)
         entries = groups = 0
         for key in names:
-            there = layers.get_submodule(key).weight.dequantize() != 0
-            entries += int((there & before[key]).sum())
-            groups += int((there.view(-1, 4).sum(-1) > 2).sum())
+            target = layers.get_submodule(key).weight.dequantize() != 0
+            entries += int((target & before[key]).sum())
+            groups += int((target.view(-1, 4).sum(-1) > 2).sum())
         result[name] = (entries, groups)
     return result
 

@@ -85,9 +85,9 @@ def updated_mask(
         order = winners([score[e] for e in group], len(group))
         last_in, first_out = score[group[order[n - 1]]], score[group[order[n]]]
         tau = last_in if threshold == "nth" else (last_in + first_out) / 2
-        for place, i in enumerate(order):
+        for position, i in enumerate(order):
             e = group[i]
-            target[e] = 1.0 if place < n else 0.0
+            target[e] = 1.0 if position < n else 0.0
             z = (score[e] - tau) / dials["temperature"]
             gate = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
             gate = (1 - dials["beta"]) * gate + dials["beta"] * target[e]
@@ -349,9 +349,9 @@ class ReferenceForge:
             return
         self._take(self.curvature_sample(kind, batches, part["probes"] if self.refreshes else part["first_probes"]))
 
-    def _take(self, found: dict[str, Tensor]) -> None:
+    def _take(self, result: dict[str, Tensor]) -> None:
         decay = self.config["curvature"]["decay"]
-        for name, sample in found.items():
+        for name, sample in result.items():
             self.curvature[name] = decay * self.curvature[name] + (1 - decay) * sample.double()
         self.refreshes += 1
 
@@ -475,10 +475,10 @@ class ReferenceForge:
         for batch in batches:
             with self._weight_per_token() as copies:
                 loss = self.loss(self.model, batch)
-            found = torch.autograd.grad(loss, list(copies.values()))
-            for name, gradient in zip(copies, found, strict=True):
-                for one in gradient:
-                    squared = one.double().square().flatten()
+            result = torch.autograd.grad(loss, list(copies.values()))
+            for name, gradient in zip(copies, result, strict=True):
+                for first in gradient:
+                    squared = first.double().square().flatten()
                     total[name] += gradient.shape[0] * squared / len(batches)
         return total
 
@@ -508,10 +508,10 @@ class ReferenceForge:
 
     @torch.no_grad()
     def _mean_square_inputs(self, batches: list[Batch]) -> dict[str, Tensor]:
-        seen: dict[str, list[Tensor]] = {name: [] for name in self.mask}
+        records: dict[str, list[Tensor]] = {name: [] for name in self.mask}
         handles = [
             self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
-                lambda _module, args, _output, name=name: seen[name].append(args[0].flatten(0, -2).double())
+                lambda _module, args, _output, name=name: records[name].append(args[0].flatten(0, -2).double())
             )
             for name in self.mask
         ]
@@ -520,7 +520,7 @@ class ReferenceForge:
         for handle in handles:
             handle.remove()
         result = {}
-        for name, inputs in seen.items():
+        for name, inputs in records.items():
             column = torch.cat(inputs).square().mean(0)
             shape = self.master[name].shape
             full = column.expand(shape) if self.input_axes[name] == -1 else column[:, None].expand(shape)

@@ -139,10 +139,10 @@ class ReferenceSparseGPT(ReferenceMethod):
 
     def inputs_of(self, names: list[str], probes: list[Batch]) -> dict[str, Tensor]:
         """(tokens, in) fp64 of each layer, in the model as it is."""
-        seen: dict[str, list[Tensor]] = {name: [] for name in names}
+        records: dict[str, list[Tensor]] = {name: [] for name in names}
         handles = [
             self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
-                lambda _module, args, _output, name=name: seen[name].append(args[0].detach().flatten(0, -2).double())
+                lambda _module, args, _output, name=name: records[name].append(args[0].detach().flatten(0, -2).double())
             )
             for name in names
         ]
@@ -150,7 +150,7 @@ class ReferenceSparseGPT(ReferenceMethod):
             self.loss(self.model, batch)
         for handle in handles:
             handle.remove()
-        return {name: torch.cat(parts) for name, parts in seen.items()}
+        return {name: torch.cat(parts) for name, parts in records.items()}
 
     def prune(self, name: str, gram: Tensor) -> None:
         """Prune one layer."""
@@ -354,14 +354,14 @@ class ReferenceMaskLLM(ReferenceMethod):
         count = len(self.patterns)
         key = counter_key(self.config["seed"], self.step_count, 0, f"gumbel/{name}")
         drawn = (uniform(key, 0, len(self.logits[name]) * count, torch.device("cpu")).double() + 2.0**-25).tolist()
-        found = []
+        results = []
         for g, row in enumerate(self.logits[name]):
             z = [
                 (scale * logit - math.log(-math.log(drawn[g * count + k]))) / temperature for k, logit in enumerate(row)
             ]
             exps = [math.exp(value - max(z)) for value in z]
-            found.append([value / sum(exps) for value in exps])
-        return found
+            results.append([value / sum(exps) for value in exps])
+        return results
 
     def sample(self, name: str) -> None:
         """Sample the mask of the next forward."""

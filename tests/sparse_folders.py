@@ -35,13 +35,17 @@ class ModelSource(Source):
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         self.pattern, self.dtype = config.parsed_pattern, dtype
         state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
-        places = published_tensors(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
-        self._dense = {n: state[p.memory_name].view(-1)[p.start : p.stop].view(p.shape) for n, p in places.items()}
+        positions = published_tensors(
+            model.config.model_type, {name: tuple(value.shape) for name, value in state.items()}
+        )
+        self._dense = {n: state[p.memory_name].view(-1)[p.start : p.stop].view(p.shape) for n, p in positions.items()}
         self.specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._dense.items()}
-        self.fused_name = {name: place.memory_name for name, place in places.items() if place.memory_name != name}
+        self.fused_name = {
+            name: position.memory_name for name, position in positions.items() if position.memory_name != name
+        }
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, config)}
         self.prunable = {
-            n: SparseWeight(n, p.shape, axes[p.memory_name]) for n, p in places.items() if p.memory_name in axes
+            n: SparseWeight(n, p.shape, axes[p.memory_name]) for n, p in positions.items() if p.memory_name in axes
         }
         self.model_folder = self.folder = folder
         self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}

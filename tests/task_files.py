@@ -15,8 +15,8 @@ def write_task(folder: Path, name: str, rows: Path, **more: Any) -> Path:
     import lm_eval
 
     root = Path(lm_eval.__file__).parent / "tasks"
-    theirs = {"boolq": "super_glue/boolq/default", "rte": "glue/rte/default", "winogrande": "winogrande/default"}
-    own = root / f"{theirs[name]}.yaml" if name in theirs else next(root.glob(f"*/{name}.yaml"))
+    reference = {"boolq": "super_glue/boolq/default", "rte": "glue/rte/default", "winogrande": "winogrande/default"}
+    own = root / f"{reference[name]}.yaml" if name in reference else next(root.glob(f"*/{name}.yaml"))
     splits = {"training_split": None, "validation_split": None, "test_split": "test"}
     data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(rows)}}}
     content = {"include": str(own), "task": name, **data, **splits, **more}

@@ -33,8 +33,10 @@ def main(model: str, options: str, prompts: str) -> None:
 
 def methods(model: Any) -> dict[str, int]:
     """Count the layers of each method."""
-    found = Counter(type(module.quant_method).__name__ for module in model.modules() if hasattr(module, "quant_method"))
-    return dict(found)
+    counts = Counter(
+        type(module.quant_method).__name__ for module in model.modules() if hasattr(module, "quant_method")
+    )
+    return dict(counts)
 
 
 def bytes_of_experts(model: Any) -> int:

@@ -158,51 +158,53 @@ class Counter(PeakMemoryCounter):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func.namespace == "c10d":
-            self._collective(func, given)
+            self._collective(func, arguments)
             return func(*args, **kwargs)
         name = func._schema.name.rpartition("::")[2]
         if name == "_local_scalar_dense":
             return self._scalar(func, args[0])
-        self._check_devices(func, given)
-        if any(tensor.is_cuda for tensor in given):
+        self._check_devices(func, arguments)
+        if any(tensor.is_cuda for tensor in arguments):
             if name == "equal":
                 self._sync("equal")
                 return True
             func, args, kwargs = self._with_a_size(func, name, args, kwargs)
         result = func(*args, **kwargs)
-        owners = {tensor.untyped_storage()._cdata for tensor in given}
+        owners = {tensor.untyped_storage()._cdata for tensor in arguments}
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in owners]
         for tensor in fresh:
             if tensor.is_cuda:
                 self._follow(tensor.untyped_storage())
         if not func.is_view and name not in _ALLOCATES:
-            self._account(func, name, args, kwargs, given, fresh)
+            self._account(func, name, args, kwargs, arguments, fresh)
         return result
 
     # -- what is counted ----------------------------------------------------------------------------------------------
 
-    def _account(self, func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], fresh: list[Tensor]) -> None:
+    def _account(
+        self, func: Any, name: str, args: Any, kwargs: Any, arguments: list[Tensor], fresh: list[Tensor]
+    ) -> None:
         cost = self.cost
         changed = [leaf for value in _changed(func, args, kwargs) for leaf in tree_leaves(value)]
         changed = [leaf for leaf in changed if isinstance(leaf, Tensor)]
         if not changed and not fresh:
             return  # a view, whatever it is called
-        moved = {tensor.device.type for tensor in (*given, *fresh)}
+        moved = {tensor.device.type for tensor in (*arguments, *fresh)}
         if len(moved) > 1 and name in ("copy_", "_to_copy"):
-            self._copy(name, args, kwargs, given, fresh or changed)
+            self._copy(name, args, kwargs, arguments, fresh or changed)
             return
         largest = max((_bytes(tensor) for tensor in fresh), default=0)
         read = written = 0
-        for tensor in () if name.startswith("new_") or name.endswith("_like") else given:
+        for tensor in () if name.startswith("new_") or name.endswith("_like") else arguments:
             size = _bytes(tensor)
-            is_changed = any(tensor is one for one in changed)
-            if name in _PICKS and tensor is given[0]:
+            is_changed = any(tensor is first for first in changed)
+            if name in _PICKS and tensor is arguments[0]:
                 size = min(size, largest)
-            if name in _PLACES and tensor is given[0]:
-                size = min(size, _bytes(given[-1]))
+            if name in _PLACES and tensor is arguments[0]:
+                size = min(size, _bytes(arguments[-1]))
             if not (is_changed and (name in _ONLY_WRITES or "out" in kwargs)):
                 read += size * (READS.get(name, 1) if func.namespace == "sparseforge" else 1)
             if is_changed:
@@ -210,19 +212,19 @@ class Counter(PeakMemoryCounter):
         written += sum(_bytes(tensor) for tensor in fresh)
         if not written and not read:
             return  # nothing in it: no launch
-        if any(tensor.is_cuda for tensor in (*given, *fresh)):
+        if any(tensor.is_cuda for tensor in (*arguments, *fresh)):
             kernels = KERNELS[name] if func.namespace == "sparseforge" and not name.startswith("linear24") else 1
             cost.kernels += kernels
             cost.read += read
             cost.written += written
-            here = place()
-            cost.places[here] += read + written
-            cost.kernels_at[here] += kernels
+            source = place()
+            cost.places[source] += read + written
+            cost.kernels_at[source] += kernels
         else:
             cost.host += read + written
 
-    def _copy(self, name: str, args: Any, kwargs: Any, given: list[Tensor], written: list[Tensor]) -> None:
-        source = given[-1]
+    def _copy(self, name: str, args: Any, kwargs: Any, arguments: list[Tensor], written: list[Tensor]) -> None:
+        source = arguments[-1]
         if not source.numel():
             return
         target = written[0]
@@ -234,9 +236,9 @@ class Counter(PeakMemoryCounter):
         elif target.is_cuda:
             self.cost.uploads[place()] += 1
 
-    def _sync(self, what: str) -> None:
+    def _sync(self, subject: str) -> None:
         if not self._paused:
-            self.cost.syncs[f"{place()} ({what})"] += 1
+            self.cost.syncs[f"{place()} ({subject})"] += 1
 
     def _scalar(self, func: Any, tensor: Tensor) -> Any:
         if tensor.is_cuda:
@@ -266,17 +268,17 @@ class Counter(PeakMemoryCounter):
 
     # -- what is refused ----------------------------------------------------------------------------------------------
 
-    def _check_devices(self, func: Any, given: list[Tensor]) -> None:
-        kinds = {tensor.device.type for tensor in given if tensor.dim() or tensor.is_cuda}
+    def _check_devices(self, func: Any, arguments: list[Tensor]) -> None:
+        kinds = {tensor.device.type for tensor in arguments if tensor.dim() or tensor.is_cuda}
         if len(kinds) > 1 and func is not aten.copy_.default:
-            shapes = ", ".join(f"{tensor.device.type} {tuple(tensor.shape)}" for tensor in given)
+            shapes = ", ".join(f"{tensor.device.type} {tuple(tensor.shape)}" for tensor in arguments)
             fault = f"{func} on {shapes} at {place()}"
             self.cost.faults.append(fault)
             raise DeviceMixingError(fault)
 
-    def _collective(self, func: Any, given: list[Tensor]) -> None:
+    def _collective(self, func: Any, arguments: list[Tensor]) -> None:
         kind = func._schema.name.rpartition("::")[2].strip("_")
-        for tensor in given:
+        for tensor in arguments:
             if not tensor.is_cuda:
                 self.cost.faults.append(f"{kind} of a {tensor.device.type} tensor at {place()}")
             if tensor.dtype not in NCCL_DTYPES:
@@ -284,7 +286,7 @@ class Counter(PeakMemoryCounter):
             if not tensor.is_contiguous():
                 self.cost.faults.append(f"{kind} of a tensor that is not contiguous at {place()}")
         self.cost.calls[kind] += 1
-        self.cost.collectives[kind] += max((tensor.nbytes for tensor in given), default=0)
+        self.cost.collectives[kind] += max((tensor.nbytes for tensor in arguments), default=0)
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:

@@ -80,11 +80,11 @@ class Partitions:
         the run of the whole group."""
         for group, members in enumerate(groups):
             self._open(group)
-            whole = sum(self._part(shape) for _, shape in members)
+            complete = sum(self._part(shape) for _, shape in members)
             for number, (name, shape) in enumerate(members):
                 self.placed.append((name, shape, len(self.sizes) - 1, self.sizes[-1]))
                 self.sizes[-1] += self._part(shape)
-                full = rank.stage == 3 and whole > rank.sub_group <= self.sizes[-1]
+                full = rank.stage == 3 and complete > rank.sub_group <= self.sizes[-1]
                 if full and number + 1 < len(members):
                     self._open(group)
         if rank.stage in (1, 2):  # cut in equal partitions, aligned to two elements a rank
@@ -217,8 +217,8 @@ class BareLayout(ShardLayout):
             return [None] * self.engine.partitions.rank.world
         partitions, everyone = self.engine.partitions, []
         for number in range(partitions.rank.world):
-            held = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}
-            everyone.append([held[name] for name in self.engine.prunable])
+            stored = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}
+            everyone.append([stored[name] for name in self.engine.prunable])
         assert everyone[partitions.rank.number] == value, "the ranks are asked for something else than their shards"
         return everyone
 

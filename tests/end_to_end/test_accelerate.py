@@ -23,7 +23,7 @@ SCRIPT = ROOT / "examples" / "accelerate_loop.py"
 
 
 def losses(output: str) -> list[float]:
-    return [float(found) for found in re.findall(r"^step \d+ loss (\S+)", output, flags=re.MULTILINE)]
+    return [float(result) for result in re.findall(r"^step \d+ loss (\S+)", output, flags=re.MULTILINE)]
 
 
 def go_on(configuration: str, flags: list[str]) -> None:
@@ -54,7 +54,7 @@ def test_a_loop_of_accelerate(
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
     assert done.returncode == 0, done.stderr
-    seen = losses(done.stdout)
+    records = losses(done.stdout)
     checkpoint = str(tmp_path / "out" / "epoch_2" / "pytorch_model")
     assert main(["consolidate", checkpoint, str(tmp_path / "export"), "--skip_proof", "--model", str(model)]) == 0
     assert main(["verify", str(tmp_path / "export")]) == 0
@@ -64,5 +64,5 @@ def test_a_loop_of_accelerate(
     capfd.readouterr()
     run_distributed(go_on, 2, str(other), resumed)
     again = losses(capfd.readouterr().out)
-    assert len(seen) == 2 * len(again) > 0
-    assert again == pytest.approx(seen[len(again) :], abs=2e-4)  # printed to four places
+    assert len(records) == 2 * len(again) > 0
+    assert again == pytest.approx(records[len(again) :], abs=2e-4)  # printed to four places

@@ -116,8 +116,8 @@ def test_a_missing_model(inputs):
 
 
 def test_a_damaged_model(inputs):
-    whole = (inputs.model / "model.safetensors").read_bytes()
-    (inputs.model / "model.safetensors").write_bytes(whole[:1000])
+    content = (inputs.model / "model.safetensors").read_bytes()
+    (inputs.model / "model.safetensors").write_bytes(content[:1000])
     assert "model.safetensors: not a readable safetensors file" in inputs.refused()
     assert not inputs.run.exists()
 
@@ -139,8 +139,8 @@ def test_a_weight_that_is_no_float(inputs, dtype):
     save_file(
         weights | old_mask | {name: weights[name].to(dtype)}, inputs.model / "model.safetensors", {"format": "pt"}
     )
-    said = f"{inputs.model}: {name} is stored as {dtype}, which transformers would cast"
-    assert f"--model {said}" in inputs.refused("--dry_run", ranks=1)
+    message = f"{inputs.model}: {name} is stored as {dtype}, which transformers would cast"
+    assert f"--model {message}" in inputs.refused("--dry_run", ranks=1)
     assert not inputs.run.exists()
 
 
@@ -157,8 +157,11 @@ def test_a_model_whose_weights_are_not_finite(inputs, stage, flag):
     inputs.content = deepspeed_json(stage=stage, batch=8)
     if flag == "teacher":
         inputs.content["sparseforge"]["distillation"] = {"hold": "zero3"}
-    said = inputs.refused()
-    assert f"--{flag} {spoiled}: {name} is not finite in torch.float32" in said and "give a sound model" in said
+    error_line = inputs.refused()
+    assert (
+        f"--{flag} {spoiled}: {name} is not finite in torch.float32" in error_line
+        and "give a sound model" in error_line
+    )
     assert not (inputs.run / "checkpoints").exists()
 
 
@@ -315,9 +318,9 @@ def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
     first, second = run_distributed(_mains, 2, [line for line, _ in cases])
     codes = [2] * 3 + [1] * (len(cases) - 3)  # the first three have a flag that does not exist
     assert [code for code, _ in first] == codes
-    for (line, words), (_, said) in zip(cases, first, strict=True):
-        assert said.startswith("error: ") and said.count("\n") == 1, (line, said)
-        assert [word for word in words if word not in said] == [], said
+    for (line, words), (_, message) in zip(cases, first, strict=True):
+        assert message.startswith("error: ") and message.count("\n") == 1, (line, message)
+        assert [word for word in words if word not in message] == [], message
     assert second == [(code, "") for code in codes], "one message, not one per rank"
     assert not inputs.run.exists() and not list(inputs.model.glob("run"))
 
@@ -405,8 +408,8 @@ def test_a_flipped_byte(resumable):
 def test_a_shard_of_another_step(resumable, finished):
     file = shard(resumable)
     shutil.copy(finished.run / "checkpoints" / "step_000008" / file.name, file)
-    said = resumable.refused("--resume")
-    assert file.name in said and "is incomplete" in said  # after the freeze a shard has another size
+    error_line = resumable.refused("--resume")
+    assert file.name in error_line and "is incomplete" in error_line  # after the freeze a shard has another size
 
 
 class Hostile:
@@ -448,9 +451,9 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     assert "or go on with this text by --resume_other_data" in message
     capfd.readouterr()
     assert resumable.train("--resume", "--resume_other_data") == [(0, "")] * 2
-    said = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert (
-        said.count(
+        output.count(
             "--resume_other_data: goes on with another text than the checkpoint's: data.source1.files.text.jsonl was"
         )
         == 1

@@ -91,9 +91,9 @@ def test_the_masks_are_those_of_the_run(run_folder: Path, capsys: pytest.Capture
                 undecided += int(((mask > 0.05) & (mask < 0.95)).sum())
                 elements += state["mask"].numel()
     assert main(["inspect", str(folder), "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)["mask"]
-    assert elements >= whole["elements"] == 2304
-    assert whole["undecided"] == pytest.approx(undecided / 2304, abs=1e-12)
+    output = json.loads(capsys.readouterr().out)["mask"]
+    assert elements >= output["elements"] == 2304
+    assert output["undecided"] == pytest.approx(undecided / 2304, abs=1e-12)
 
 
 def test_quick_reads_no_masks(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +152,9 @@ def test_consolidate_names_a_whole_checkpoint(
     content[len(content) // 2] ^= 1
     file.unlink() if damage == "missing" else file.write_bytes(content)
     assert main(["consolidate", str(damaged), str(tmp_path / "out"), "--skip_proof"]) == 2
-    whole = damaged / "checkpoints" / "step_000003"
-    assert capsys.readouterr().err.endswith(f"; the newest intact one beside it is {whole}\n")
-    assert main(["consolidate", str(whole), str(tmp_path / "out"), "--skip_proof"]) == 0
+    full = damaged / "checkpoints" / "step_000003"
+    assert capsys.readouterr().err.endswith(f"; the newest intact one beside it is {full}\n")
+    assert main(["consolidate", str(full), str(tmp_path / "out"), "--skip_proof"]) == 0
 
 
 def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:

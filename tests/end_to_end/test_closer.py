@@ -32,9 +32,9 @@ def test_everything_that_brings_a_model_closer_goes_together(
     assert main(["consolidate", str(run), folders[0]]) == 0
     assert main(["export", str(run), folders[1], "--format", "packed24"]) == 0
     assert main(["verify", *folders[:1]]) == 0
-    found = []
+    results = []
     for folder in folders:
         report = tmp_path / "report.json"
         assert main(["evaluate", folder, "--text", text, "--seq_length", "32", "--json", str(report)]) == 0
-        found.append(json.loads(report.read_text())["perplexity"]["perplexity"])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        results.append(json.loads(report.read_text())["perplexity"]["perplexity"])
+    assert results[0] == pytest.approx(results[1], rel=1e-5)

@@ -44,12 +44,12 @@ def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None
     report = json.loads((tmp_path / "study" / "curvature.json").read_text())
     assert (tmp_path / "study" / "reference.pt").stat().st_mtime_ns == kept
     assert report["rows"][: len(rows)] == rows
-    found = {(row["estimate"], row["refreshes"], row["average"], row["form"]) for row in report["rows"]}
+    result = {(row["estimate"], row["refreshes"], row["average"], row["form"]) for row in report["rows"]}
     outputs = {("outputs, radius 0.1", *rest) for rest in ((1, "mean"), (2, "mean"), (2, "running mean"))}
-    assert {row[:3] for row in found if row[0] == "outputs, radius 0.1"} == outputs
-    assert ("outputs, radius 0.1, bf16", 2, "mean", "factored") in found
-    assert {row[1:3] for row in found if "one kind" in row[0]} == {(7, "mean")}  # seven kinds of layers, each once
-    assert {row[3] for row in found if "one kind" in row[0]} == {"elements", "shrunk", "factored"}
+    assert {row[:3] for row in result if row[0] == "outputs, radius 0.1"} == outputs
+    assert ("outputs, radius 0.1, bf16", 2, "mean", "factored") in result
+    assert {row[1:3] for row in result if "one kind" in row[0]} == {(7, "mean")}  # seven kinds of layers, each once
+    assert {row[3] for row in result if "one kind" in row[0]} == {"elements", "shrunk", "factored"}
     for row in report["rows"]:
         assert -1 <= row["correlation"] <= 1 and 0 <= row["same_survivors"] <= 1
         assert row["perplexity"] > 1 and row["cost_in_steps"] > 0

@@ -66,7 +66,7 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     assert document_starts(row_BS).any(1).mean() > 0.3, "few sequences are of one document"
     documents = []
     for row in row_BS:
-        begin = [0, *(int(place) for place in document_starts(row).nonzero()[0] if place), S]
+        begin = [0, *(int(position) for position in document_starts(row).nonzero()[0] if position), S]
         documents += [
             torch.from_numpy(ids_of_tokens(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
         ]
@@ -74,13 +74,13 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     assert abs(scalar(run, "loss/kl", 1)) < 1e-9, "the teacher sees what the student sees"
 
     lines = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
-    scored, place = [], 0
+    scored, position = [], 0
     total = sum(len(line) + 1 for line in lines) // S * S
     for line in lines:
-        ids = torch.tensor([256, *byte_tokenizer()(line)["input_ids"]])[: total - place]
-        cuts = [0, *(cut for cut in range(S - place % S, len(ids), S)), len(ids)]
+        ids = torch.tensor([256, *byte_tokenizer()(line)["input_ids"]])[: total - position]
+        cuts = [0, *(cut for cut in range(S - position % S, len(ids), S)), len(ids)]
         scored += [ids[a:b] for a, b in itertools.pairwise(cuts) if b > a]
-        place += len(ids)
+        position += len(ids)
     assert scalar(run, "eval/perplexity", 0) == pytest.approx(math.exp(alone(network, scored)), rel=1e-6)
 
     copy = continued(asked, run, 3)
@@ -99,6 +99,6 @@ def test_a_model_that_mixes_documents_ends_the_run(tmp_path: Path, capfd: pytest
     write_text(tmp_path / "text.jsonl")
     asked = flags(tmp_path, {}, 1, 6, tmp_path / "run", document_attention=True)
     assert run_distributed(_main, 2, asked) == [1, 1]
-    said = capfd.readouterr()
-    assert "(OPTForCausalLM, attention sdpa) lets the documents of a sequence see each other" in said.out + said.err
+    output = capfd.readouterr()
+    assert "(OPTForCausalLM, attention sdpa) lets the documents of a sequence see each other" in output.out + output.err
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -76,11 +76,11 @@ def test_it_leaves_no_trace_and_goes_on_after_an_interruption(tmp_path, stage):
     assert differences(states(plain / "checkpoints" / LAST), without_evaluations(watched)) != [], "evaluations are kept"
     assert differences(without_evaluations(states(plain / "checkpoints" / LAST)), watched) == []
     assert generators(run) == generators(plain)
-    found = scored(run)
-    assert list(found) == list(range(13)) and len(set(found.values())) > 10
+    scores = scored(run)
+    assert list(scores) == list(range(13)) and len(set(scores.values())) > 10
     copy = continued(flags, run, 6)
     assert evaluations(copy / "checkpoints" / LAST) == evaluations(run / "checkpoints" / LAST)
-    assert scored(copy) == {step: value for step, value in found.items() if step > 6}, "step 6 was scored before"
+    assert scored(copy) == {step: value for step, value in scores.items() if step > 6}, "step 6 was scored before"
 
 
 def test_it_is_right_and_the_same_on_any_layout(tmp_path, capsys):
@@ -90,8 +90,8 @@ def test_it_is_right_and_the_same_on_any_layout(tmp_path, capsys):
         run = tmp_path / f"stage_{stage}"
         flags = flags_of(tmp_path, deepspeed_json(stage), output_dir=run, max_steps=6, save_every=0, micro_batch=micro)
         train(*flags, *held_out(tmp_path, eval_every=0), ranks=ranks)
-        found = scored(run)
-        assert list(found) == [0, 6]
+        scores = scored(run)
+        assert list(scores) == [0, 6]
         first.append(evaluations(run / "checkpoints" / "step_000006")["0"])
     assert first[0] == first[1]
     assert math.exp(first[0]) == pytest.approx(by_hand(tmp_path / "model", tmp_path / "held_out.jsonl"), rel=1e-6)

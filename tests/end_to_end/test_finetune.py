@@ -169,7 +169,7 @@ def test_lora_leaves_its_base_alone_and_is_merged_with_the_error(
 
 def _refusals(folder: str) -> list[str]:
     """Return the messages with which the callback refuses a trainer at ZeRO-2 and ZeRO-3."""
-    said = []
+    messages = []
     for stage in (2, 3):
         settings = {key: value for key, value in deepspeed_json(stage).items() if key != "sparseforge"}
         settings["train_batch_size"] = "auto"
@@ -182,18 +182,18 @@ def _refusals(folder: str) -> list[str]:
             data = [{"input_ids": row, "labels": row}] * 8
             Trainer(model=model, args=args, train_dataset=data, callbacks=[MaskKeeperCallback()]).train()
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_under_deepspeed_the_cure_of_the_refusal_keeps_the_zeros(tmp_path: Path) -> None:
     shape = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
     zeros: dict[str, torch.Tensor] = {}
     write_model(tmp_path / "model", sparse_model(tiny_llama(**shape), zeros))
-    ((flat, whole),) = run_distributed(_refusals, 1, str(tmp_path))
+    ((flat, full),) = run_distributed(_refusals, 1, str(tmp_path))
     cure = 'train it with SparseForge or SparseForgeTrainer and {"method": "naive_retrain", "importance": "magnitude"}'
     assert flat.startswith("optimizer is DeepSpeedZeroOptimizer") and cure in flat
-    assert "is partitioned by ZeRO-3" in whole and cure in whole
+    assert "is partitioned by ZeRO-3" in full and cure in full
     # Follow it.
     write_text(tmp_path / "text.jsonl", documents=200)
     content = deepspeed_json(2, method="naive_retrain", importance="magnitude", distillation=None)

@@ -104,9 +104,9 @@ def test_packed24(runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytes
     assert torch.equal(logits(model).float(), runs[name].logits.float())
     again = tmp_path / "again"
     assert main(["export", str(hf), str(again), "--format", "packed24", "--skip_proof"]) == 0
-    one, two = TensorFolder(packed), TensorFolder(again)
-    assert one.specs.keys() == two.specs.keys()
-    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+    first, second = TensorFolder(packed), TensorFolder(again)
+    assert first.specs.keys() == second.specs.keys()
+    assert all(torch.equal(bits(first.read(key)), bits(second.read(key))) for key in first.specs)
     assert (packed / "tokenizer.json").read_bytes() == (runs[name].dense / "tokenizer.json").read_bytes()
 
 
@@ -162,11 +162,11 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
         without_peft.setitem(sys.modules, "peft", None)
         assert main(["evaluate", str(out), *text]) == 2
         assert f"--adapter {out}: peft is missing, which loads it; pip install" in capsys.readouterr().err
-    held = (out / "adapter_model.safetensors").read_bytes()
-    (out / "adapter_model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
+    content = (out / "adapter_model.safetensors").read_bytes()
+    (out / "adapter_model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert main(["verify", str(out)]) == 1
     assert f"not the exported bytes: {out / 'adapter_model.safetensors'}" in capsys.readouterr().out
-    (out / "adapter_model.safetensors").write_bytes(held)
+    (out / "adapter_model.safetensors").write_bytes(content)
     config = json.loads((out / "adapter_config.json").read_text())
     (out / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     assert main(["verify", str(out)]) == 1
@@ -243,10 +243,10 @@ def test_packed24_with_a_branch_is_the_run(
         model.save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match="has low-rank branches"):
         model.dequantize()
-    held = bytearray((again / "model.safetensors").read_bytes())
-    header = int.from_bytes(held[:8], "little")
+    content = bytearray((again / "model.safetensors").read_bytes())
+    header = int.from_bytes(content[:8], "little")
     name = next(iter(record["branches"]))
-    held[8 + header + json.loads(held[8 : 8 + header])[name]["data_offsets"][0]] ^= 1
-    (again / "model.safetensors").write_bytes(held)
+    content[8 + header + json.loads(content[8 : 8 + header])[name]["data_offsets"][0]] ^= 1
+    (again / "model.safetensors").write_bytes(content)
     assert main(["verify", str(again)]) == 1
     assert f"not the exported bytes: {name}" in capsys.readouterr().out

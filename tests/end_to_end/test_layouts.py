@@ -34,20 +34,20 @@ def flags(folder: Path, block: dict[str, Any], stage: int, micro: int, run: Path
 def states(run: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """(mask, weight) of every weight at the end, where masks are frozen."""
     checkpoint = Checkpoint(run / "checkpoints" / f"step_{STEPS:06d}")
-    found = {}
+    results = {}
     for weight in checkpoint.client_state["sparseforge"]["weights"]:
         dense = checkpoint.weight(weight["name"]).flatten()
-        found[weight["name"]] = (dense != 0).float(), dense
-    return found
+        results[weight["name"]] = (dense != 0).float(), dense
+    return results
 
 
 def assert_same(run: Path, expected: dict[str, tuple[Tensor, Tensor]], bound: float = 1e-6) -> None:
-    found = states(run)
-    assert found.keys() == expected.keys()
+    saved = states(run)
+    assert saved.keys() == expected.keys()
     for name, (mask, dense) in expected.items():
         assert set(mask.unique().tolist()) == {0.0, 1.0}
-        assert (found[name][0] != mask).sum() == 0, (run.name, name)
-        assert (found[name][1] - dense).abs().max() < bound, (run.name, name)
+        assert (saved[name][0] != mask).sum() == 0, (run.name, name)
+        assert (saved[name][1] - dense).abs().max() < bound, (run.name, name)
 
 
 def taken_back(run: Path, step: int, to: Path) -> Path:
@@ -96,17 +96,17 @@ def divisors(command_line: list[str]) -> list[float | None]:
     from sparseforge_ds.curvature import FisherSums
     from sparseforge_ds.train.trainer import main
 
-    found: list[float | None] = []
+    results: list[float | None] = []
     finish = FisherSums.finish
 
     def seen(sums: FisherSums) -> Any:
-        found.append(sums.divisor)
+        results.append(sums.divisor)
         return finish(sums)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FisherSums, "finish", seen)
         assert main(command_line) == 0
-    return found
+    return results
 
 
 @pytest.mark.parametrize("source", ["training", "probe"])
@@ -134,7 +134,7 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
         next(batches)
     assert 0 in counts and len(set(counts)) > 5
     of_steps = {max(1, sum(counts[first : first + 3])) / 3 for first in range(0, 24, 3)}
-    assert heard and None not in heard and {round(each, 6) for each in heard} <= {round(each, 6) for each in of_steps}
+    assert heard and None not in heard and {round(item, 6) for item in heard} <= {round(item, 6) for item in of_steps}
 
     again = taken_back(tmp_path / "1x4-0", 3, tmp_path / "again")
     train(*flags(tmp_path, block, 3, 3, again, **completions), "--resume", ranks=2)
@@ -165,8 +165,8 @@ PASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("block", PASSES_OF_THEIR_OWN.values(), ids=PASSES_OF_THEIR_OWN)
 def test_probes_and_starting_masks_read_sequences(tmp_path: Path, block: dict[str, Any]) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    train(*flags(tmp_path, block, 1, 6, one), ranks=1)
-    train(*flags(tmp_path, block, 3, 3, two), ranks=2)
+    first, second = tmp_path / "one", tmp_path / "two"
+    train(*flags(tmp_path, block, 1, 6, first), ranks=1)
+    train(*flags(tmp_path, block, 3, 3, second), ranks=2)
     # The inverse of a matrix magnifies rounding, which decides the way of weights that have next to no gradient.
-    assert_same(two, states(one), bound=1e-3 if block.get("importance") == "sparsegpt" else 1e-6)
+    assert_same(second, states(first), bound=1e-3 if block.get("importance") == "sparsegpt" else 1e-6)

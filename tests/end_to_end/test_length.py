@@ -20,8 +20,10 @@ def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capfd):
     train(*flags)
     checkpoints = tmp_path / "run" / "checkpoints"
     train(*flags, "--resume", "--max_steps=12")
-    said = capfd.readouterr().out
-    assert "laid out over 8 steps; the finetune goes on to 12 at the rate of step 8" in said and "step 12/12" in said
+    output = capfd.readouterr().out
+    assert (
+        "laid out over 8 steps; the finetune goes on to 12 at the rate of step 8" in output and "step 12/12" in output
+    )
     straight = states(checkpoints / "step_000012")
     shutil.rmtree(checkpoints / "step_000012")
     train(*flags, "--resume", "--max_steps=12")
@@ -54,9 +56,9 @@ def test_a_schedule_of_transformers_resumes_to_the_bit_and_goes_on_at_its_last_r
     more = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": '{"num_decay_steps": 4}'}
     flags = flags_of(tmp_path, deepspeed_json(1), warmup=0.25, log_every=1, keep_checkpoints=0, **more)
     train(*flags)
-    said = capfd.readouterr().out
-    assert '0.001 after 2 warm-up steps, warmup_stable_decay {"num_decay_steps": 4} of transformers to' in said
-    assert [float(rate) for rate in re.findall(r"lr (\S+)", said)[:5]] == [1e-4, 5.5e-4, 1e-3, 1e-3, 1e-3]
+    output = capfd.readouterr().out
+    assert '0.001 after 2 warm-up steps, warmup_stable_decay {"num_decay_steps": 4} of transformers to' in output
+    assert [float(rate) for rate in re.findall(r"lr (\S+)", output)[:5]] == [1e-4, 5.5e-4, 1e-3, 1e-3, 1e-3]
     record = json.loads((tmp_path / "run" / "sparseforge.json").read_text())["run"]
     assert {name: record[name] for name in more} == more
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -80,7 +82,7 @@ def test_what_cannot_become_longer(tmp_path, capfd):
     """Fewer steps; a learning rate of 0; and soft masks, whose schedule would be another. Masks freeze at step 6."""
     flags = flags_of(tmp_path, deepspeed_json(0), save_every=4)
     train(*flags, ranks=1)
-    for more, kept, said in (
+    for more, kept, message in (
         (["--max_steps=6"], "step_000008", "is laid out over 8 steps, here 6"),
         (["--max_steps=12", "--min_lr_ratio=0"], "step_000008", "so that more steps would change nothing"),
         (["--max_steps=12"], "step_000004", "is laid out over 8 steps, here 12"),
@@ -89,7 +91,7 @@ def test_what_cannot_become_longer(tmp_path, capfd):
             if path.name > kept:
                 shutil.rmtree(path)
         assert run_distributed(_main, 1, [*flags, "--resume", *more]) == [1]
-        assert said in capfd.readouterr().out
+        assert message in capfd.readouterr().out
 
 
 def test_epochs(tmp_path, capsys):
@@ -97,9 +99,9 @@ def test_epochs(tmp_path, capsys):
     write_text(tmp_path / "short.jsonl", documents=20)
     flags = [flag for flag in flags_of(tmp_path, deepspeed_json(1), save_every=0) if "--dataset" not in flag]
     train(*flags, f"--dataset={tmp_path / 'short.jsonl'}", "--epochs=1.5")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     tokens = next((tmp_path / "run" / "data").glob("*.json"))
     windows = json.loads(tokens.read_text())["tokens"] // 32
     steps = -(-windows * 3 // 8)
-    assert f"--epochs 1.5: {steps} steps" in said
+    assert f"--epochs 1.5: {steps} steps" in output
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == steps

@@ -54,8 +54,8 @@ def launched(command: list[str], *flags: str, **environment: str) -> Iterator[su
     try:
         yield process
     finally:
-        for each in descendants(process.pid):
-            each.kill()
+        for item in descendants(process.pid):
+            item.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -84,12 +84,12 @@ def family(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[psutil.
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes under launch.py which run our script."""
-    found = []
-    for each in descendants(process.pid):
+    results = []
+    for item in descendants(process.pid):
         with contextlib.suppress(psutil.Error):
-            if "launch/train.py" in each.cmdline()[:3]:  # python -u launch/train.py
-                found.append(each)
-    return found
+            if "launch/train.py" in item.cmdline()[:3]:  # python -u launch/train.py
+                results.append(item)
+    return results
 
 
 def until(process: subprocess.Popen[str], condition: Callable[[], object]) -> None:
@@ -127,26 +127,26 @@ def stopped(
     with launched(command, *flags, **environment) as process:
         assert process.stdout is not None
         lines = []
-        seen = 0
+        records = 0
         for line in process.stdout:
             lines.append(line)
-            seen += line.startswith("step ")
-            if seen == 3:
+            records += line.startswith("step ")
+            if records == 3:
                 break
-        assert seen == 3, "".join(lines)
+        assert records == 3, "".join(lines)
         ranks = descendants(process.pid)
         send(process)
         rest = process.stdout.read()
         code = process.wait(timeout=PATIENCE)
         gone, alive = psutil.wait_procs(ranks, timeout=PATIENCE)
         assert not alive, "no rank trains on"
-        (said,) = re.findall(r"stopped by (\w+) at step (\d+); continue with --resume\n", rest)
+        (messages,) = re.findall(r"stopped by (\w+) at step (\d+); continue with --resume\n", rest)
         # deepspeed and torchrun have a traceback of their own for Ctrl-C, the ranks have none.
         assert not re.search('File ".*(launch/train.py|sparseforge_ds).*", line', rest), rest
         assert send is ctrl_c and command != ALONE or "Traceback" not in rest, rest
         removed = [line for line in lines if "left by a process that was killed" in line]
         assert len(removed) == len(environment), lines  # by one rank, where a lock was left
-        return code, int(said[1]), said[0]
+        return code, int(messages[1]), messages[0]
 
 
 def left_lock(extensions: Path) -> Path:
@@ -240,7 +240,7 @@ def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_pa
     with launched(deepspeed(), *flags) as process:
         until(process, lambda: len(ranks_of(process)) == 2)
         launcher, ranks = family(process)
-        until(process, lambda: all(listens(each.pid) for each in ranks))
+        until(process, lambda: all(listens(item.pid) for item in ranks))
         process.terminate()
         assert process.wait(timeout=PATIENCE) == -signal.SIGTERM
         _, alive = psutil.wait_procs([launcher, *ranks], timeout=PATIENCE)
@@ -268,12 +268,12 @@ def test_while_ranks_import_they_end_with_the_command_that_started_them(command,
 
 def with_rank(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that a launcher has told their rank."""
-    found = []
-    for each in descendants(process.pid):
+    results = []
+    for item in descendants(process.pid):
         with contextlib.suppress(psutil.Error):
-            if "RANK" in each.environ():
-                found.append(each)
-    return found
+            if "RANK" in item.environ():
+                results.append(item)
+    return results
 
 
 def listens(pid: int) -> bool:

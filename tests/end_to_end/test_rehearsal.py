@@ -123,7 +123,7 @@ def test_a_program_that_a_rank_is_about_to_start_is_no_rank() -> None:
     with subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
-        seen = RankMemory(launcher.pid)._ranks()
+        records = RankMemory(launcher.pid)._ranks()
         for process in psutil.Process(launcher.pid).children(recursive=True):
             process.kill()
-    assert seen == [pid]
+    assert records == [pid]

@@ -58,8 +58,8 @@ def log(run: Path, after: int) -> dict[str, list[tuple[int, float]]]:
     events.Reload()
     left_out = ("train/tokens_per_second", "train/memory_gib", "checkpoint/seconds", "checkpoint/gib", "mask/flip_rate")
     tags = [tag for tag in events.Tags()["scalars"] if tag not in left_out]
-    found = {tag: [(e.step, e.value) for e in events.Scalars(tag) if e.step > after] for tag in tags}
-    return {tag: values for tag, values in found.items() if values}
+    result = {tag: [(e.step, e.value) for e in events.Scalars(tag) if e.step > after] for tag in tags}
+    return {tag: values for tag, values in result.items() if values}
 
 
 def generators(run: Path) -> list[Any]:
@@ -116,11 +116,12 @@ def test_a_run_goes_on_with_other_ranks_and_another_stage(tmp_path, capsys, befo
         else:
             train(*flags, "--resume", ranks=ranks)
         results.append(json.loads((tmp_path / "run" / "result.json").read_text())["last_step"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        f"(saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {after[0]} at stage {after[1]})" in said
+        f"(saved by {before[0]} ranks at ZeRO stage {before[1]}, going on with {after[0]} at stage {after[1]})"
+        in output
     )
-    assert "random numbers start anew from seed 0, step and rank" in said
+    assert "random numbers start anew from seed 0, step and rank" in output
     assert results[1]["loss/total"] == pytest.approx(results[0]["loss/total"], rel=1e-4)
     record = json.loads((tmp_path / "run" / "checkpoints" / "step_000008" / "checkpoint.json").read_text())
     assert (record["world_size"], record["zero_stage"]) == after

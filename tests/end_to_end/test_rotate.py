@@ -29,8 +29,8 @@ def rotated(folder: Path, family: str, *more: str) -> Path:
 def test_the_folder_computes_the_same_and_is_of_the_same_family(tmp_path: Path, family: str) -> None:
     out, dense = rotated(tmp_path, family), tmp_path / "model"
     torch.testing.assert_close(logits(out), logits(dense), rtol=1e-3, atol=1e-4)
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (out, dense))
-    differing = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    ours, reference = (json.loads((folder / "config.json").read_text()) for folder in (out, dense))
+    differing = {key for key in ours.keys() | reference.keys() if ours.get(key) != reference.get(key)}
     assert differing <= {"tie_word_embeddings", "transformers_version", "dtype"} and not ours["tie_word_embeddings"]
     facts = json.loads((out / "rotation.json").read_text())
     assert facts["removed"] < 1 and facts["kl"] < 1e-6 and facts["tokens"] == 4 * 32

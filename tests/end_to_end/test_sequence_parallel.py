@@ -27,9 +27,9 @@ def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
     block: dict[str, Any] = {"distillation": {"hidden": {"weight": 4.0}}}
     pairs = completions(tmp_path / "pairs.jsonl")
     text = {"dataset": pairs, "loss_on": "completion", "eval_dataset": pairs, "eval_sequences": 0, "eval_every": 4}
-    whole, two, four = (tmp_path / name for name in ("whole", "two", "four"))
-    train(*flags(tmp_path, block, 0, 4, whole, **text), ranks=1)
-    expected = states(whole)
+    full, two, four = (tmp_path / name for name in ("whole", "two", "four"))
+    train(*flags(tmp_path, block, 0, 4, full, **text), ranks=1)
+    expected = states(full)
     shared = {**text, "sequence_parallel": 2}
     capsys.readouterr()
     train(*flags(tmp_path, block, 2, 4, two, **shared), "--activation_checkpointing", ranks=2)
@@ -37,12 +37,12 @@ def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
     assert_same(two, expected)
     train(*flags(tmp_path, block, 3, 3, four, **shared), ranks=4)
     assert_same(four, expected)
-    perplexity = scored(whole)
+    perplexity = scored(full)
     assert list(perplexity) == [0, 4, 8]
     for run in (two, four):
         assert scored(run) == pytest.approx(perplexity, rel=1e-6), run.name
 
-    divided = taken_back(whole, 3, tmp_path / "divided")
+    divided = taken_back(full, 3, tmp_path / "divided")
     train(*flags(tmp_path, block, 3, 2, divided, **shared), "--resume", ranks=4)
     assert_same(divided, expected)
     joined = taken_back(four, 3, tmp_path / "joined")

@@ -75,9 +75,9 @@ def straight(tmp_path_factory):
 
 
 def same_end(straight, run):
-    one, two = (states(straight / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("run", run))
-    assert one.keys() == two.keys() and len(one) == 3
-    assert differences(one, two) == []
+    first, second = (states(straight / name / "checkpoints" / f"step_{STEPS:06d}") for name in ("run", run))
+    assert first.keys() == second.keys() and len(first) == 3
+    assert differences(first, second) == []
 
 
 def test_the_log_says_what_every_source_gave(straight):
@@ -106,11 +106,11 @@ def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(strai
     """The tokenising process dies under the ninth step; the run goes on from there, also without the cache."""
     flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
     train(*flags, dies_at=2, exit_code=1)
-    said = capfd.readouterr().out  # a failed rank's stderr is in it
-    assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in said
-    assert re.search("text: 3 files of split train: 0.jsonl to 2.jsonl, .* bytes; left out: 1 of split test", said)
-    assert re.search("train/data-00000-of-00001.arrow, .* bytes; left out: 1 of split validation", said)
-    assert "nothing to resume: there is no run in" in said and "the process that tokenises it ended" in said
+    output = capfd.readouterr().out  # a failed rank's stderr is in it
+    assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in output
+    assert re.search("text: 3 files of split train: 0.jsonl to 2.jsonl, .* bytes; left out: 1 of split test", output)
+    assert re.search("train/data-00000-of-00001.arrow, .* bytes; left out: 1 of split validation", output)
+    assert "nothing to resume: there is no run in" in output and "the process that tokenises it ended" in output
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
     assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as eight steps need"
     shutil.rmtree(straight / "died" / "data")
@@ -124,7 +124,7 @@ def test_a_record_that_cannot_be_read_ends_the_run_with_one_line(tmp_path, capfd
     with (tmp_path / "text" / "1.jsonl").open("a") as file:
         file.write('{"text": 3}\n')
     train(*flags, exit_code=1)
-    said = capfd.readouterr().out
-    assert said.count("error: ") == 1
-    assert "1.jsonl, line 101: field 'text' is int, not text" in said
-    assert "Traceback" not in said
+    output = capfd.readouterr().out
+    assert output.count("error: ") == 1
+    assert "1.jsonl, line 101: field 'text' is int, not text" in output
+    assert "Traceback" not in output

@@ -30,8 +30,8 @@ def test_the_export_is_a_model_of_text(tmp_path: Path, capsys: pytest.CaptureFix
     train(*flags_of(tmp_path, deepspeed_json(batch=4)))
     run = str(tmp_path / "run")
 
-    for out, given in (("out", []), ("again", ["--model", str(tmp_path / "model")])):
-        assert main(["export", run, str(tmp_path / out), "--format", "hf", *given]) == 0
+    for out, arguments in (("out", []), ("again", ["--model", str(tmp_path / "model")])):
+        assert main(["export", run, str(tmp_path / out), "--format", "hf", *arguments]) == 0
         assert main(["verify", str(tmp_path / out)]) == 0
         described = json.loads((tmp_path / out / "config.json").read_text())
         assert (described["model_type"], described["architectures"]) == ("qwen3_5_text", ["Qwen3_5ForCausalLM"])

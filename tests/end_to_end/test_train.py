@@ -73,21 +73,21 @@ def states(checkpoint: Path) -> dict[str, Any]:
     return {file.name: torch.load(file, weights_only=False) for file in sorted(checkpoint.glob("*.pt"))}
 
 
-def differences(one: Any, two: Any, where: str = "") -> list[str]:
+def differences(first: Any, second: Any, where: str = "") -> list[str]:
     """Places where two nested structures differ in a bit."""
-    if isinstance(one, torch.Tensor):
-        return [] if torch.equal(one, two) else [where]
-    if isinstance(one, dict):
-        if one.keys() != two.keys():
+    if isinstance(first, torch.Tensor):
+        return [] if torch.equal(first, second) else [where]
+    if isinstance(first, dict):
+        if first.keys() != second.keys():
             return [f"{where}: keys"]
-        return [found for key in one for found in differences(one[key], two[key], f"{where}/{key}")]
-    if isinstance(one, (list, tuple)):
-        if len(one) != len(two):
+        return [result for key in first for result in differences(first[key], second[key], f"{where}/{key}")]
+    if isinstance(first, (list, tuple)):
+        if len(first) != len(second):
             return [f"{where}: length"]
-        return [found for i in range(len(one)) for found in differences(one[i], two[i], f"{where}/{i}")]
-    if hasattr(one, "__dict__") and not callable(one):
-        return differences(vars(one), vars(two), where)
-    return [] if one == two or (one != one and two != two) else [where]
+        return [result for i in range(len(first)) for result in differences(first[i], second[i], f"{where}/{i}")]
+    if hasattr(first, "__dict__") and not callable(first):
+        return differences(vars(first), vars(second), where)
+    return [] if first == second or (first != first and second != second) else [where]
 
 
 def test_the_shipped_command_writes_a_complete_run(tmp_path):

@@ -31,10 +31,10 @@ class Launches:
         self.name, self.log = name, log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*given: Any, **constants: Any) -> None:
-            tensors = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        def launch(*arguments: Any, **constants: Any) -> None:
+            tensors = [tensor for tensor in arguments if isinstance(tensor, Tensor)]
             assert all(tensor.device == CUDA and tensor.is_contiguous() for tensor in tensors)
-            self.log.append({"kernel": self.name, "grid": grid, "sizes": given[len(tensors) :], **constants})
+            self.log.append({"kernel": self.name, "grid": grid, "sizes": arguments[len(tensors) :], **constants})
 
         return launch
 
@@ -47,7 +47,7 @@ def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def products() -> dict[str, Any]:
     """Inside a FakeTensorMode. Each product with its result, the launch, and what the host waited for."""
-    seen: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": [], "traced": None, "error": None}
+    records: dict[str, Any] = {"shape": [OUTPUTS, INPUTS], "launches": [], "experts": [], "traced": None, "error": None}
     try:
         for dtype, grid in (
             (torch.float16, None),
@@ -56,12 +56,12 @@ def products() -> dict[str, Any]:
             (torch.bfloat16, "int8"),
         ):
             for rows in ROWS:
-                seen["launches"].append(_launch(dtype, rows, grid))
-        seen["experts"] = [_launch_of_experts(rows) for rows in (triton_kernel.FEW_ROWS_OF_EXPERTS, 300)]
-        seen["traced"] = _traced()
+                records["launches"].append(_launch(dtype, rows, grid))
+        records["experts"] = [_launch_of_experts(rows) for rows in (triton_kernel.FEW_ROWS_OF_EXPERTS, 300)]
+        records["traced"] = _traced()
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        seen["error"] = traceback.format_exc()[-4000:]  # told by the test, while the worker goes on
-    return seen
+        records["error"] = traceback.format_exc()[-4000:]  # told by the test, while the worker goes on
+    return records
 
 
 def _launch(dtype: torch.dtype, rows: int, grid: str | None) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def _launch_of_experts(rows: int) -> dict[str, Any]:
     experts = 6
     of_all = [tensor.expand(experts, -1, -1).contiguous() for tensor in (values, positions)]
     x, ends = torch.empty(rows, INPUTS, dtype=values.dtype, device=CUDA), torch.empty(experts, dtype=int, device=CUDA)
-    found = _seen_in(lambda: triton_kernel.triton_experts24(x, *of_all, ends))
-    return {"rows": rows, "experts": experts, **found}
+    result = _seen_in(lambda: triton_kernel.triton_experts24(x, *of_all, ends))
+    return {"rows": rows, "experts": experts, **result}
 
 
 def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def counted(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_what_is_known_beforehand(tmp_path: Path) -> None:
-    found, printed = counted(tmp_path)
-    assert (found["weights"], found["matrices"]) == (WEIGHTS, 7)
-    phases = found["phases"]
+    result, printed = counted(tmp_path)
+    assert (result["weights"], result["matrices"]) == (WEIGHTS, 7)
+    phases = result["phases"]
     assert "calculated" in printed and all(name in printed for name in phases)
     # AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes a weight.
     for name in ("soft step, hardening", "frozen step"):

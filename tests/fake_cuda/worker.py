@@ -39,7 +39,7 @@ TWO_LAYERS = ["*q_proj*", "*down_proj*"]
 
 def run(case: Case) -> dict[str, Any]:
     """A run's moments, each with what the host waited for; what a device would have refused; what else went wrong."""
-    seen: dict[str, Any] = {"moments": [], "faults": [], "error": None}
+    records: dict[str, Any] = {"moments": [], "faults": [], "error": None}
     rank = Rank(3, 1, case.stage, 1000, getattr(torch, case.master), case.offload, loss_scale=case.loss_scale)
     config = sf.SparseForgeConfig.from_dict({"include": TWO_LAYERS, **case.block, "max_steps": case.steps})
     model_config = MODELS[case.model]().config
@@ -47,25 +47,27 @@ def run(case: Case) -> dict[str, Any]:
         model = sf.prepare(model_of(model_config, getattr(torch, case.weights)), config)
         with Counter() as counter:
             try:
-                _run(case, config, model, rank, counter, seen)
+                _run(case, config, model, rank, counter, records)
             except (DeviceMixingError, FakeTensorDeviceMismatchError) as error:
-                seen["faults"].append(f"device mixing: {error}")
+                records["faults"].append(f"device mixing: {error}")
             except _BROKEN:  # of one case, told by its test, while the others go on
-                seen["error"] = traceback.format_exc()[-4000:]
-    return seen
+                records["error"] = traceback.format_exc()[-4000:]
+    return records
 
 
 def _run(
-    case: Case, config: sf.SparseForgeConfig, model: nn.Module, rank: Rank, counter: Counter, seen: dict[str, Any]
+    case: Case, config: sf.SparseForgeConfig, model: nn.Module, rank: Rank, counter: Counter, records: dict[str, Any]
 ) -> None:
     def note(moment: str, cost: Cost, ours: bool = False) -> None:
         """`ours`: without what the model itself waits for in its passes."""
         waits = {
-            kind: {place: count for place, count in tally.items() if not ours or not place.startswith("elsewhere")}
+            kind: {
+                position: count for position, count in tally.items() if not ours or not position.startswith("elsewhere")
+            }
             for kind, tally in (("syncs", cost.syncs), ("uploads", cost.uploads))
         }
-        seen["moments"].append({"moment": moment, **waits})
-        seen["faults"].extend(cost.faults)
+        records["moments"].append({"moment": moment, **waits})
+        records["faults"].extend(cost.faults)
 
     ids = torch.zeros((2, 6), dtype=torch.int64, device=CUDA)
 

@@ -53,7 +53,7 @@ class Outcome:
 
 def run_cases(cases: list[Case], inputs: Path, processes: int = 2) -> list[Outcome]:
     """Every case in one of `processes` workers; a worker that dies is replaced, and its case is a crash."""
-    found: list[Outcome] = []
+    results: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         workers = [_Worker(Path(name) / str(i), cases[i::processes], inputs) for i in range(processes)]
         while workers:
@@ -61,8 +61,8 @@ def run_cases(cases: list[Case], inputs: Path, processes: int = 2) -> list[Outco
             for worker in list(workers):
                 if worker.poll():
                     workers.remove(worker)
-                    found += worker.outcomes
-    return sorted(found, key=lambda outcome: outcome.case.number)
+                    results += worker.outcomes
+    return sorted(results, key=lambda outcome: outcome.case.number)
 
 
 class _Worker:
@@ -127,9 +127,9 @@ class _Worker:
 
 def counts(outcomes: Iterable[Outcome]) -> str:
     """One line: how many of each kind."""
-    found = Counter(outcome.kind for outcome in outcomes)
-    order = [*GOOD, *sorted(set(found) - set(GOOD))]
-    return f"{sum(found.values())} damaged inputs: " + ", ".join(f"{found[kind]} {kind}" for kind in order)
+    totals = Counter(outcome.kind for outcome in outcomes)
+    order = [*GOOD, *sorted(set(totals) - set(GOOD))]
+    return f"{sum(totals.values())} damaged inputs: " + ", ".join(f"{totals[kind]} {kind}" for kind in order)
 
 
 def table(outcomes: Iterable[Outcome]) -> str:

@@ -143,16 +143,16 @@ def rename_rank(scene: Scene) -> None:
 
 def swap_ranks(scene: Scene) -> None:
     """Two ranks' files under each other's names."""
-    one, two = _both_ranks(scene)
-    middle = one.with_name("swap")
-    one.rename(middle)
-    two.rename(one)
-    middle.rename(two)
+    first, second = _both_ranks(scene)
+    middle = first.with_name("swap")
+    first.rename(middle)
+    second.rename(first)
+    middle.rename(second)
 
 
 def copy_rank(scene: Scene) -> None:
-    one, two = _both_ranks(scene)
-    shutil.copyfile(one, two)
+    first, second = _both_ranks(scene)
+    shutil.copyfile(first, second)
 
 
 def _both_ranks(scene: Scene) -> tuple[Path, Path]:

@@ -38,16 +38,16 @@ WRONG: list[Any] = [
 
 def places(content: Any) -> list[Place]:
     """Every value inside of nested dicts and lists."""
-    found: list[Place] = []
+    results: list[Place] = []
     stack = [content]
     while stack:
         holder = stack.pop()
         keys = holder.keys() if isinstance(holder, dict) else range(len(holder))
         for key in keys:
-            found.append((holder, key))
+            results.append((holder, key))
             if isinstance(holder[key], (dict, list)):
                 stack.append(holder[key])
-    return found
+    return results
 
 
 def _wrong(scene: Scene, value: Any) -> Any:
@@ -71,14 +71,14 @@ def json_value(scene: Scene) -> None:
 
 def json_key_removed(scene: Scene) -> None:
     path, content = _json(scene)
-    holder, key = scene.rng.choice([place for place in places(content) if isinstance(place[0], dict)])
+    holder, key = scene.rng.choice([position for position in places(content) if isinstance(position[0], dict)])
     del holder[key]
     path.write_text(json.dumps(content))
 
 
 def json_key_renamed(scene: Scene) -> None:
     path, content = _json(scene)
-    holder, key = scene.rng.choice([place for place in places(content) if isinstance(place[0], dict)])
+    holder, key = scene.rng.choice([position for position in places(content) if isinstance(position[0], dict)])
     holder[scene.rng.choice([f"{key}x", "", "__class__"])] = holder.pop(key)
     path.write_text(json.dumps(content))
 
@@ -150,7 +150,7 @@ def pt_value(scene: Scene) -> None:
 
 def pt_key_removed(scene: Scene) -> None:
     def change(content: Any) -> None:
-        holder, key = scene.rng.choice([place for place in places(content) if isinstance(place[0], dict)])
+        holder, key = scene.rng.choice([position for position in places(content) if isinstance(position[0], dict)])
         del holder[key]
 
     rewrite(_any_pt(scene), change)

@@ -170,9 +170,9 @@ def header_content(scene: Scene) -> None:
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     names = [name for name in header if name != "__metadata__"]
-    one = header[scene.rng.choice(names)]
+    single = header[scene.rng.choice(names)]
     other = header[scene.rng.choice(names)]
-    start, stop = one["data_offsets"]
+    start, stop = single["data_offsets"]
 
     def drop_tensor() -> None:
         del header[scene.rng.choice(names)]
@@ -184,20 +184,20 @@ def header_content(scene: Scene) -> None:
         header[first], header[second] = header[second], header[first]
 
     changes: list[Callable[[], Any]] = [
-        lambda: one.update(data_offsets=[start, stop + 4]),
-        lambda: one.update(data_offsets=[stop, start]),
-        lambda: one.update(data_offsets=[-start - 1, stop]),
-        lambda: one.update(data_offsets=[start, 2**63]),
-        lambda: one.update(data_offsets=other["data_offsets"], shape=other["shape"]),
-        lambda: one.update(data_offsets=[len(data), len(data) + stop - start]),
-        lambda: one.update(shape=[2**62, 4]),
-        lambda: one.update(shape=[-1]),
-        lambda: one.update(shape=list(reversed(one["shape"]))),
-        lambda: one.update(shape=[]),
-        lambda: one.update(dtype=scene.rng.choice(["F8_E4M3", "X9", "I32", "F16", "BF16", "BOOL", "U16", "C64"])),
-        lambda: one.update(dtype=None),
+        lambda: single.update(data_offsets=[start, stop + 4]),
+        lambda: single.update(data_offsets=[stop, start]),
+        lambda: single.update(data_offsets=[-start - 1, stop]),
+        lambda: single.update(data_offsets=[start, 2**63]),
+        lambda: single.update(data_offsets=other["data_offsets"], shape=other["shape"]),
+        lambda: single.update(data_offsets=[len(data), len(data) + stop - start]),
+        lambda: single.update(shape=[2**62, 4]),
+        lambda: single.update(shape=[-1]),
+        lambda: single.update(shape=list(reversed(single["shape"]))),
+        lambda: single.update(shape=[]),
+        lambda: single.update(dtype=scene.rng.choice(["F8_E4M3", "X9", "I32", "F16", "BF16", "BOOL", "U16", "C64"])),
+        lambda: single.update(dtype=None),
         lambda: header.update(__metadata__={"format": 7}),
-        lambda: header.update({"x" * 3000: dict(one)}),
+        lambda: header.update({"x" * 3000: dict(single)}),
         drop_tensor,
         swap_names,
     ]

@@ -32,12 +32,12 @@ class Scene:
 
     def pick(self, *patterns: str) -> Path:
         """A random file below the folder, and note that it is going to be damaged."""
-        found = sorted({path for pattern in patterns for path in self.folder.rglob(pattern) if path.is_file()})
-        found = [path for path in found if path.name not in _UNREAD and path.parent.name != "data"]
-        newest = [path for path in found if path.parent.name != "step_000003"]
-        if not found:
+        paths = sorted({path for pattern in patterns for path in self.folder.rglob(pattern) if path.is_file()})
+        paths = [path for path in paths if path.name not in _UNREAD and path.parent.name != "data"]
+        newest = [path for path in paths if path.parent.name != "step_000003"]
+        if not paths:
             raise NotApplicable
-        return self.touch(self.rng.choice(newest if newest and self.rng.random() < 0.9 else found))
+        return self.touch(self.rng.choice(newest if newest and self.rng.random() < 0.9 else paths))
 
     def touch(self, path: Path) -> Path:
         """Note that a file is damaged."""
@@ -46,17 +46,17 @@ class Scene:
 
     def checkpoint(self) -> Path:
         """The folder of the checkpoint that tools look at: the newest one."""
-        found = sorted(self.folder.glob("checkpoints/step_*"))
-        if not found:
+        paths = sorted(self.folder.glob("checkpoints/step_*"))
+        if not paths:
             raise NotApplicable
-        return found[-1]
+        return paths[-1]
 
     def pick_pt(self, pattern: str = "*_states.pt") -> Path:
         """A random `.pt` file of the newest checkpoint."""
-        found = sorted(self.checkpoint().glob(pattern))
-        if not found:
+        paths = sorted(self.checkpoint().glob(pattern))
+        if not paths:
             raise NotApplicable
-        return self.touch(self.rng.choice(found))
+        return self.touch(self.rng.choice(paths))
 
 
 Mutation = Callable[[Scene], None]

@@ -103,8 +103,8 @@ def digest_folder(folder: Path, adapter: bool = True) -> str:
             (folder, "model", "config.json"),
             (folder, "adapter_model", "adapter_config.json"),
         ):
-            held = any(part.glob(f"{stem}*.safetensors"))
-            if not held or (stem == "adapter_model" and not adapter):
+            stored = any(part.glob(f"{stem}*.safetensors"))
+            if not stored or (stem == "adapter_model" and not adapter):
                 continue
             yield {} if config is None else json.loads((part / config).read_text())
             tensors = TensorFolder(part, stem)
@@ -135,11 +135,11 @@ def exported(format: str) -> Target:
 
 def inspected(folder: Path, out: Path, inputs: Path) -> Result:
     """What `sparseforge inspect --check` says."""
-    found = inspect(folder, checksums=True)
-    content = found.to_dict()
+    report = inspect(folder, checksums=True)
+    content = report.to_dict()
     json.dumps(content)
     status = content["status"] or {}
-    return Result("", _digest([status]), found.ok)
+    return Result("", _digest([status]), report.ok)
 
 
 def verified(folder: Path, out: Path, inputs: Path) -> Result:

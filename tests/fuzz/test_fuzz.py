@@ -41,8 +41,8 @@ def test_damaged_inputs(inputs: Path, request: pytest.FixtureRequest) -> None:
     bad = [str(outcome) for outcome in outcomes if not outcome.good]
     assert not bad, "\n".join(bad)
     assert {outcome.case.mutation for outcome in outcomes} == set(MUTATIONS)
-    found = Counter(outcome.kind for outcome in outcomes)
-    assert found["refused"] > CASES / 3 and found["same"] > 0 and found["reported"] > 0
+    counts = Counter(outcome.kind for outcome in outcomes)
+    assert counts["refused"] > CASES / 3 and counts["same"] > 0 and counts["reported"] > 0
 
 
 def test_the_plan_is_the_same_for_the_same_seed_and_leaves_nothing_out() -> None:

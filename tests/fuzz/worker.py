@@ -45,16 +45,16 @@ def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str]
     scene = Scene(folder, random.Random(case.seed), inputs, case.subject, canary)
     _damage(scene, case.mutation)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    kind, said = _judge(case, scene, outs / "out", good)
+    kind, message = _judge(case, scene, outs / "out", good)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     left = sorted(path.name for path in outs.iterdir())
     if canary.exists():
-        kind, said = "EXECUTED", f"the canary exists; {said}"
+        kind, message = "EXECUTED", f"the canary exists; {message}"
     elif grown > RESIDENT:
-        kind, said = "MEMORY", f"the peak grew by {grown >> 20} MiB; {said}"
+        kind, message = "MEMORY", f"the peak grew by {grown >> 20} MiB; {message}"
     elif left and (left != ["out"] or kind == "refused"):
-        kind, said = "LEFTOVER", f"{left} left behind; {said}"
-    return {"kind": kind, "said": said, "touched": ", ".join(sorted(scene.touched))}
+        kind, message = "LEFTOVER", f"{left} left behind; {message}"
+    return {"kind": kind, "said": message, "touched": ", ".join(sorted(scene.touched))}
 
 
 def _damage(scene: Scene, name: str) -> None:
@@ -106,13 +106,13 @@ def _judge_message(error: ValueError, scene: Scene) -> tuple[str, str]:
 
 
 def _where(error: BaseException) -> str:
-    traceback, found = error.__traceback__, ""
+    traceback, result = error.__traceback__, ""
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if "sparseforge_ds" in code.co_filename:
-            found = f"{Path(code.co_filename).name}:{traceback.tb_lineno}"
+            result = f"{Path(code.co_filename).name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return found
+    return result
 
 
 @contextlib.contextmanager

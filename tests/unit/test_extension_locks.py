@@ -85,8 +85,8 @@ def test_a_living_compiler_is_waited_for(root, caplog, monkeypatch):
     baton.release()
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
-    (said,) = caplog.messages
-    assert said.endswith(f"if nothing compiles there: rm {folder / 'lock'}")
+    (message,) = caplog.messages
+    assert message.endswith(f"if nothing compiles there: rm {folder / 'lock'}")
 
 
 def test_a_compiler_that_dies_while_others_wait(root, caplog, monkeypatch):

@@ -82,7 +82,7 @@ def _imports(path: Path, types: bool = True) -> set[str]:
 
     DeepSpeed counts where it is imported in fact, and not for types alone; the others do without `types`.
     """
-    found, for_types = set(), set()
+    result, for_types = set(), set()
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
@@ -91,15 +91,15 @@ def _imports(path: Path, types: bool = True) -> set[str]:
         if id(node) in for_types and (not types or getattr(node, "module", None) == "deepspeed"):
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write it from sparseforge_ds down"
             assert node.module is not None
             if node.module == "sparseforge_ds" or (PACKAGE.parent / node.module.replace(".", "/")).is_dir():
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+                result |= {f"{node.module}.{alias.name}" for alias in node.names}
             else:
-                found.add(node.module)
-    return {name.removeprefix("sparseforge_ds.") for name in found}
+                result.add(node.module)
+    return {name.removeprefix("sparseforge_ds.") for name in result}
 
 
 def _room(module: str) -> str:
@@ -162,11 +162,11 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     modules = {_module(path): path for path in FILES}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for name, path in modules.items():
-        found = {
-            next((one for one in (f, f.rpartition(".")[0]) if one in modules), None)
+        result = {
+            next((first for first in (f, f.rpartition(".")[0]) if first in modules), None)
             for f in _imports(path, types=False)
         }
-        sorter.add(name, *(found - {name, None}))
+        sorter.add(name, *(result - {name, None}))
     try:
         sorter.prepare()
     except CycleError as circle:

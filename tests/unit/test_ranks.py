@@ -58,8 +58,10 @@ def test_gloo_takes_the_interface_of_nccl_unless_it_has_one():
     for wanted in (loopback, f"={loopback}"):
         assert run_distributed(_joined_by, 2, {"NCCL_SOCKET_IFNAME": wanted}) == [loopback] * 2
     own = {"NCCL_SOCKET_IFNAME": loopback, "GLOO_SOCKET_IFNAME": "nowhere0"}
-    for said in run_distributed(_joined_by, 2, own):
-        assert "ranks do not reach each other by gloo (" in said and "set GLOO_SOCKET_IFNAME to the network" in said
+    for message in run_distributed(_joined_by, 2, own):
+        assert (
+            "ranks do not reach each other by gloo (" in message and "set GLOO_SOCKET_IFNAME to the network" in message
+        )
 
 
 def _other_error():

@@ -76,12 +76,12 @@ def test_python_on_a_page_uses_what_is_there(page: Path) -> None:
 
 
 def test_messages_that_troubleshooting_quotes_are_those_of_the_code() -> None:
-    said = [(ROOT / "launch" / "install.sh").read_text()]
+    message = [(ROOT / "launch" / "install.sh").read_text()]
     for path in (ROOT / "sparseforge_ds").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts))
-    everything = "\n".join(said)
+            message.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts))
+    everything = "\n".join(message)
     table = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
     for row in re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE):
         for quoted in re.findall(r"`([^`]+)`", row):

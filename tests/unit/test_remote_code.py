@@ -43,14 +43,14 @@ def unsafe_loads(code: str) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        message = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         owner, _, name = called.rpartition(".")
         asked = name in LOADS and owner.rpartition(".")[2] not in HARMLESS
-        if said.get("trust_remote_code", "None" if asked else "False") != "False":
+        if message.get("trust_remote_code", "None" if asked else "False") != "False":
             yield f"line {node.lineno}: {called} without trust_remote_code=False"
-        if called.endswith("torch.load") and said.get("weights_only") != "True":
+        if called.endswith("torch.load") and message.get("weights_only") != "True":
             yield f"line {node.lineno}: {called} without weights_only=True"
-        if any(called.endswith(name) for name in PICKLES) or said.get("allow_pickle", "False") != "False":
+        if any(called.endswith(name) for name in PICKLES) or message.get("allow_pickle", "False") != "False":
             yield f"line {node.lineno}: {called} executes a pickle"
         if name == "simple_evaluate" and not isinstance(next(iter(node.args), None), ast.Name):
             yield f"line {node.lineno}: {called} loads a model by itself"
@@ -162,8 +162,8 @@ def test_a_family_that_transformers_has_needs_no_code_of_its_own(dense: Path, tm
     config = json.loads((tmp_path / "planted" / "config.json").read_text())
     (tmp_path / "planted" / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     shutil.copy(dense / "tokenizer_config.json", tmp_path / "planted")
-    found = find_model(str(tmp_path / "planted"), "--model")
-    assert found.tokenizer("a")["input_ids"]
+    result = find_model(str(tmp_path / "planted"), "--model")
+    assert result.tokenizer("a")["input_ids"]
     assert type(load_model(str(tmp_path / "planted"))).__module__.startswith("transformers.")
-    assert sparseforge(["evaluate", str(found.folder), "--text", str(write_text(tmp_path / "text.jsonl"))]) == 0
+    assert sparseforge(["evaluate", str(result.folder), "--text", str(write_text(tmp_path / "text.jsonl"))]) == 0
     assert not mark.exists()

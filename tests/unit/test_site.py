@@ -45,14 +45,14 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if name := found.get("id"):
+        result = dict(attrs)
+        if name := result.get("id"):
             self.twice |= {name} & self.anchors
             self.anchors.add(name)
-        if tag == "a" and found.get("href"):
-            self.links.append(str(found["href"]))
-        if found.get(LOADED.get(tag, "")) and found.get("rel") != "canonical":
-            self.loaded.append(str(found[LOADED[tag]]))
+        if tag == "a" and result.get("href"):
+            self.links.append(str(result["href"]))
+        if result.get(LOADED.get(tag, "")) and result.get("rel") != "canonical":
+            self.loaded.append(str(result[LOADED[tag]]))
         if tag == "article":
             self._inside = True
         if tag == "tr":
@@ -87,8 +87,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
 
 
 def page(site: dict[Path, Page], name: str) -> Page:
-    (found,) = (site[path] for path in site if path.parent.parts[-name.count("/") - 1 :] == tuple(name.split("/")))
-    return found
+    (result,) = (site[path] for path in site if path.parent.parts[-name.count("/") - 1 :] == tuple(name.split("/")))
+    return result
 
 
 def test_every_link_leads_to_a_page_and_a_place_on_it(site: dict[Path, Page]) -> None:
@@ -181,5 +181,5 @@ def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         inner = dataclass_options(hints[field.name])
         yield prefix + field.name, json.dumps({} if inner and default is not None else default)
-        for each in inner:
-            yield from _fields(each, f"{prefix}{field.name}.")
+        for item in inner:
+            yield from _fields(item, f"{prefix}{field.name}.")

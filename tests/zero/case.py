@@ -213,19 +213,19 @@ def states(forge: sf.SparseForge, *keys: str) -> dict[str, dict[str, Tensor]]:
             if values is None:
                 continue  # released
             numel = forge.sharded.prunable[chunk.name].numel
-            whole = curvatures.setdefault(chunk.name, torch.zeros(numel, device=values.device))
-            whole[chunk.start : chunk.stop] = values
+            complete = curvatures.setdefault(chunk.name, torch.zeros(numel, device=values.device))
+            complete[chunk.start : chunk.stop] = values
     read = {"dense": forge.sharded.state.dense, "mask": forge.sharded.state.mask}
     parts = {}
     for key, (name, shard) in itertools.product(keys, forge.sharded.shards.items()):
         full = parts[key, name] = torch.zeros(forge.sharded.prunable[name].numel, device=forge.sharded.layout.device)
         if key != "curvature":
-            held = read[key](shard) if key in read else forge.sharded.state.state_view(shard, key)
-            full[shard.start : shard.stop] = held.detach().float().to(full.device)
+            stored = read[key](shard) if key in read else forge.sharded.state.state_view(shard, key)
+            full[shard.start : shard.stop] = stored.detach().float().to(full.device)
         elif name in curvatures:
             full += curvatures[name].to(full.device)
-    whole = added_up(parts, forge.sharded.layout.replicated)
-    return {key: {name: whole[key, name] for name in forge.sharded.shards} for key in keys}
+    complete = added_up(parts, forge.sharded.layout.replicated)
+    return {key: {name: complete[key, name] for name in forge.sharded.shards} for key in keys}
 
 
 def added_up(parts: dict[Key, Tensor], replicated: bool) -> dict[Key, Tensor]:
@@ -233,11 +233,11 @@ def added_up(parts: dict[Key, Tensor], replicated: bool) -> dict[Key, Tensor]:
 
     One collective sums all of them: a small one takes a millisecond of every rank, whatever its size.
     """
-    whole = torch.cat([part.flatten() for part in parts.values()])
+    full = torch.cat([part.flatten() for part in parts.values()])
     if not replicated:
-        dist.all_reduce(whole)
+        dist.all_reduce(full)
     sizes = [part.numel() for part in parts.values()]
-    return {name: value.view_as(parts[name]) for name, value in zip(parts, whole.cpu().split(sizes), strict=True)}
+    return {name: value.view_as(parts[name]) for name, value in zip(parts, full.cpu().split(sizes), strict=True)}
 
 
 def published(engine: Any) -> dict[str, Tensor]:

@@ -97,11 +97,11 @@ LAUNCHES: dict[int, dict[str, Case]] = {
 @pytest.fixture(scope="module")
 def records() -> dict[tuple[int, str], dict[str, Any]]:
     """By ranks and case."""
-    found = {}
+    results = {}
     for ranks, cases in LAUNCHES.items():
         for name, record in zip(cases, run_distributed(start_all, ranks, [*cases.values()])[0], strict=True):
-            found[ranks, name] = record
-    return found
+            results[ranks, name] = record
+    return results
 
 
 def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ranks(records) -> None:
@@ -117,7 +117,7 @@ def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ran
             flipped += int((record["mask"][weight] != mask).sum())
             total += mask.numel()
         assert flipped <= FLIPS * total, (ranks, name, flipped, total)
-        apart = [abs(mine - theirs) for mine, theirs in zip(record["losses"], alone["losses"], strict=True)]
+        apart = [abs(actual - reference) for actual, reference in zip(record["losses"], alone["losses"], strict=True)]
         assert max(apart) < 2e-3, (ranks, name, apart)
 
 
@@ -130,8 +130,8 @@ def test_the_start_leaves_sparse_blocks_with_trained_norms_that_stay_sparse(reco
             assert torch.equal(mask, record["end"]["mask"][weight]), (where, weight)
             kept = record["end"]["dense"][weight] * mask
             assert torch.equal(kept, record["end"]["dense"][weight]) and kept.any(), (where, weight)
-            seen = record["published"][weight].float().flatten()
-            assert torch.equal(seen != 0, mask != 0), (where, weight)
+            published_weights = record["published"][weight].float().flatten()
+            assert torch.equal(published_weights != 0, mask != 0), (where, weight)
         moved = {name for name, value in record["published"].items() if not torch.equal(value, record["before"][name])}
         assert moved == {*record["mask"], *(n for n in record["before"] if "layers" in n and "norm" in n)}, where
 
@@ -141,9 +141,12 @@ def test_masks_that_move_after_a_start_grow_from_what_it_left(records) -> None:
     for where in ((1, "moving"), (2, "moving"), (2, "moving, stage 3")):
         record = records[where]
         for weight, mask in record["mask"].items():
-            seen = record["published"][weight].float()
-            assert (mask == 1).all() and torch.equal(seen.flatten(), record["dense"][weight].flatten()), (where, weight)
-            assert ((seen.view(-1, 4) != 0).sum(1) == 2).all(), (where, weight)
+            published_weights = record["published"][weight].float()
+            assert (mask == 1).all() and torch.equal(published_weights.flatten(), record["dense"][weight].flatten()), (
+                where,
+                weight,
+            )
+            assert ((published_weights.view(-1, 4) != 0).sum(1) == 2).all(), (where, weight)
             end = record["end"]["mask"][weight]
             assert (end.view(-1, 4).sum(1) == 2).all(), (where, weight)
         assert torch.equal(record["end"]["mask"][weight], records[2, "moving"]["end"]["mask"][weight]) or where[0] == 1
@@ -194,49 +197,49 @@ OTHERS = {
 
 def started_others() -> dict[str, bool]:
     """Whether every group of every weight has two members behind the start, and a step can be made."""
-    found = {}
+    results = {}
     for name, case in OTHERS.items():
         engine, forge = build(case)
         forge.start(Text(engine))
         masks = states(forge, "mask")["mask"]
         groups = [forge.pattern.to_groups(masks[w.name], w.shape, w.input_axis) for w in forge.weights]
-        found[name] = all(bool((group_GM.sum(1) == 2).all()) for group_GM in groups)
-        found[name] &= torch.tensor(train_step(engine, case, 0)).isfinite().item() and forge.step() is False
-    return found
+        results[name] = all(bool((group_GM.sum(1) == 2).all()) for group_GM in groups)
+        results[name] &= torch.tensor(train_step(engine, case, 0)).isfinite().item() and forge.step() is False
+    return results
 
 
 def test_other_layers_dtypes_and_branches_start_alike() -> None:
-    for found in run_distributed(started_others, 2):
-        assert found == dict.fromkeys(OTHERS, True)
+    for result in run_distributed(started_others, 2):
+        assert result == dict.fromkeys(OTHERS, True)
 
 
 def refused() -> dict[str, str]:
     """Messages of starts that cannot be."""
-    said = {}
+    messages = {}
     engine, forge = build(CASE)
-    said["no text"] = message_of(lambda: forge.start(None))
+    messages["no text"] = message_of(lambda: forge.start(None))
 
     @dataclass(frozen=True)
     class Uneven(Text):
         def passes(self, batch: int) -> list[Closure]:
             return super().passes(batch) * (1 + batch)
 
-    said["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
+    messages["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
     handle = engine.module.model.layers[1].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
-    said["no chain"] = message_of(lambda: forge.start(Text(engine)))
+    messages["no chain"] = message_of(lambda: forge.start(Text(engine)))
     handle.remove()
     handle = engine.module.model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
-    said["not alone"] = message_of(lambda: forge.start(Text(engine)))
+    messages["not alone"] = message_of(lambda: forge.start(Text(engine)))
     handle.remove()
-    return said
+    return messages
 
 
 def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
-    for said in run_distributed(refused, 2):
-        assert "sparseforge.start needs calibration batches: call forge.start(probe)" in said["no text"], said
-        assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in said["uneven"], said
-        assert "does not hand its hidden states from block to block as they are" in said["no chain"], said
-        assert "model.layers.1 computes something else alone than in its model" in said["not alone"], said
+    for messages in run_distributed(refused, 2):
+        assert "sparseforge.start needs calibration batches: call forge.start(probe)" in messages["no text"], messages
+        assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in messages["uneven"], messages
+        assert "does not hand its hidden states from block to block as they are" in messages["no chain"], messages
+        assert "model.layers.1 computes something else alone than in its model" in messages["not alone"], messages
 
 
 def in_a_trainer(folder: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -160,11 +160,11 @@ def test_masters_are_finer_than_the_trained_weights(saved: Any) -> None:
 
 
 def test_unmapping_in_between_changes_nothing(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Checkpoint(saved[2][0] / "stage3-fp32")
+    full = Checkpoint(saved[2][0] / "stage3-fp32")
     monkeypatch.setattr(rank_files, "RESIDENT_BYTES", 64)
     chunks = Checkpoint(saved[2][0] / "stage3-fp32")
-    for name in whole.shapes:
-        assert torch.equal(whole.weight(name), chunks.weight(name))
+    for name in full.shapes:
+        assert torch.equal(full.weight(name), chunks.weight(name))
 
 
 @pytest.mark.parametrize("name", ["stage0-bf16", "stage2-bf16-round-robin", "stage3-fp32"])

@@ -64,9 +64,9 @@ def train_all(small: bool, cases: list[Case]) -> list[Any]:
 
 
 def test_a_run_in_small_chunks_is_the_run_in_one() -> None:
-    chunks, whole = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
+    chunks, full = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
     for rank in range(2):
-        for name, small, plain in zip(CASES, chunks[rank], whole[rank], strict=True):
+        for name, small, plain in zip(CASES, chunks[rank], full[rank], strict=True):
             assert small[2] > plain[2], name
             assert small[0].keys() == plain[0].keys()
             for key, value in plain[0].items():

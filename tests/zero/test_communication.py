@@ -91,14 +91,14 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
     train_step(engine, case, 3)
     with counted() as maths:
         forge.method.move()
-    with counted() as whole:
+    with counted() as full:
         assert forge.step(probe_of(engine, case, 3))
     with counted() as reporting:
         forge.histograms()
     return {
         "between": between,
         "maths": maths,
-        "whole": whole,
+        "whole": full,
         "histograms": reporting,
         "matrices": len(forge.weights),
         "cut": forge.sharded.halo.any_cut,
@@ -128,15 +128,15 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights(config: dict[str, Any])
         for stage in (0, 1, 2, 3)
         for hidden, intermediate in ((32, 64), (64, 128))
     ]
-    found = run_distributed(calls_of_all, 2, requests)
-    for rank in found:
+    results = run_distributed(calls_of_all, 2, requests)
+    for rank in results:
         for i in range(0, len(requests), 2):
             small, large = rank[i], rank[i + 1]
             stage = requests[i][0].stage
             assert not small["cut"] and not large["cut"]
             assert large["parameters"] == 4 * small["parameters"]
-            for one in (small, large):  # of the fp32 row and column sums, a half from each rank
-                one["maths"].remove(("all_gather_into_tensor", 4 * one["sides"] * 3 // 2))
+            for first in (small, large):  # of the fp32 row and column sums, a half from each rank
+                first["maths"].remove(("all_gather_into_tensor", 4 * first["sides"] * 3 // 2))
             assert large["maths"] == small["maths"], stage
             assert len(small["maths"]) <= 2, (stage, small["maths"])
             assert total(small["maths"]) <= 64 * small["matrices"] + 256, (stage, small["maths"])
@@ -171,11 +171,11 @@ def test_cut_groups_add_their_missing_members_only() -> None:
     ]
     requests = [(case, hidden, intermediate) for case in cases for hidden, intermediate in ((20, 28), (40, 56))]
     for rank in run_distributed(calls_of_all, 3, requests):
-        for i, found in enumerate(rank):
-            assert found["cut"] or found["parameters"] % 12 == 0, requests[i]
-            exchanged = [size for name, size in found["maths"] if name == "all_to_all_single"]
+        for i, result in enumerate(rank):
+            assert result["cut"] or result["parameters"] % 12 == 0, requests[i]
+            exchanged = [size for name, size in result["maths"] if name == "all_to_all_single"]
             # Scores, then masks; what a rank receives is what it lacks, and it sends at most three members an edge.
-            bound = 4 * (found["edges"] + 2 * 3 * 2 * found["matrices"])
-            assert len(exchanged) == (2 if found["cut"] else 0)
+            bound = 4 * (result["edges"] + 2 * 3 * 2 * result["matrices"])
+            assert len(exchanged) == (2 if result["cut"] else 0)
             assert all(size <= bound for size in exchanged)
-            assert found["edges"] <= 2 * 3 * found["matrices"]
+            assert result["edges"] <= 2 * 3 * result["matrices"]

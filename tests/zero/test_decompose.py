@@ -89,7 +89,7 @@ def expected_part(matrix: Tensor, rank: int, case: Case, name: str, forge: Any) 
 def decompose(case: Case) -> tuple[list[str], bool]:
     engine, forge = build(case)
     problems = []
-    whole = gathered(forge, "dense")
+    full = gathered(forge, "dense")
     batch = my_part(batch_at(0))
     before = engine(**batch).logits.detach().float()
     forge.start(probe_of(engine, case, 0))
@@ -100,9 +100,9 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         after = engine(**batch).logits.detach().float()
         if not torch.allclose(before, after, atol=10 * rounding):
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
-    dense, there = gathered(forge, "dense"), gathered(forge, "mask")
+    dense, target = gathered(forge, "dense"), gathered(forge, "mask")
     for weight in forge.weights:
-        name, stored = weight.name, whole[weight.name].view(weight.shape)
+        name, stored = weight.name, full[weight.name].view(weight.shape)
         as_stored = part[name] if weight.input_axis == -1 else part[name].T
         outputs = weight.numel // weight.shape[weight.input_axis]
         rank = branch_rank(outputs, weight.shape[weight.input_axis], case.sparseforge.low_rank.k, learned=True)
@@ -116,8 +116,8 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         if case.sparseforge.importance == "sparsegpt":
             continue  # which updates the weights as well
         rest = dense[name].view(weight.shape) + as_stored
-        held = there[name].view(weight.shape) != 0
-        if not torch.allclose(rest[held], stored[held], atol=1e-6):
+        kept_mask = target[name].view(weight.shape) != 0
+        if not torch.allclose(rest[kept_mask], stored[kept_mask], atol=1e-6):
             problems.append(f"{name} gave up something else than what the branch adds")
     if not frozen:  # a second time: what the branch adds is given back first
         scale_branches(engine, forge, 0.7)
@@ -136,8 +136,8 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         problems.append(f"{still} do not train")
     weights = published(engine)
     for weight in forge.weights:
-        places = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
-        kept = (weights[weight.name].flatten()[places] != 0).sum(1).unique().tolist()
+        positions = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
+        kept = (weights[weight.name].flatten()[positions] != 0).sum(1).unique().tolist()
         if kept != [forge.pattern.kept]:
             problems.append(f"{weight.name} is not {forge.pattern}: {kept}")
     return problems, forge.sharded.halo.any_cut

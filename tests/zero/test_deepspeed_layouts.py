@@ -41,23 +41,23 @@ def heard() -> Iterator[list[tuple[str, int, Any]]]:
         signature = inspect.signature(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            sizes = [value.numel() * value.element_size() for value in given.values() if isinstance(value, Tensor)]
-            calls.append((name, max(sizes, default=0), given.get("group") or dist.group.WORLD))
+            arguments = signature.bind(*args, **kwargs).arguments
+            sizes = [value.numel() * value.element_size() for value in arguments.values() if isinstance(value, Tensor)]
+            calls.append((name, max(sizes, default=0), arguments.get("group") or dist.group.WORLD))
             return function(*args, **kwargs)
 
         return call
 
-    places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
-    places += [(comm.cdb, f"{name}_function") for name in ("all_gather", "reduce_scatter")]  # kept by DeepSpeed
-    originals = [(place, name, getattr(place, name)) for place, name in places]
-    for place, name, function in originals:
-        setattr(place, name, telling(name, function))
+    positions: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
+    positions += [(comm.cdb, f"{name}_function") for name in ("all_gather", "reduce_scatter")]  # kept by DeepSpeed
+    originals = [(position, name, getattr(position, name)) for position, name in positions]
+    for position, name, function in originals:
+        setattr(position, name, telling(name, function))
     try:
         yield calls
     finally:
-        for place, name, function in originals:
-            setattr(place, name, function)
+        for position, name, function in originals:
+            setattr(position, name, function)
 
 
 def groups_of(name: str) -> list[str]:
@@ -75,11 +75,11 @@ def groups_of(name: str) -> list[str]:
     problems = [] if type(layout).__name__ == kind else [f"{name}: {type(layout).__name__}, not {kind}"]
     if (layout.rank, layout.world_size) != (dist.get_rank(), dist.get_world_size()):
         problems.append(f"{name}: rank {layout.rank} of {layout.world_size}")
-    with heard() as theirs:
+    with heard() as reference:
         train_step(engine, case, 0)
         engine.optimizer.zero_grad()
     # The test's own mean of the loss is 4 bytes, and so are norms and overflow flags.
-    used = {id(group) for _, size, group in theirs if size > 64}
+    used = {id(group) for _, size, group in reference if size > 64}
     if used != {id(layout.group)}:
         problems.append(f"{name}: DeepSpeed moves tensors over {len(used)} groups, or not over the layout's")
     assert not forge.step(probe_of(engine, case, 0))

@@ -90,14 +90,14 @@ def one_sequence(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor
     documents = (position_BS == 0).cumsum(1) if len(query) == 1 else torch.zeros_like(position_BS)
     seen_BSS = (documents[:, :, None] == documents[:, None]).tril()
     groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    key, value = (item.repeat_interleave(groups, 1) for item in (key, value))
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen_BSS[:, None])
     return output.transpose(1, 2), None
 
 
 def flash() -> list[str]:
     """Without and with the sequences of a micro-batch behind one another."""
-    said = []
+    messages = []
     for attention in (one_sequence, within_documents(one_sequence, flash=True)):
         ALL_ATTENTION_FUNCTIONS["flash_of_a_test"] = attention
         model = BUILDERS["llama"](num_key_value_heads=2)
@@ -105,7 +105,7 @@ def flash() -> list[str]:
         try:
             check_documents_apart(model, "--model a")
         except AgreedError as error:
-            said.append(str(error))
+            messages.append(str(error))
     token_BS = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(0))
     position_BS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6], list(range(8))])
     logits = {}
@@ -113,9 +113,9 @@ def flash() -> list[str]:
         model.config._attn_implementation = name
         logits[name] = model.eval()(input_ids=token_BS, position_ids=position_BS, use_cache=False).logits
     torch.testing.assert_close(logits["flash_of_a_test"], logits["sdpa"], atol=1e-6, rtol=1e-5)
-    return said
+    return messages
 
 
 def test_flash_attention_sees_documents_in_every_sequence_of_a_micro_batch() -> None:
-    (said,) = run_distributed(flash, 1)
-    assert len(said) == 1 and "attention flash_of_a_test" in said[0]
+    (messages,) = run_distributed(flash, 1)
+    assert len(messages) == 1 and "attention flash_of_a_test" in messages[0]

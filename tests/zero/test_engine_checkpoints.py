@@ -30,7 +30,7 @@ def said(work: Any) -> str:
 
 def refusals(folder: str) -> dict[str, str]:
     engine, _ = build(CASE)
-    found = {
+    result = {
         name: said(lambda state=state: engine.save_checkpoint(folder, client_state=state))
         for name, state in {
             "numpy": {"rng": np.random.get_state()},
@@ -39,23 +39,23 @@ def refusals(folder: str) -> dict[str, str]:
         }.items()
     }
     engine.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(engine.basic_optimizer, lambda step: np.float64(0.5))
-    found["scheduler"] = said(lambda: engine.save_checkpoint(folder))
+    result["scheduler"] = said(lambda: engine.save_checkpoint(folder))
     model = MODELS["llama"]()
     model.model.embed_tokens.weight.requires_grad_(False)
     model.lm_head.weight.requires_grad_(False)
     frozen, _ = build(CASE, model)
-    found["frozen"] = said(lambda: frozen.save_checkpoint(folder, exclude_frozen_parameters=True))
+    result["frozen"] = said(lambda: frozen.save_checkpoint(folder, exclude_frozen_parameters=True))
     assert not Path(folder).exists(), "something was written"
     elastic = build_engine(replace(CASE, zero={"elastic_checkpoint": True}))
-    found["elastic"] = said(lambda: sf.SparseForge(elastic, CASE.sparseforge))
+    result["elastic"] = said(lambda: sf.SparseForge(elastic, CASE.sparseforge))
     less = replace(CASE, stage=0, config={"exclude": ["*.k_proj.weight"]}).sparseforge
     unlike = build_engine(replace(CASE, stage=0))
-    found["groups"] = said(lambda: sf.SparseForge(unlike, less))
-    return found
+    result["groups"] = said(lambda: sf.SparseForge(unlike, less))
+    return result
 
 
 def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
-    for found in run_distributed(refusals, 2, str(tmp_path / "saved")):
+    for result in run_distributed(refusals, 2, str(tmp_path / "saved")):
         for name, words in {
             "numpy": "client_state['rng'] could not be read again (it has a numpy._core.multiarray._reconstruct in it)",
             "object": "client_state['mine'] could not be read again (it has a argparse.Namespace in it)",
@@ -65,7 +65,7 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None
             "elastic": "zero_optimization.elastic_checkpoint: it saves states without the numbers",
             "groups": "k_proj.weight is not prunable by this config, and its param group says otherwise",
         }.items():
-            assert words in found[name], found[name]
+            assert words in result[name], result[name]
 
 
 def gone_back(folder: str) -> tuple[list[str], list[str]]:
@@ -90,19 +90,19 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
     dist.barrier()
     loaded.append(engine.load_checkpoint(folder)[0])
     assert forge.step_count == 3
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(saved_state.VERSIONS, "deepspeed", "0.99.0")
-        patch.setattr(saved_state._LOG, "warning", lambda line, *values: said.append(line % values))
+        patch.setattr(saved_state._LOG, "warning", lambda line, *values: messages.append(line % values))
         engine.load_checkpoint(folder)
-    return [Path(each).name for each in loaded], said
+    return [Path(item).name for item in loaded], messages
 
 
 def test_after_going_back_the_abandoned_steps_are_not_loaded(tmp_path: Path) -> None:
-    (first, said), (second, nothing) = run_distributed(gone_back, 2, str(tmp_path))
+    (first, messages), (second, nothing) = run_distributed(gone_back, 2, str(tmp_path))
     assert first == second == ["step_000003"] * 2
     was = f'version.deepspeed was "{version("deepspeed")}", is "0.99.0"'
-    assert said == [f"{tmp_path / 'step_000003'} was saved by other versions: {was}"] and not nothing
+    assert messages == [f"{tmp_path / 'step_000003'} was saved by other versions: {was}"] and not nothing
     assert find_checkpoint(tmp_path).name == "step_000003", "and for the tools, too"
 
 

@@ -35,23 +35,23 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 
 def literal(model: PreTrainedModel, experts: Any, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Squared gradients of one product of a token and an expert at a time, and the experts' token counts."""
-    seen: dict[str, Tensor] = {}
+    records: dict[str, Tensor] = {}
     handle = experts.register_forward_hook(
-        lambda _module, args, output: seen.update(zip("xiwo", (*args, output), strict=True))
+        lambda _module, args, output: records.update(zip("xiwo", (*args, output), strict=True))
     )
     loss = model(input_ids=ids, labels=ids).loss
     handle.remove()
-    (of_output,) = torch.autograd.grad(loss, seen["o"])
+    (of_output,) = torch.autograd.grad(loss, records["o"])
     total = {name: torch.zeros_like(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")}
-    for token, chosen in enumerate(seen["i"].tolist()):
-        for place, number in enumerate(chosen):
+    for token, chosen in enumerate(records["i"].tolist()):
+        for position, number in enumerate(chosen):
             gate_up, down = (getattr(experts, name)[number].detach().clone().requires_grad_() for name in total)
-            gate, up = F.linear(seen["x"][token].detach(), gate_up).chunk(2)
-            output = seen["w"][token, place].detach() * F.linear(experts.act_fn(gate) * up, down)
+            gate, up = F.linear(records["x"][token].detach(), gate_up).chunk(2)
+            output = records["w"][token, position].detach() * F.linear(experts.act_fn(gate) * up, down)
             gradients = torch.autograd.grad((output * of_output[token]).sum(), (gate_up, down))
             for name, gradient in zip(total, gradients, strict=True):
                 total[name][number] += gradient.detach().square()
-    return total, seen["i"].reshape(-1).bincount(minlength=experts.num_experts)
+    return total, records["i"].reshape(-1).bincount(minlength=experts.num_experts)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
@@ -62,12 +62,12 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
     model.set_experts_implementation(implementation)
     ids = token_batch(1, 8)["input_ids"]
     plain = model(input_ids=ids).logits
-    found: dict[tuple[str, str], Tensor] = {}
+    results: dict[tuple[str, str], Tensor] = {}
     counts: dict[str, list[int]] = {}
 
     def hook(layer: str, parameter: str, grad_SO: Tensor | None, x_SI: Tensor, stop_E: Tensor, tokens: int) -> None:
         assert grad_SO is not None and tokens == 8
-        found[layer, parameter] = torch.cat([full for _, full in expert_fisher(grad_SO, x_SI, stop_E, 2.0)])
+        results[layer, parameter] = torch.cat([full for _, full in expert_fisher(grad_SO, x_SI, stop_E, 2.0)])
         counts[layer] = stop_E.diff(prepend=stop_E.new_zeros(1)).tolist()
 
     with expert_tokens(experts_of(model), hook):
@@ -80,7 +80,7 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
         assert counts[layer] == tokens.tolist()
         for parameter, value in expected.items():
             assert value.any()
-            torch.testing.assert_close(found[layer, parameter], value, rtol=1e-3, atol=1e-5 * value.max().item())
+            torch.testing.assert_close(results[layer, parameter], value, rtol=1e-3, atol=1e-5 * value.max().item())
 
 
 def test_hooks_change_no_gradient_and_survive_checkpointing() -> None:
@@ -223,9 +223,9 @@ def train(case: Case, detour: Detour) -> dict[str, Any]:
 def test_an_expert_that_never_sees_a_token_goes_by_magnitude(config: dict[str, Any]) -> None:
     case = Case(stage=0, config=config)
     (alone,) = run_distributed(train, 1, case, Detour(0))
-    both = run_distributed(train, 2, replace(case, stage=3), Detour(0))
+    pair = run_distributed(train, 2, replace(case, stage=3), Detour(0))
     never = ["model.layers.1.mlp.experts[3]"]
-    for result in (alone, *both):
+    for result in (alone, *pair):
         assert result["unseen"] == never == result["state"]["unseen"]
         assert result["idle"][:3] == [never] * 3
         assert result["metrics"][0]["experts/unseen"] == result["metrics"][0]["experts/idle"] == 1.0
@@ -240,7 +240,7 @@ def test_an_expert_that_never_sees_a_token_goes_by_magnitude(config: dict[str, A
                 kept = torch.zeros_like(group_GM).scatter_(1, group_GM.topk(2).indices, 1.0)
                 assert torch.equal(result["mask"][weight.name].view(weight.shape)[3].reshape(-1, 4), kept)
     for name, mask in alone["mask"].items():
-        assert torch.equal(both[0]["mask"][name], mask), name
+        assert torch.equal(pair[0]["mask"][name], mask), name
 
 
 def test_an_expert_whose_tokens_stay_away_keeps_its_curvature() -> None:

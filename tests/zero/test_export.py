@@ -116,11 +116,11 @@ def save_runs(folder: str) -> dict[str, Any]:
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
-        held, hard = states(forge, "mask", "dense"), {}
+        saved, hard = states(forge, "mask", "dense"), {}
         if name in UNFINISHED:
             republish(forge, hard=True)
             hard = published(engine)
-        results[name] = (logits, held["mask"], held["dense"], hard)
+        results[name] = (logits, saved["mask"], saved["dense"], hard)
     return results
 
 
@@ -173,9 +173,9 @@ def test_experts_of_a_list_fill_the_model_that_fuses_them(runs: dict[str, Run], 
     source = open_source(runs[name].folder)
     assert not source.fused_name  # the run had the published names
     expected = AutoModelForCausalLM.from_pretrained(exported[name]).state_dict()
-    found = filled_model(source).state_dict()
-    assert "model.layers.0.mlp.experts.gate_up_proj" in found
-    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)
+    result = filled_model(source).state_dict()
+    assert "model.layers.0.mlp.experts.gate_up_proj" in result
+    assert result.keys() == expected.keys() and all(torch.equal(result[key], expected[key]) for key in result)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "low-rank" in name])
@@ -208,9 +208,9 @@ def test_an_export_with_branches_is_a_source_too(
     told, again = (json.loads((out / "sparsity.json").read_text()) for out in (exported[name], tmp_path / "again"))
     assert told == {**again, "proof": None}
     adapter = tmp_path / "again" / "adapter_model.safetensors"
-    held = bytearray(adapter.read_bytes())
-    held[-1] ^= 1
-    adapter.write_bytes(held)
+    content = bytearray(adapter.read_bytes())
+    content[-1] ^= 1
+    adapter.write_bytes(content)
     with pytest.raises(ValueError, match="adapter_model.safetensors: has not the sha256"):
         export(open_source(tmp_path / "again"), tmp_path / "third", skip_proof=True)
 
@@ -289,9 +289,9 @@ def test_shards_hold_the_same_tensors(runs: dict[str, Run], exported: dict[str, 
     assert len(files) > 2 and not (out / "model.safetensors").exists()
     assert all(file.stat().st_size < 24_000 for file in files)
     assert verification.check_folder(out).ok
-    whole = AutoModelForCausalLM.from_pretrained(exported["stage3-bf16"]).state_dict()
+    full = AutoModelForCausalLM.from_pretrained(exported["stage3-bf16"]).state_dict()
     for key, value in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
-        assert torch.equal(value, whole[key])
+        assert torch.equal(value, full[key])
 
 
 def test_the_reader_returns_the_states_of_the_forge(runs: dict[str, Run]) -> None:
@@ -397,14 +397,16 @@ def test_generated_checkpoints_are_built_like_real_ones(runs: dict[str, Run], tm
     names = sorted(file.name for file in real.iterdir())
     assert names == sorted(file.name for file in generated.iterdir()) and len(names) == 4
     for file in names:
-        ours, theirs = (torch.load(folder / file, weights_only=False) for folder in (generated, real))
-        assert structure(ours) == structure(theirs), file
-        assert ours["ds_version"] == theirs["ds_version"] and ours["ds_config"].keys() == theirs["ds_config"].keys()
-        if "sparseforge" in theirs:
-            assert theirs["sparseforge"]["config"]["curvature"].pop("source") == "probe"  # a choice of `Case`
+        ours, reference = (torch.load(folder / file, weights_only=False) for folder in (generated, real))
+        assert structure(ours) == structure(reference), file
+        assert (
+            ours["ds_version"] == reference["ds_version"] and ours["ds_config"].keys() == reference["ds_config"].keys()
+        )
+        if "sparseforge" in reference:
+            assert reference["sparseforge"]["config"]["curvature"].pop("source") == "probe"  # a choice of `Case`
             assert ours["sparseforge"]["config"]["curvature"].pop("source") is None
-            assert structure(ours["sparseforge"]) == structure(theirs["sparseforge"])
-            assert ours["sparseforge"]["weights"] == theirs["sparseforge"]["weights"]
+            assert structure(ours["sparseforge"]) == structure(reference["sparseforge"])
+            assert ours["sparseforge"]["weights"] == reference["sparseforge"]["weights"]
     assert verification.check_folder(exported_to(tmp_path / "out", tmp_path / "run")).ok
 
 

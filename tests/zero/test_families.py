@@ -98,9 +98,9 @@ class _Listed(nn.Module):
         _, weight_TK, expert_TK = self.gate(x_TH)
         output = torch.zeros_like(x_TH)
         for number, expert in enumerate(self.experts):
-            token, place = (expert_TK == number).nonzero(as_tuple=True)
+            token, position = (expert_TK == number).nonzero(as_tuple=True)
             if len(token):
-                output.index_add_(0, token, expert(x_TH[token]) * weight_TK[token, place, None])
+                output.index_add_(0, token, expert(x_TH[token]) * weight_TK[token, position, None])
         return output.view_as(hidden)
 
 
@@ -206,16 +206,16 @@ def _input_last(value: Tensor, weight: PrunableWeight) -> Tensor:
     return value.transpose(-1, weight.input_axis)
 
 
-def _check_same(found: dict[str, Any], expected: dict[str, Any], differing: float = 0.0) -> None:
+def _check_same(results: dict[str, Any], expected: dict[str, Any], differing: float = 0.0) -> None:
     """Losses, the first curvature, and masks up to a share of `differing` in every weight."""
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3 if differing else 1e-4)
-    assert found["updates"] == expected["updates"] == 4
-    assert found["curvature"].keys() == expected["curvature"].keys()
+    assert results["losses"] == pytest.approx(expected["losses"], rel=1e-3 if differing else 1e-4)
+    assert results["updates"] == expected["updates"] == 4
+    assert results["curvature"].keys() == expected["curvature"].keys()
     for name, curvature in expected["curvature"].items():
         atol = 1e-4 * curvature.abs().max().item()
-        torch.testing.assert_close(found["curvature"][name], curvature, rtol=1e-3, atol=atol)
+        torch.testing.assert_close(results["curvature"][name], curvature, rtol=1e-3, atol=atol)
     for name, mask in expected["mask"].items():
-        assert (found["mask"][name] != mask).float().mean() <= differing, name
+        assert (results["mask"][name] != mask).float().mean() <= differing, name
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +223,9 @@ def results() -> dict[str, tuple[dict[str, Any], ...]]:
     """Every family with the default importance: on both of two ranks, and on one alone."""
     # With seed 0, two scores of one of Mixtral's groups agree in five digits, and rounding decides between them.
     families = [Family(name, seed=int(name == "mixtral")) for name in BUILDERS]
-    both = run_distributed(_train_all, 2, short(ZERO3), families)
+    pair = run_distributed(_train_all, 2, short(ZERO3), families)
     alone = run_distributed(_train_all, 1, short(ALONE), families)
-    return dict(zip(BUILDERS, zip(*both, *alone, strict=True), strict=True))
+    return dict(zip(BUILDERS, zip(*pair, *alone, strict=True), strict=True))
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -243,8 +243,8 @@ def test_every_expert_has_a_mask_of_its_own(family: str, results: dict[str, tupl
     for weight in first["weights"]:
         if weight.experts:
             masks = first["mask"][weight.name].view(weight.experts, -1)
-            for one, other in combinations(masks, 2):
-                assert (one != other).float().mean() > 0.1
+            for single, other in combinations(masks, 2):
+                assert (single != other).float().mean() > 0.1
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -276,11 +276,11 @@ def test_dense_models_count_nothing(results: dict[str, tuple[dict[str, Any], ...
     ids=["magnitude", "wanda", "fisher-4:8"],
 )
 def test_experts_by_other_importances_do_not_depend_on_ranks(config: dict[str, Any]) -> None:
-    both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
+    pair = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
     (alone,) = run_distributed(_train, 1, replace(ALONE, config=config), Family("deepseek"))
-    _check_same(both[0], alone)
+    _check_same(pair[0], alone)
     if "pattern" not in config:
-        _check_frozen(both[0])
+        _check_frozen(pair[0])
 
 
 # Two members of a group of gate_up_proj have scores that are one number in fp32 (H W^2 of 3.00e-11 and 2.85e-11 where
@@ -297,9 +297,9 @@ def test_curvature_is_exact_if_ranks_call_different_experts(text: str, implement
     case = replace(ZERO3, lr=0.0, config={"exclude": ["*.q_proj.weight", "*.k_proj.weight"]})
     names = ("deepseek", "qwen3_moe", "mixtral", *(("olmoe", "qwen2_moe") if text == "apart" else ()))
     families = [Family(name, implementation, text=text) for name in names]
-    both = run_distributed(_train_all, 2, case, families)
+    pair = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
-    for name, first, second, expected in zip(names, *both, *alone, strict=True):
+    for name, first, second, expected in zip(names, *pair, *alone, strict=True):
         assert first["experts"] == second["experts"]
         assert any(not all(numbers["tokens"]) for numbers in first["experts"]["layers"].values()) == bool(
             first["unseen"]
@@ -310,18 +310,18 @@ def test_curvature_is_exact_if_ranks_call_different_experts(text: str, implement
 def test_experts_train_by_hutchinson() -> None:
     """A difference of gradients, whose rounding moves some scores."""
     config = {"importance": "hutchinson", "curvature": {"per_token": False, "radius": 0.1, "damping": 0.05}}
-    both = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
+    pair = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
     (alone,) = run_distributed(_train, 1, replace(ALONE, config=config), Family("deepseek"))
-    _check_frozen(both[0])
-    assert both[0]["losses"] == pytest.approx(alone["losses"], rel=1e-2)
+    _check_frozen(pair[0])
+    assert pair[0]["losses"] == pytest.approx(alone["losses"], rel=1e-2)
     for name, mask in alone["mask"].items():
-        assert (both[0]["mask"][name] != mask).float().mean() < 0.05, name
+        assert (pair[0]["mask"][name] != mask).float().mean() < 0.05, name
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_experts_train_in_bf16(implementation: str) -> None:
-    both = run_distributed(_train, 2, replace(ZERO3, dtype="bf16"), Family("deepseek", implementation))
-    for result in both:
+    pair = run_distributed(_train, 2, replace(ZERO3, dtype="bf16"), Family("deepseek", implementation))
+    for result in pair:
         _check_frozen_in_bf16(result)
         assert result["losses"][-1] < result["losses"][0]
 
@@ -347,13 +347,13 @@ def test_ranks_that_call_different_experts_train_alike(text: str, implementation
     every = [name for name in MIXTURES if name not in alike]
     names = every if (text, implementation) == ("apart", "eager") else ("deepseek", "qwen3_moe", "mixtral")
     families = [Family(name, implementation, text=text) for name in names]
-    both = run_distributed(_train_all, 2, case, families)
+    pair = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
-    for family, first, second, expected in zip(families, *both, *alone, strict=True):
+    for family, first, second, expected in zip(families, *pair, *alone, strict=True):
         mixtures = len(leaf_modules(family.model()))
-        for mine, theirs in zip(first["calls"][:mixtures], second["calls"][:mixtures], strict=True):
-            assert mine and theirs
-            assert len(mine) < len(theirs) if text == "uneven" else not set(mine) & set(theirs)
+        for actual, reference in zip(first["calls"][:mixtures], second["calls"][:mixtures], strict=True):
+            assert actual and reference
+            assert len(actual) < len(reference) if text == "uneven" else not set(actual) & set(reference)
         _check_frozen(first)
         # Where all tokens are equal, attention has no gradient for queries and keys: rounding decides where they go.
         _check_same(first, expected, differing=0.02)
@@ -380,9 +380,9 @@ def test_ranks_that_call_different_experts_distil_alike() -> None:
     families = [
         Family(name, "eager", text=text, taught=True) for name in ("deepseek", "olmoe") for text in ("apart", "uneven")
     ]
-    both = run_distributed(_train_all, 2, case, families)
+    pair = run_distributed(_train_all, 2, case, families)
     alone = run_distributed(_train_all, 1, replace(case, stage=0), families)
-    for first, second, expected in zip(*both, *alone, strict=True):
+    for first, second, expected in zip(*pair, *alone, strict=True):
         assert set(first["calls"][0]) != set(second["calls"][0])
         _check_frozen(first)
         _check_same(first, expected, differing=0.02)
@@ -405,7 +405,9 @@ def test_experts_in_a_list_are_measured_as_fused_ones(stage: int) -> None:
             torch.testing.assert_close(listed["curvature"][name], curvature.view(-1), rtol=1e-3, atol=atol)
         for name, mask in _taken_apart(fused["mask"], fused["weights"]).items():
             assert (listed["mask"][name] != mask).float().mean() <= 0.002, name
-    assert all(len(mine) < len(theirs) for mine, theirs in zip(first[3]["calls"], second[3]["calls"], strict=True))
+    assert all(
+        len(actual) < len(reference) for actual, reference in zip(first[3]["calls"], second[3]["calls"], strict=True)
+    )
 
 
 @pytest.mark.parametrize(("text", "stage"), [("mixed", 3), ("apart", 3), ("uneven", 3), ("apart", 1)])
@@ -414,14 +416,14 @@ def test_experts_in_a_list_train_like_fused_ones(text: str, stage: int) -> None:
     importance = "fisher" if text == "mixed" else "magnitude"
     case = replace(ZERO3, stage=stage, config={"importance": importance})
     family = Family("olmoe", listed=True, text=text)
-    both = run_distributed(_train, 2, case, family)
-    for result in both:
+    pair = run_distributed(_train, 2, case, family)
+    for result in pair:
         _check_frozen(result)
         assert sum(weight.experts for weight in result["weights"]) == 2 * 4 * 3
     (alone,) = run_distributed(_train, 1, replace(case, stage=0), family)
-    _check_same(both[0], alone, differing=0.0 if text == "mixed" else 0.02)
+    _check_same(pair[0], alone, differing=0.0 if text == "mixed" else 0.02)
     (fused,) = run_distributed(_train, 1, replace(case, stage=0), replace(family, listed=False))
-    assert both[0]["losses"][:2] == pytest.approx(fused["losses"][:2], rel=1e-5)  # until the first mask update
+    assert pair[0]["losses"][:2] == pytest.approx(fused["losses"][:2], rel=1e-5)  # until the first mask update
 
 
 def test_elements_per_token_of_experts_in_a_list_are_refused() -> None:

@@ -83,49 +83,49 @@ def message_of(action: Any) -> str:
 
 
 def misuses() -> dict[str, str]:
-    said = {}
+    messages = {}
     case = Case(stage=2)
 
     engine, forge = build(case)
     train_step(engine, case, 0)
     train_step(engine, case, 1)
-    said["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
+    messages["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
 
     engine, forge = build(Case(stage=2, config={"method": {"hardening": [0.0, 0.0]}}))
-    said["start without probe"] = message_of(lambda: forge.start(None))
+    messages["start without probe"] = message_of(lambda: forge.start(None))
     train_step(engine, case, 0)
-    said["never started"] = message_of(lambda: forge.step(probe_of(engine, case, 0)))
+    messages["never started"] = message_of(lambda: forge.step(probe_of(engine, case, 0)))
 
     engine, forge = build(case)
-    said["finish early"] = message_of(forge.finish)
-    said["twice"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
+    messages["finish early"] = message_of(forge.finish)
+    messages["twice"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
     accumulating = Case(stage=2, gas=2)
     engine, forge = build(accumulating)
     engine.backward(engine(**my_part(batch_at(0))).loss)
     engine.step()
-    said["accumulating"] = str((forge.step(None), forge.step_count))
+    messages["accumulating"] = str((forge.step(None), forge.step_count))
 
     engine = build_engine(case)
     engine.basic_optimizer.register_step_post_hook(in_bytes)
     forge = sf.SparseForge(engine, case.sparseforge)
-    said["8 bits"] = message_of(lambda: train_step(engine, case, 0))
+    messages["8 bits"] = message_of(lambda: train_step(engine, case, 0))
 
     model = MODELS["llama"]()
     everything = [{"params": list(model.parameters())}]
     engine = build_engine(case, model, everything)
-    said["one group"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
+    messages["one group"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
     model = MODELS["llama"]()
     halves = [
         {"params": [p for n, p in model.named_parameters() if ("layers" in n and p.dim() > 1) is yes]}
         for yes in (True, False)
     ]
     unmarked = build_engine(case, model, halves)
-    said["unmarked"] = message_of(lambda: sf.SparseForge(unmarked, case.sparseforge))
+    messages["unmarked"] = message_of(lambda: sf.SparseForge(unmarked, case.sparseforge))
     model = MODELS["llama"]()
-    few = [{"params": [p for n, p in model.named_parameters() if "q_proj" in n], "sparseforge": "prunable"}]
-    partial = build_engine(case, model, few)
-    said["left out"] = message_of(lambda: sf.SparseForge(partial, case.sparseforge))
-    return said
+    subset = [{"params": [p for n, p in model.named_parameters() if "q_proj" in n], "sparseforge": "prunable"}]
+    partial = build_engine(case, model, subset)
+    messages["left out"] = message_of(lambda: sf.SparseForge(partial, case.sparseforge))
+    return messages
 
 
 def in_bytes(optimizer: Any, *_: Any) -> None:
@@ -135,18 +135,21 @@ def in_bytes(optimizer: Any, *_: Any) -> None:
 
 
 def test_misuse_is_named() -> None:
-    said = run_distributed(misuses, 1)[0]
+    messages = run_distributed(misuses, 1)[0]
     assert (
-        said["missed step"].startswith("ForgeError: 2 optimizer steps") and "every engine.step" in said["missed step"]
+        messages["missed step"].startswith("ForgeError: 2 optimizer steps")
+        and "every engine.step" in messages["missed step"]
     )
-    assert said["start without probe"].startswith("ValueError") and "probe" in said["start without probe"]
-    assert said["never started"].startswith("ForgeError") and "forge.start(probe)" in said["never started"]
-    assert "never refreshed" in said["finish early"] and "layers.0.self_attn.q_proj.weight" in said["finish early"]
-    assert said["twice"].startswith("ValueError") and "make a new engine" in said["twice"]
-    assert said["accumulating"] == "(False, 0)"
-    assert said["8 bits"].startswith("ValueError: optimizer AdamW keeps codes in torch.uint8"), said["8 bits"]
+    assert messages["start without probe"].startswith("ValueError") and "probe" in messages["start without probe"]
+    assert messages["never started"].startswith("ForgeError") and "forge.start(probe)" in messages["never started"]
+    assert (
+        "never refreshed" in messages["finish early"] and "layers.0.self_attn.q_proj.weight" in messages["finish early"]
+    )
+    assert messages["twice"].startswith("ValueError") and "make a new engine" in messages["twice"]
+    assert messages["accumulating"] == "(False, 0)"
+    assert messages["8 bits"].startswith("ValueError: optimizer AdamW keeps codes in torch.uint8"), messages["8 bits"]
     for key in ("one group", "unmarked", "left out"):
-        assert said[key].startswith("ValueError") and "param_groups(model, config)" in said[key], said[key]
+        assert messages[key].startswith("ValueError") and "param_groups(model, config)" in messages[key], messages[key]
 
 
 def unused_layer(case: Case, in_training: bool) -> str:
@@ -228,10 +231,10 @@ def without_gradient(config: dict[str, Any], silent_steps: int) -> tuple[str, li
 
 
 def unused_all() -> tuple[list[str], list[str], list[str], list[tuple[str, list[float]]]]:
-    said = [unused_layer(*arguments) for arguments in UNUSED]
+    message = [unused_layer(*arguments) for arguments in UNUSED]
     silent = [without_gradient(TRAINING, steps) for steps in (2, 8)]
     silent.append(without_gradient({"importance": "fisher", "method": "naive_retrain"}, 0))
-    return said, [uncalled({1}), uncalled({0, 1})], [singular(0), singular(3)], silent
+    return message, [uncalled({1}), uncalled({0, 1})], [singular(0), singular(3)], silent
 
 
 def test_a_layer_without_curvature_stops_the_run() -> None:
@@ -240,13 +243,15 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
         assert later == "no error" and len(kept) == 4 and kept[0] < 1, "the first masks go by magnitude"
         assert "masks were moved by the size of the weights alone up to step 7" in never and len(moved) == 3
         assert "no usable curvature for 7 of 7" in chosen and "The loss has no gradient at any of them" in chosen
-        for (case, in_training), said in zip(UNUSED, unused, strict=True):
-            where = (case.stage, case.sparseforge.importance, in_training, said)
-            assert "no usable curvature for 1 of 7 matrices" in said and "mlp.up_proj.weight" in said, where
+        for (case, in_training), message in zip(UNUSED, unused, strict=True):
+            where = (case.stage, case.sparseforge.importance, in_training, message)
+            assert "no usable curvature for 1 of 7 matrices" in message and "mlp.up_proj.weight" in message, where
         assert called_on_one == "no error"
         assert "no usable curvature for 3 of 7 matrices" in called_on_none and "mlp.down_proj.weight" in called_on_none
-        for said in singular:
-            assert said.startswith("ValueError") and "_proj.weight" in said and "reconstruction) = 1e-30" in said, said
+        for message in singular:
+            assert (
+                message.startswith("ValueError") and "_proj.weight" in message and "reconstruction) = 1e-30" in message
+            ), message
 
 
 BLOCKS = {
@@ -279,12 +284,12 @@ def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tup
             forge.step(probe_of(engine, case, step))
         forge.finish()
 
-    said, weights = message_of(whole_life), published(engine)
+    message, weights = message_of(whole_life), published(engine)
     groups = [
         (weights[w.name].flatten()[torch.tensor(groups_of("2:4", w.shape, w.input_axis))] != 0).sum(1)
         for w in forge.weights
     ]
-    return said, all(bool((kept <= 2).all()) for kept in groups)
+    return message, all(bool((kept <= 2).all()) for kept in groups)
 
 
 def with_zeros_all() -> dict[str, tuple[str, bool]]:
@@ -308,7 +313,7 @@ COMPILED = [
 
 def curvature_of_compiled() -> list[list[dict[str, torch.Tensor]]]:
     """After four steps: of the model as it is, and compiled before or after the forge was attached."""
-    found = []
+    results = []
     for case in COMPILED:
         of_case = []
         for compiles in (None, "before", "after"):
@@ -322,15 +327,15 @@ def curvature_of_compiled() -> list[list[dict[str, torch.Tensor]]]:
                 train_step(engine, case, step)
                 forge.step(probe_of(engine, case, step))
             of_case.append(gathered(forge, "curvature"))
-        found.append(of_case)
-    return found
+        results.append(of_case)
+    return results
 
 
 def test_compiled_layers_are_measured_as_they_are() -> None:
     for case, (plain, *compiled) in zip(COMPILED, run_distributed(curvature_of_compiled, 1)[0], strict=True):
-        for one in compiled:
+        for first in compiled:
             for name, curvature in plain.items():
-                assert curvature.any() and torch.equal(one[name], curvature), (case.stage, name)
+                assert curvature.any() and torch.equal(first[name], curvature), (case.stage, name)
 
 
 # -- before the first update ------------------------------------------------------------------------------------------
@@ -387,26 +392,26 @@ def all_reports() -> list[dict[str, Any]]:
 
 def test_metrics_and_histograms_report_every_matrix() -> None:
     ranks = run_distributed(all_reports, 3)
-    for i, found in enumerate(ranks[0]):
-        assert all(found["same"]), i
-        assert all(rank[i]["gaps"] == found["gaps"] for rank in ranks)
-        assert abs(found["gaps"][4]) > 1e-5 and found["gaps"][7] == 0.0, found["gaps"]
-        masks = torch.cat(list(found["masks"].values()))
-        assert found["metrics"]["mask/undecided"] == pytest.approx((masks * (1 - masks)).mean().item(), rel=1e-5)
-        assert found["metrics"]["mask/kept"] == pytest.approx(masks.mean().item(), rel=1e-5)
-        assert found["projected"]["mask/undecided"] == 0.0 and found["projected"]["mask/kept"] == 0.5
+    for i, result in enumerate(ranks[0]):
+        assert all(result["same"]), i
+        assert all(rank[i]["gaps"] == result["gaps"] for rank in ranks)
+        assert abs(result["gaps"][4]) > 1e-5 and result["gaps"][7] == 0.0, result["gaps"]
+        masks = torch.cat(list(result["masks"].values()))
+        assert result["metrics"]["mask/undecided"] == pytest.approx((masks * (1 - masks)).mean().item(), rel=1e-5)
+        assert result["metrics"]["mask/kept"] == pytest.approx(masks.mean().item(), rel=1e-5)
+        assert result["projected"]["mask/undecided"] == 0.0 and result["projected"]["mask/kept"] == 0.5
         correction = 1 - 0.9**2
-        curvature = torch.cat(list(found["curvature"].values())).mean().item() / correction
-        assert found["metrics"]["curvature/mean"] == pytest.approx(curvature, rel=1e-4)
-        for name, mask in found["masks"].items():
-            counts, edges = found["histograms"][f"mask/{name}"]
+        curvature = torch.cat(list(result["curvature"].values())).mean().item() / correction
+        assert result["metrics"]["curvature/mean"] == pytest.approx(curvature, rel=1e-4)
+        for name, mask in result["masks"].items():
+            counts, edges = result["histograms"][f"mask/{name}"]
             assert counts == torch.histc(mask, 8, 0, 1).int().tolist()
             assert len(edges) == 9 and sum(counts) == mask.numel()
-            assert sum(found["histograms"][f"curvature_log10/{name}"][0]) == mask.numel()
+            assert sum(result["histograms"][f"curvature_log10/{name}"][0]) == mask.numel()
         # 20 x 20 for q and o, 10 x 20 for k and v, three of 28 x 20; k is prunable but excluded.
-        covered = found["coverage"]
+        covered = result["coverage"]
         assert (covered.masked, covered.linear, covered.weights) == (2680, 2880, 6)
-        assert covered.total == found["total"]
+        assert covered.total == result["total"]
         assert covered.of_linear == pytest.approx(100 * 2680 / 2880)
 
 
@@ -483,7 +488,7 @@ def test_low_rank_without_a_shift_starts_from_what_the_mask_removes() -> None:
 
 
 def refusals() -> dict[str, str]:
-    said = {}
+    messages = {}
     cases = {
         "unmanaged": Case(stage=2, more={"managed_gradient_accumulation": False}),
         "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
@@ -493,32 +498,32 @@ def refusals() -> dict[str, str]:
     }
     for name, case in cases.items():
         engine = build_engine(case)
-        said[name] = message_of(lambda engine=engine, case=case: sf.SparseForge(engine, case.sparseforge))
+        messages[name] = message_of(lambda engine=engine, case=case: sf.SparseForge(engine, case.sparseforge))
     # These need an optimizer that compiles for minutes, a disk, or a GPU to come up: the settings on an engine without.
     offload = Case(stage=3, zero={"offload_optimizer": {"device": "cpu"}}, more={"zero_force_ds_cpu_optimizer": False})
     for name, key, value in (("partial", "ratio", 0.5), ("nvme", "device", "nvme"), ("super", "super_offload", True)):
         engine = build_engine(offload)
         setattr(engine._config.zero_config.offload_optimizer, key, value)
-        said[name] = message_of(lambda engine=engine: sf.SparseForge(engine, offload.sparseforge))
+        messages[name] = message_of(lambda engine=engine: sf.SparseForge(engine, offload.sparseforge))
     deep = Case(stage=2, model="llama_deep", config={"exclude": ["*.down_proj.weight"]})
     shared = MODELS["llama_deep"]()
     shared.model.layers[1].self_attn.q_proj.weight = shared.model.layers[0].self_attn.q_proj.weight
     engine = build_engine(deep, shared)
-    said["shared"] = message_of(lambda: sf.SparseForge(engine, deep.sparseforge))
+    messages["shared"] = message_of(lambda: sf.SparseForge(engine, deep.sparseforge))
     config = {"exclude": ["*.down_proj.weight"], "method": "naive_retrain", "importance": "sparsegpt"}
     by_inputs = Case(stage=2, model="llama_deep", config=config)
-    said["shared, sparsegpt"] = message_of(lambda: sf.SparseForge(engine, by_inputs.sparseforge))
+    messages["shared, sparsegpt"] = message_of(lambda: sf.SparseForge(engine, by_inputs.sparseforge))
     engine = build_engine(cases["fine"])
     engine._config.zero_config.zero_quantized_weights = True
-    said["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
+    messages["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
     engine = build_engine(cases["fine"])
     engine.basic_optimizer.param_groups[0]["use_muon"] = True
-    said["muon"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
-    return said
+    messages["muon"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
+    return messages
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    said = run_distributed(refusals, 1)[0]
+    messages = run_distributed(refusals, 1)[0]
     for name, words in {
         "quantized": ["zero_quantized_weights", "set it to false"],
         "unmanaged": ["managed_gradient_accumulation", "set it to true"],
@@ -530,8 +535,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
         "muon": ["Muon", "use AdamW"],
         "replaced": ["Adagrad", "ZeRO put another one in its place", "use AdamW"],
     }.items():
-        assert said[name].startswith("ValueError: cannot train a mask"), said[name]
-        assert [word for word in words if word not in said[name]] == [], said[name]
+        assert messages[name].startswith("ValueError: cannot train a mask"), messages[name]
+        assert [word for word in words if word not in messages[name]] == [], messages[name]
     for name in ("shared", "shared, sparsegpt"):
-        assert "are one weight, and one of the layers alone would be measured; set" in said[name], said[name]
-    assert said["fine"] == "no error"
+        assert "are one weight, and one of the layers alone would be measured; set" in messages[name], messages[name]
+    assert messages["fine"] == "no error"

@@ -37,27 +37,27 @@ def alone() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("world_size", "stages"), [(1, [3]), (2, [0, 2, 3]), (3, [1, 3]), (4, [3])], ids=str)
 def test_masks_do_not_depend_on_ranks_or_stage(alone: list[dict[str, Any]], world_size: int, stages: list[int]) -> None:
-    found = run_distributed(run_all, world_size, [case for stage in stages for case in cases(stage)])[0]
-    records = iter(found)
+    results = run_distributed(run_all, world_size, [case for stage in stages for case in cases(stage)])[0]
+    records = iter(results)
     for stage in stages:
         for importance, expected in zip(IMPORTANCES, alone, strict=True):
             record, where = next(records), f"{importance}, stage {stage}, world {world_size}"
             assert len(record["updates"]) == len(expected["updates"]) == 3
-            for mine, theirs in zip(record["updates"], expected["updates"], strict=True):
-                for name, mask in mine["mask"].items():
-                    apart = (mask - theirs["mask"][name]).abs().max().item()
-                    assert apart < 1e-5, (where, mine["step"], name, apart)
+            for actual, reference in zip(record["updates"], expected["updates"], strict=True):
+                for name, mask in actual["mask"].items():
+                    apart = (mask - reference["mask"][name]).abs().max().item()
+                    assert apart < 1e-5, (where, actual["step"], name, apart)
             for key in ("mask/undecided", "mask/kept", "mask/flip_rate", "curvature/mean", "curvature/signal"):
                 if key in expected["metrics"][-1]:
                     assert record["metrics"][-1][key] == pytest.approx(expected["metrics"][-1][key], rel=1e-4), where
             assert record["metrics"][0].keys() == expected["metrics"][0].keys()
     if world_size == 3:
-        assert all(record["cut"] for record in found)
+        assert all(record["cut"] for record in results)
 
 
 def test_another_run_has_other_masks() -> None:
     """Guards the test above."""
-    one, other = run_distributed(run_all, 1, [cases(0)[0], Case(steps=6, config=EXCLUDE, lr=1e-1)])[0]
-    masks, others = one["updates"][-1]["mask"], other["updates"][-1]["mask"]
-    apart = [(mask - others[name]).abs().max() for name, mask in masks.items()]
+    first, other = run_distributed(run_all, 1, [cases(0)[0], Case(steps=6, config=EXCLUDE, lr=1e-1)])[0]
+    masks, other_values = first["updates"][-1]["mask"], other["updates"][-1]["mask"]
+    apart = [(mask - other_values[name]).abs().max() for name, mask in masks.items()]
     assert torch.stack(apart).min() > 0.1

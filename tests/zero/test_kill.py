@@ -59,13 +59,13 @@ def watched(folder: Path, part: str, method: Callable[..., Any]) -> Callable[...
 def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> None:
     """Train and save at every step; rank 0 notes where it is."""
     case = CASES[stage]
-    place = Path(folder)
+    root = Path(folder)
     ranks = Ranks()
-    saves = Checkpoints(place / "checkpoints", ranks, stage, keep)
+    saves = Checkpoints(root / "checkpoints", ranks, stage, keep)
     if ranks.first:
         saves.folder.mkdir(parents=True, exist_ok=True)
         for part, name in (("checking", "_check_written"), ("publishing", "_publish"), ("pruning", "_tidy")):
-            setattr(saves, name, watched(place, part, getattr(saves, name)))
+            setattr(saves, name, watched(root, part, getattr(saves, name)))
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
     for step in range(1, steps + 1):
@@ -73,11 +73,11 @@ def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> No
         forge.step(probe_of(engine, case, step - 1))
         state = {"train": {"step": step, "data": {"position": step}}}
         if ranks.first:
-            note(place, f"writing {step}")
+            note(root, f"writing {step}")
         saves.save(engine, step, state)
         saves.remove_old()
         if ranks.first:
-            note(place, f"done {step}")
+            note(root, f"done {step}")
 
 
 def content_of(folder: Path) -> str:
@@ -94,11 +94,11 @@ def content_of(folder: Path) -> str:
 
 def newest(folder: Path) -> tuple[int, str]:
     """What a start finds after a kill: recovered, whole to the last byte, loadable; its step and its content."""
-    found = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
-    found.recover()
-    manifest = found.newest()
-    found.check(manifest)
-    assert not list(found.folder.glob("*.tmp"))
+    result = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
+    result.recover()
+    manifest = result.newest()
+    result.check(manifest)
+    assert not list(result.folder.glob("*.tmp"))
     return manifest.step, content_of(manifest.folder)
 
 
@@ -159,9 +159,9 @@ def unbroken(request, tmp_path_factory) -> tuple[int, dict[int, str], dict[str, 
     """Stage, content of every step's checkpoint, and how long each part of a save takes."""
     folder = tmp_path_factory.mktemp(f"unbroken{request.param}")
     run_distributed(train_and_save, 2, request.param, str(folder), 0)
-    seen = events(folder)
+    records = events(folder)
     seconds = dict.fromkeys(PARTS, 0.0)
-    for (start, part), (stop, _) in zip(seen, seen[1:], strict=False):
+    for (start, part), (stop, _) in zip(records, records[1:], strict=False):
         if part.split()[0] in PARTS:
             seconds[part.split()[0]] += (stop - start) / STEPS
     contents = {step: content_of(folder / "checkpoints" / f"step_{step:06d}") for step in range(1, STEPS + 1)}
@@ -191,9 +191,9 @@ def test_a_run_killed_at_random_moments_ends_where_the_unbroken_one_does(unbroke
         last = events(folder)[-1][1]
         done = [int(event.split()[1]) for _, event in events(folder) if event.startswith("done")]
         fell[last.split()[0]] += 1
-        found, content = newest(folder)
-        assert found >= max(done), f"kill {number} during {last}"
-        assert content == contents[found], f"kill {number} during {last}"
+        result, content = newest(folder)
+        assert result >= max(done), f"kill {number} during {last}"
+        assert content == contents[result], f"kill {number} during {last}"
         shutil.rmtree(folder)
     print(f"stage {stage}: {KILLS} kills, by the last thing begun: {dict(fell)}")
     assert sum(fell[part] for part in PARTS) >= KILLS // 3
@@ -217,7 +217,7 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
         ranks.barrier()
         return check_written(temporary)
 
-    said, left = "", []
+    message, left = "", []
     for step in (1, 2, 3):
         train_step(engine, case, step - 1)
         forge.step(probe_of(engine, case, step - 1))
@@ -225,16 +225,16 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
         try:
             saves.save(engine, step, {"train": {"step": step, "data": {}}})
         except AgreedError as error:
-            said = str(error)
+            message = str(error)
             ranks.barrier()
             left = sorted(path.name for path in saves.folder.iterdir() if path.suffix != ".py")  # DeepSpeed's scripts
             ranks.barrier()
-    return said, left, saves.newest().step
+    return message, left, saves.newest().step
 
 
 def test_a_file_that_cannot_be_read_back_never_counts(tmp_path):
-    for said, left, after in run_distributed(save_on_a_bad_disk, 2, str(tmp_path)):
-        assert "step_000002 cannot be written" in said and "rank_1_mp_rank_00_optim_states.pt" in said
-        assert "continue from the checkpoint before" in said
+    for message, left, after in run_distributed(save_on_a_bad_disk, 2, str(tmp_path)):
+        assert "step_000002 cannot be written" in message and "rank_1_mp_rank_00_optim_states.pt" in message
+        assert "continue from the checkpoint before" in message
         assert left == ["latest", "step_000001"]
         assert after == 3

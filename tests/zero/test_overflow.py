@@ -24,7 +24,7 @@ def overflow_in_training(stage: int, source: str) -> dict[str, Any]:
     case = fp16(stage, initial_scale_power=32, hysteresis=1, loss_scale_window=1000)
     case = dataclasses.replace(case, config={"curvature": {"source": source}})
     engine, forge = build(case)
-    seen = []
+    records = []
     for step in range(40):
         before = published(engine)
         engine.backward(engine(**my_part(batch_at(step))).loss)
@@ -33,12 +33,12 @@ def overflow_in_training(stage: int, source: str) -> dict[str, Any]:
         count = forge.step_count
         updated = forge.step(lambda step=step: engine(**my_part(batch_at(step))).loss)
         same = all(torch.equal(value, before[name]) for name, value in published(engine).items())
-        seen.append((skipped, count, forge.step_count, updated, same))
+        records.append((skipped, count, forge.step_count, updated, same))
         if forge.step_count == 9:
             break
     forge.finish()
     finite = all(curvature.isfinite().all() for curvature in gathered(forge, "curvature").values())
-    return {"seen": seen, "mask": gathered(forge, "mask"), "finite": finite}
+    return {"seen": records, "mask": gathered(forge, "mask"), "finite": finite}
 
 
 def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:

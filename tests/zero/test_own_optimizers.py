@@ -113,8 +113,8 @@ def test_a_gpu_runs_the_whole_life_of_a_mask() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_gpus_end_where_one_does(stage: int) -> None:
     assert run_distributed(on_a_gpu, 2, (stage,), device="cuda") == [[], []]
-    one, two = (run_distributed(by_elements, ranks, stage, device="cuda")[0] for ranks in (1, 2))
-    assert agreement(one, two) > 0.99
+    first, second = (run_distributed(by_elements, ranks, stage, device="cuda")[0] for ranks in (1, 2))
+    assert agreement(first, second) > 0.99
 
 
 def by_elements(stage: int) -> dict[str, torch.Tensor]:
@@ -122,9 +122,9 @@ def by_elements(stage: int) -> dict[str, torch.Tensor]:
     return train(Case(stage=stage, config={"curvature": {"factored": False}}, more=OWN))[1]
 
 
-def agreement(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
+def agreement(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """Share of entries that are the same, in the weight where it is lowest."""
-    return min((two[name] == mask).float().mean().item() for name, mask in one.items())
+    return min((second[name] == mask).float().mean().item() for name, mask in first.items())
 
 
 def on_a_gpu(stages: tuple[int, ...]) -> list[str]:
@@ -142,11 +142,11 @@ def on_a_gpu(stages: tuple[int, ...]) -> list[str]:
             forge.step(probe_of(engine, case, step))
         counts = forge.histograms(4)
         for weight in forge.weights:
-            what = f"stage {stage}, {importance} {pattern} {weight.name}"
+            subject = f"stage {stage}, {importance} {pattern} {weight.name}"
             mask = gathered(forge, "mask")[weight.name]
             kept = forge.pattern.to_groups(mask, weight.shape, weight.input_axis).sum(1)
             if not torch.all(kept == forge.pattern.kept):
-                problems.append(f"{what}: groups of {kept.unique().tolist()}")
+                problems.append(f"{subject}: groups of {kept.unique().tolist()}")
             if sum(counts[f"mask/{weight.name}"][0]) != weight.numel:
-                problems.append(f"{what}: histogram")
+                problems.append(f"{subject}: histogram")
     return problems

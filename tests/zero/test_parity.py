@@ -164,24 +164,28 @@ def farthest(left: dict[str, Tensor], right: dict[str, Tensor], relative: bool =
 def assert_same_trajectory(record: dict[str, Any], expected: dict[str, Any], case: Case, where: str) -> None:
     assert record["losses"] == pytest.approx(expected["losses"], rel=1e-5), where
     assert [u["step"] for u in record["updates"]] == [u["step"] for u in expected["updates"]], where
-    for mine, theirs in zip(record["updates"], expected["updates"], strict=True):
-        at = f"{where}, step {mine['step']}"
-        if "curvature" in mine:
-            scale = {name: ratio(mine["curvature"][name], theirs["curvature"][name]) for name in mine["curvature"]}
+    for actual, reference in zip(record["updates"], expected["updates"], strict=True):
+        at = f"{where}, step {actual['step']}"
+        if "curvature" in actual:
+            scale = {
+                name: ratio(actual["curvature"][name], reference["curvature"][name]) for name in actual["curvature"]
+            }
             assert all(abs(s - 1) < FP32_CURVATURE for s in scale.values()), (at, scale)
-            assert farthest(mine["curvature"], theirs["curvature"], relative=True) < FP32_CURVATURE, at
-        assert farthest(mine["dense"], theirs["dense"]) < FP32_WEIGHT, at
-        assert farthest(mine["mask"], theirs["mask"]) < FP32_MASK, at
+            assert farthest(actual["curvature"], reference["curvature"], relative=True) < FP32_CURVATURE, at
+        assert farthest(actual["dense"], reference["dense"]) < FP32_WEIGHT, at
+        assert farthest(actual["mask"], reference["mask"]) < FP32_MASK, at
     assert farthest(record["mask"], expected["mask"]) < FP32_MASK, where
     assert farthest(record["dense"], expected["dense"]) < FP32_WEIGHT, where
     # The keys' bias moves every score of a row alike, so its gradient is rounding noise, which Adam makes a full step.
-    seen = [{n: v for n, v in r["published"].items() if "c_attn.bias" not in n} for r in (record, expected)]
-    assert farthest(*seen) < max(FP32_WEIGHT, FP32_MASK), where
+    published_weights = [
+        {n: v for n, v in r["published"].items() if "c_attn.bias" not in n} for r in (record, expected)
+    ]
+    assert farthest(*published_weights) < max(FP32_WEIGHT, FP32_MASK), where
 
 
-def ratio(mine: Tensor, theirs: Tensor) -> float:
+def ratio(actual: Tensor, reference: Tensor) -> float:
     """Least-squares factor between two tensors: a wrong constant shows here."""
-    return (mine.double() @ theirs.double() / theirs.double().square().sum()).item()
+    return (actual.double() @ reference.double() / reference.double().square().sum()).item()
 
 
 def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> None:
@@ -265,11 +269,11 @@ def test_bf16_is_the_reference_up_to_rounding(world_size: int) -> None:
         if key not in _references:
             _references[key] = reference_of(case, step_at_init=stage == 0)
         expected = _references[key]
-        mine, theirs = record["updates"][0], expected["updates"][0]
+        actual, reference = record["updates"][0], expected["updates"][0]
         for kind, bound in (("dense", BF16_MEAN_WEIGHT), ("mask", BF16_MEAN_MASK)):
-            apart = [(mine[kind][n] - value).abs().mean() for n, value in theirs[kind].items()]
+            apart = [(actual[kind][n] - value).abs().mean() for n, value in reference[kind].items()]
             assert torch.stack(apart).mean().item() < bound, (where, kind)
-        same = [((mine["mask"][n] > 0.8) == (value > 0.8)).float().mean() for n, value in theirs["mask"].items()]
+        same = [((actual["mask"][n] > 0.8) == (value > 0.8)).float().mean() for n, value in reference["mask"].items()]
         if case.sparseforge.importance != "hutchinson":
             assert torch.stack(same).mean().item() > BF16_SAME_TARGET, where
 

@@ -67,9 +67,9 @@ def all_bytes(before: set[int], expected: int) -> int:
     while len(sizes) < 5 and (not sizes or min(sizes) > 1.02 * expected):
         time.sleep(0.1 * len(sizes))
         gc.collect()
-        found = [value for value in gc.get_objects() if isinstance(value, Tensor) and id(value) not in before]
-        sizes.append(size([*found, *(value.grad for value in found if value.is_leaf and value.grad is not None)]))
-        del found
+        result = [value for value in gc.get_objects() if isinstance(value, Tensor) and id(value) not in before]
+        sizes.append(size([*result, *(value.grad for value in result if value.is_leaf and value.grad is not None)]))
+        del result
     return min(sizes)
 
 
@@ -144,16 +144,16 @@ def bytes_by_rank() -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("index", range(len(STATES)))
 def test_a_real_run_needs_the_planned_memory(bytes_by_rank: list[list[dict[str, Any]]], index: int) -> None:
     for rank in bytes_by_rank:
-        for name, (expected, found) in rank[index].items():
-            assert found == pytest.approx(expected, rel=0.1, abs=512), (STATES[index], name)
+        for name, (expected, result) in rank[index].items():
+            assert result == pytest.approx(expected, rel=0.1, abs=512), (STATES[index], name)
 
 
 def test_an_offloaded_optimizer_accumulates_on_the_host(bytes_by_rank: list[list[dict[str, Any]]]) -> None:
     """In a copy of its own at stage 2, which is too small a part of everything to be missed there."""
     once, twice = (i for i, (case, _) in enumerate(STATES) if case.stage == 2 and case.client)
     for rank in bytes_by_rank:
-        expected, found = (more - less for more, less in zip(rank[twice]["all"], rank[once]["all"], strict=True))
-        assert found == pytest.approx(expected, rel=0.2) and expected > 0  # both ranks have a weight of both whole
+        expected, result = (more - less for more, less in zip(rank[twice]["all"], rank[once]["all"], strict=True))
+        assert result == pytest.approx(expected, rel=0.2) and expected > 0  # both ranks have a weight of both whole
 
 
 # -- gathered weights -------------------------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def gathered_by_all(cases: list[tuple[Case, bool]]) -> list[Any]:
 def test_gathered_weights_are_those_of_deepspeed() -> None:
     """Never fewer than there are, and at most a quarter more; also those of experts, which a leaf module gathers."""
     cases = [*GATHERING, *GATHERING_EXPERTS]
-    for case, (bound, found) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
-        assert found <= bound <= 1.25 * found, case
+    for case, (bound, result) in zip(cases, run_distributed(gathered_by_all, 2, cases)[0], strict=True):
+        assert result <= bound <= 1.25 * result, case
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -245,5 +245,5 @@ def saved_by(cases: list[Case], folder: Path) -> list[tuple[int, int]]:
 
 def test_a_real_checkpoint_has_the_planned_bytes(tmp_path: Path) -> None:
     cases = [Case(stage=stage, dtype=dtype, zero=SMALL if stage else {}) for stage in range(4) for dtype in DTYPES]
-    for case, (expected, found) in zip(cases, run_distributed(saved_by, 2, cases, tmp_path)[0], strict=True):
-        assert found == pytest.approx(expected, rel=0.1), case
+    for case, (expected, result) in zip(cases, run_distributed(saved_by, 2, cases, tmp_path)[0], strict=True):
+        assert result == pytest.approx(expected, rel=0.1), case

@@ -77,8 +77,8 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
             assert summed.refresh(batches_of(probe), step, probes)
             running = RunningSums(shards.matrices, shards.shards)
             running.take(*summed.finish(), torch.ones(len(shards.matrices.names)))
-            whole = running.gather()
-            return {name: whole.weight_sums(name).clone() for name in shards.shards}
+            full = running.gather()
+            return {name: full.weight_sums(name).clone() for name in shards.shards}
 
         return sample_sums
     estimator = estimator_of(shards, config)
@@ -199,10 +199,10 @@ def measure_all(requests: list[tuple[Any, ...]]) -> list[dict[str, Tensor]]:
     return [measure(*request) for request in requests]
 
 
-def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+def apart(actual: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """Relative distance, all weights together."""
-    square = sum((mine[n].double() - theirs[n].double()).square().sum() for n in theirs)
-    return float((square / sum(t.double().square().sum() for t in theirs.values())).sqrt())
+    square = sum((actual[n].double() - reference[n].double()).square().sum() for n in reference)
+    return float((square / sum(t.double().square().sum() for t in reference.values())).sqrt())
 
 
 def exact_samples(case: Case) -> dict[str, Tensor]:
@@ -227,9 +227,9 @@ def exact_samples(case: Case) -> dict[str, Tensor]:
 def test_gradient_difference_is_the_exact_hessian_vector_product(world_size: int) -> None:
     stages = [0, 1, 2, 3] if world_size == 3 else [0, 3]
     cases = [Case(stage=stage, model=model, clip=0.01, gas=2) for stage in stages for model in ("llama", "gpt2")]
-    found = run_distributed(measure_all, world_size, [(case, "weights") for case in cases])[0]
-    for case, mine in zip(cases, found, strict=True):
-        assert apart(mine, exact_samples(case)) < 1e-3, (case.stage, case.model)
+    results = run_distributed(measure_all, world_size, [(case, "weights") for case in cases])[0]
+    for case, actual in zip(cases, results, strict=True):
+        assert apart(actual, exact_samples(case)) < 1e-3, (case.stage, case.model)
 
 
 def test_per_token_curvature_is_the_explicit_one() -> None:
@@ -245,7 +245,7 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
             ("gpt2", "hutchinson"),
         )
     ]
-    for (case, kind, *_), mine in zip(requests, run_distributed(measure_all, 3, requests)[0], strict=True):
+    for (case, kind, *_), actual in zip(requests, run_distributed(measure_all, 3, requests)[0], strict=True):
         model = MODELS[case.model]()
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, case.sparseforge)}
         config = named(kind, case.sparseforge)
@@ -254,7 +254,7 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
         if config.keeps_sums:
             expected = {name: axis_sums(value, tuple(reference.master[name].shape)) for name, value in expected.items()}
         bound = 1e-3 if kind == "hutchinson" else 1e-5  # of a difference of gradients
-        assert apart(mine, expected) < bound, (case.stage, kind)
+        assert apart(actual, expected) < bound, (case.stage, kind)
 
 
 def with_weight_gradients(self: Probe, passes: Any) -> None:
@@ -263,10 +263,10 @@ def with_weight_gradients(self: Probe, passes: Any) -> None:
 
 
 def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    found = measure_all(requests)
+    result = measure_all(requests)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Probe, "activations", with_weight_gradients)
-        return list(zip(found, measure_all(requests), strict=True))
+        return list(zip(result, measure_all(requests), strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -283,8 +283,8 @@ def test_hooks_need_no_gradients_of_weights(stage: int) -> None:
         for how in (None, False, True)
     ]
     for request, (without, as_well) in zip(requests, run_distributed(measure_both_ways, 2, requests)[0], strict=True):
-        for name, found in without.items():
-            assert found.any() and torch.equal(found, as_well[name]), (request, name)
+        for name, result in without.items():
+            assert result.any() and torch.equal(result, as_well[name]), (request, name)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -294,10 +294,10 @@ def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
         for kind in ("fisher", "elements", "hutchinson", "weights", "wanda")
         for how in (None, False, True)
     ]
-    found = run_distributed(measure_all, 2, requests)[0]
+    results = run_distributed(measure_all, 2, requests)[0]
     for i in range(0, len(requests), 3):
         for j in (1, 2):
-            assert apart(found[i + j], found[i]) < (1e-3 if requests[i][1] == "weights" else 1e-6), requests[i + j]
+            assert apart(results[i + j], results[i]) < (1e-3 if requests[i][1] == "weights" else 1e-6), requests[i + j]
 
 
 IN_PLACE: dict[str, dict[str, Any]] = {"falcon": {}, "falcon_new": {}, "llama4": {"exclude": ["*.experts.*"]}}
@@ -319,18 +319,18 @@ def test_outputs_may_be_changed_in_place() -> None:
         for kind in ("fisher", "hutchinson", "wanda")
         for how, copied in ((None, True), (None, False), (False, False), (True, False))
     ]
-    found, runs = run_distributed(measure_in_place, 2, requests)[0]
+    results, runs = run_distributed(measure_in_place, 2, requests)[0]
     for i in range(0, len(requests), 4):
-        assert all(found[i][name].any() for name in found[i]), requests[i]
+        assert all(results[i][name].any() for name in results[i]), requests[i]
         for j in (1, 2, 3):
-            assert apart(found[i + j], found[i]) < 1e-6, requests[i + j]
+            assert apart(results[i + j], results[i]) < 1e-6, requests[i + j]
     for record in runs:
         assert len(record["updates"]) == 2 and record["losses"][-1] < record["losses"][0]
 
 
 def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
     """What ZeRO-3 thinks of its record of the order of modules, from the third step on, per kind and checkpointing."""
-    seen = {}
+    records = {}
     for kind in kinds:
         for checkpointing in (False, True):
             own = {"source": "training"} if kind == "training" else {}
@@ -349,15 +349,15 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
                 modes.append(vars(coordinator)[key].name)
                 forge.step(probe_of(engine, case, step))
                 modes.append(vars(coordinator)[key].name)
-            seen[kind, checkpointing] = set(modes[4:])
-    return seen
+            records[kind, checkpointing] = set(modes[4:])
+    return records
 
 
 def test_prefetching_survives_probes() -> None:
     """A probe that called modules in another order than training would cost the next two steps their prefetches."""
     kinds = ("hutchinson", "fisher", "wanda", "training")
-    (seen, _) = run_distributed(prefetch_traces, 2, kinds)
-    assert seen == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}
+    (records, _) = run_distributed(prefetch_traces, 2, kinds)
+    assert records == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}
 
 
 # -- probes at outputs ------------------------------------------------------------------------------------------------
@@ -411,9 +411,9 @@ def test_probes_at_outputs_are_unbiased() -> None:
     samples, expected = run_distributed(samples_at_outputs, 1)[0], exact_token_diagonal()
     errors = []
     for name, exact in expected.items():
-        each = torch.stack([sample[name] for sample in samples]).double()
-        error = each.std(0) / len(each) ** 0.5
-        assert ((each.mean(0) - exact).abs() < 5 * error + 1e-3 * exact.abs().max()).all(), name
+        item = torch.stack([sample[name] for sample in samples]).double()
+        error = item.std(0) / len(item) ** 0.5
+        assert ((item.mean(0) - exact).abs() < 5 * error + 1e-3 * exact.abs().max()).all(), name
         errors.append((error.square().sum() / exact.double().square().sum()).sqrt().item())
     assert min(errors) < 0.3  # there is something to see
 
@@ -428,7 +428,7 @@ def outputs_by_dtype() -> list[dict[str, Tensor]]:
 
 
 def misuses_of_outputs() -> list[str]:
-    said = []
+    messages = []
     for case, times in ((Case(model="qwen3_moe"), 1), (Case(), 2)):
         case = replace(case, config={"importance": "hutchinson", "method": {"update_every": 1}})
         try:
@@ -437,8 +437,8 @@ def misuses_of_outputs() -> list[str]:
             probe = probe_of(engine, case, 0)
             forge.step(probe if times == 1 else lambda probe=probe: probe() + probe())
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_weights_without_outputs_of_their_own_are_named() -> None:

@@ -79,10 +79,10 @@ def observed() -> dict[str, Any]:
 
 
 def test_masters_in_bf16_are_published_from_fp32_weights() -> None:
-    for found in run_distributed(observed, 2):
-        assert found["step"] == []
-        assert found["kept"] == 0, "row and column sums outlive the scoring"
-        negative, mixed = found["said"]
+    for result in run_distributed(observed, 2):
+        assert result["step"] == []
+        assert result["kept"] == 0, "row and column sums outlive the scoring"
+        negative, mixed = result["said"]
         assert "for 7 of 7 matrices" in negative
         assert "<= 0" in negative and "curvature.first_probes = 2" in negative and "took no part" not in negative
         assert "for 1 of 7 matrices" in mixed and "q_proj.weight. Their layers took no part" in mixed

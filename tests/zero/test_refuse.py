@@ -66,20 +66,22 @@ def what_is_no_engine() -> dict[str, str]:
 
     case = Case(stage=1, config={"importance": "magnitude"})
     model = sf.prepare(BUILDERS["llama"](), case.sparseforge)
-    given: dict[str, Any] = {"bare": model, "accelerate": Accelerator(cpu=True).prepare(model)}
+    arguments: dict[str, Any] = {"bare": model, "accelerate": Accelerator(cpu=True).prepare(model)}
     groups = sf.param_groups(model, case.sparseforge)
-    given["tuple"] = deepspeed.initialize(model=model, model_parameters=groups, config=case.deepspeed())
-    said = {}
-    for name, what in given.items():
+    arguments["tuple"] = deepspeed.initialize(model=model, model_parameters=groups, config=case.deepspeed())
+    messages = {}
+    for name, subject in arguments.items():
         with pytest.raises(ValueError) as refused:
-            sf.SparseForge(what, case.sparseforge)
-        said[name] = str(refused.value)
-    return said
+            sf.SparseForge(subject, case.sparseforge)
+        messages[name] = str(refused.value)
+    return messages
 
 
 def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
-    said = run_distributed(what_is_no_engine, 2)[0]
-    assert said["bare"].startswith("not a DeepSpeed engine, but a transformers.models.llama.modeling_llama.LlamaForCau")
-    assert "DistributedDataParallel around a LlamaForCausalLM: pass the first thing" in said["accelerate"]
-    assert "accelerate launch --use_deepspeed" in said["accelerate"] and "DeepSpeed plugin" in said["bare"]
-    assert said["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")
+    messages = run_distributed(what_is_no_engine, 2)[0]
+    assert messages["bare"].startswith(
+        "not a DeepSpeed engine, but a transformers.models.llama.modeling_llama.LlamaForCau"
+    )
+    assert "DistributedDataParallel around a LlamaForCausalLM: pass the first thing" in messages["accelerate"]
+    assert "accelerate launch --use_deepspeed" in messages["accelerate"] and "DeepSpeed plugin" in messages["bare"]
+    assert messages["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")

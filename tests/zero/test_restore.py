@@ -114,7 +114,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     import deepspeed
 
     layout = forge.sharded.layout
-    found: dict[str, Tensor] = {"buffer counted": engine.module.counted.clone()}
+    results: dict[str, Tensor] = {"buffer counted": engine.module.counted.clone()}
     pieces: dict[str, Tensor] = {}
     for name, shard in layout.shards.items():
         flat = layout.flats[shard.flat]
@@ -123,15 +123,15 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
             if torch.is_tensor(value) and value.dim():
                 parts[key] = value
             else:
-                found[f"{key} {name}"] = torch.tensor(float(value))
+                results[f"{key} {name}"] = torch.tensor(float(value))
         for key, value in parts.items():
             full = torch.zeros(torch.Size(shard.shape).numel(), device=layout.device)
             full[shard.start : shard.stop] = shard.slice_of_flat(value)
             pieces[f"{key} {name}"] = full
-    found |= added_up(pieces, layout.replicated)
+    results |= added_up(pieces, layout.replicated)
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        found |= {f"weight {name}": value.detach().clone() for name, value in engine.module.named_parameters()}
-    return found
+        results |= {f"weight {name}": value.detach().clone() for name, value in engine.module.named_parameters()}
+    return results
 
 
 def scaler_of(engine: Any) -> Any:
@@ -143,12 +143,12 @@ def scaler_of(engine: Any) -> Any:
 
 def go_on(engine: Any, forge: Any, case: Case, first: int, last: int) -> dict[int, dict[str, dict[str, Tensor]]]:
     """Train; masks and dense weights after each step."""
-    seen = {}
+    records = {}
     for step in range(first, last):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
-        seen[step + 1] = states(forge, "mask", "dense")
-    return seen
+        records[step + 1] = states(forge, "mask", "dense")
+    return records
 
 
 def record(engine: Any, forge: Any) -> dict[str, Any]:
@@ -196,20 +196,20 @@ def moved(pairs: list[tuple[str, int]], folder: str) -> dict[tuple[str, int], An
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("runs")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for ranks in (1, 2, 3, 4):
         names = [name for name, saved in SAVED.items() if saved.ranks == ranks]
-        found |= run_distributed(unbroken, ranks, names, str(folder))[0]
-    return folder, found
+        results |= run_distributed(unbroken, ranks, names, str(folder))[0]
+    return folder, results
 
 
 @pytest.fixture(scope="module")
 def continued(runs: tuple[Path, dict[str, Any]]) -> dict[tuple[str, int], Any]:
-    found: dict[tuple[str, int], Any] = {}
+    results: dict[tuple[str, int], Any] = {}
     for ranks in (1, 2, 3, 4):
         pairs = [(name, stage) for name, stage, at in PAIRS if at == ranks]
-        found |= run_distributed(moved, ranks, pairs, str(runs[0]))[0]
-    return found
+        results |= run_distributed(moved, ranks, pairs, str(runs[0]))[0]
+    return results
 
 
 def test_every_layout_is_a_source_and_a_target() -> None:
@@ -236,12 +236,12 @@ def test_a_restored_engine_holds_what_was_saved(runs: Any, continued: Any, name:
 def test_a_restored_run_ends_where_the_unbroken_one_does(
     runs: Any, continued: Any, name: str, stage: int, ranks: int
 ) -> None:
-    expected, found = runs[1][name]["later"], continued[name, stage]["later"]
-    assert expected.keys() == found.keys() == set(range(SAVED[name].save + 1, STEPS + 1))
+    expected, result = runs[1][name]["later"], continued[name, stage]["later"]
+    assert expected.keys() == result.keys() == set(range(SAVED[name].save + 1, STEPS + 1))
     apart: dict[str, list[Tensor]] = {"mask": [], "dense": []}
-    for step, there in expected.items():
-        for key, values in there.items():
-            apart[key] += [(found[step][key][weight] - value).abs() for weight, value in values.items()]
+    for step, target in expected.items():
+        for key, values in target.items():
+            apart[key] += [(result[step][key][weight] - value).abs() for weight, value in values.items()]
     mask, dense = (torch.cat(apart[key]) for key in ("mask", "dense"))
     if SAVED[name].case.dtype == "fp32":
         assert mask.max() < FP32_MASK and dense.max() < FP32_DENSE, (mask.max(), dense.max())
@@ -253,7 +253,7 @@ def test_a_restored_run_ends_where_the_unbroken_one_does(
 def misfits(folder: str) -> dict[str, str]:
     """What checkpoints that do not fit say on every rank, and whether they change anything."""
     saved = SAVED["2 on 3"].case
-    found = {}
+    results = {}
 
     def refusal(case: Case, name: str, change: Any = None) -> str:
         model = model_of(case, fresh=True)
@@ -280,17 +280,17 @@ def misfits(folder: str) -> dict[str, str]:
 
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
     plain = replace(saved, zero={}, more={})
-    found["pattern"] = refusal(replace(plain, config={**LOW_RANK, "pattern": "1:4"}), "2 on 3")
-    found["thawed"] = refusal(plain, "2 on 3", train_everything)
-    found["frozen"] = refusal(plain, "2 on 3", freeze_norms)
-    found["buffer"] = refusal(plain, "2 on 3", grow_the_buffer)
-    found["optimizer"] = refusal(replace(plain, more=sgd), "2 on 3")
-    found["scheduler"] = refusal(
+    results["pattern"] = refusal(replace(plain, config={**LOW_RANK, "pattern": "1:4"}), "2 on 3")
+    results["thawed"] = refusal(plain, "2 on 3", train_everything)
+    results["frozen"] = refusal(plain, "2 on 3", freeze_norms)
+    results["buffer"] = refusal(plain, "2 on 3", grow_the_buffer)
+    results["optimizer"] = refusal(replace(plain, more=sgd), "2 on 3")
+    results["scheduler"] = refusal(
         replace(plain, more={"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}), "2 on 3"
     )
-    found["damaged"] = refusal(plain, "damaged")
-    found["same"] = refusal(plain, "2 on 3")
-    return found
+    results["damaged"] = refusal(plain, "damaged")
+    results["same"] = refusal(plain, "2 on 3")
+    return results
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
@@ -306,7 +306,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
     assert damaged == 1
     ranks = run_distributed(misfits, 2, str(folder))
     assert ranks[0] == ranks[1]  # also where one rank alone has read the damage
-    said, where = ranks[0], str(folder / "2 on 3")
+    messages, where = ranks[0], str(folder / "2 on 3")
     for key, text in {
         "pattern": 'sparseforge.pattern was "2:4", is "1:4"',
         "thawed": "model.embed_tokens.weight, which is trained here",
@@ -315,9 +315,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
         "optimizer": "another kind of optimizer",
         "scheduler": "without an lr scheduler in the engine, this engine has WarmupLR",
     }.items():
-        assert said[key].startswith(where) and text in said[key], said[key]
-    assert str(folder / "damaged") in said["damaged"] and "up_proj.weight is not what" in said["damaged"]
-    assert said["same"] == "accepted"
+        assert messages[key].startswith(where) and text in messages[key], messages[key]
+    assert str(folder / "damaged") in messages["damaged"] and "up_proj.weight is not what" in messages["damaged"]
+    assert messages["same"] == "accepted"
 
 
 def counted(folder: str) -> dict[str, int]:
@@ -360,7 +360,7 @@ BEFORE = {
 
 def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
     """Whether a run saved before its first step starts anew from its weights, and how far it then goes astray."""
-    found = {}
+    results = {}
     for name, case in BEFORE.items():
         engine, forge = build(case, model_of(case, fresh=False))
         engine.save_checkpoint(folder, tag=name)
@@ -371,10 +371,10 @@ def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
         forge.restore(Checkpoint(Path(folder, name)))
         begun = forge.step_count > 0 or any("dense" in state for state in engine.basic_optimizer.state.values())
         forge.start(probe_of(engine, other, 0))
-        seen = go_on(engine, forge, other, 0, 4)
-        dense, kept = seen[4]["dense"], expected[4]["dense"]
-        found[name] = (begun, max((dense[weight] - value).abs().mean().item() for weight, value in kept.items()))
-    return found
+        records = go_on(engine, forge, other, 0, 4)
+        dense, kept = records[4]["dense"], expected[4]["dense"]
+        results[name] = (begun, max((dense[weight] - value).abs().mean().item() for weight, value in kept.items()))
+    return results
 
 
 def test_a_run_saved_before_its_first_step_is_restored(tmp_path: Path) -> None:
@@ -393,7 +393,7 @@ OPTIMIZERS: dict[str, tuple[str, Case]] = {
 
 def own_optimizers(folder: str) -> dict[tuple[str, str], float]:
     """How far a run goes astray in one step when another implementation of AdamW continues it, and its step counts."""
-    found = {}
+    results = {}
     for before, (kind, case) in OPTIMIZERS.items():
         engine, forge = build(case)
         assert type(engine.basic_optimizer).__name__ == kind
@@ -407,8 +407,8 @@ def own_optimizers(folder: str) -> dict[tuple[str, str], float]:
             assert {float(state["step"]) for state in states} == {5.0}
             assert {torch.is_tensor(state["step"]) for state in states} == {after == "torch"}
             dense = go_on(engine, forge, other, 5, 6)[6]["dense"]
-            found[before, after] = max((dense[name] - value).abs().max().item() for name, value in expected.items())
-    return found
+            results[before, after] = max((dense[name] - value).abs().max().item() for name, value in expected.items())
+    return results
 
 
 def test_another_implementation_of_adam_continues(tmp_path: Path) -> None:

@@ -78,12 +78,12 @@ def state_of(engine: Any, forge: Any) -> dict[str, Any]:
 def unbroken(case: Case, folder: str) -> tuple[list[Any], dict[str, Any]]:
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
-    seen = []
+    records = []
     for step in range(STEPS):
-        seen.append(one_step(engine, forge, case, step))
+        records.append(one_step(engine, forge, case, step))
         if step + 1 in SAVES:
             engine.save_checkpoint(folder, tag=f"step{step + 1}")
-    return seen, state_of(engine, forge)
+    return records, state_of(engine, forge)
 
 
 def resumed(case: Case, folder: str, save: int, restore: bool) -> tuple[list[Any], dict[str, Any]]:
@@ -102,15 +102,15 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     for index, (name, case) in enumerate(cases.items()):
         inside = str(Path(folder, name))
-        seen, state = unbroken(case, inside)
+        records, state = unbroken(case, inside)
         problems = result[name] = []
         plain = name == f"{case.stage}-{case.dtype}"
         for number, save in enumerate(SAVES if plain else SAVES[index % 2 :: 2]):
             restore = (number + (plain and case.dtype == "bf16")) % 2 == 1
             seen_again, state_again = resumed(case, inside, save, restore)
             where = f"{'forge.restore' if restore else 'engine.load_checkpoint'} after {save}"
-            if seen_again != seen[save:]:
-                problems.append(f"{where}: {seen_again} is not {seen[save:]}")
+            if seen_again != records[save:]:
+                problems.append(f"{where}: {seen_again} is not {records[save:]}")
             assert state.keys() == state_again.keys(), where
             problems += [f"{where}: {key}" for key in state if not torch.equal(state[key], state_again[key])]
     return result
@@ -187,19 +187,21 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(stage: int, tmp_path: Path) -> None:
-    said = run_distributed(foreign, 2, stage, str(tmp_path))[0]
-    assert 'sparseforge.pattern was "2:4", is "1:4"' in said["pattern"]
-    assert "sparseforge.method.mask_rate was 0.4, is 0.5" in said["schedule"]
-    assert "is of a run of 10 steps, and this one has 20: masks are scheduled in" in said["max_steps"]
+    messages = run_distributed(foreign, 2, stage, str(tmp_path))[0]
+    assert 'sparseforge.pattern was "2:4", is "1:4"' in messages["pattern"]
+    assert "sparseforge.method.mask_rate was 0.4, is 0.5" in messages["schedule"]
+    assert "is of a run of 10 steps, and this one has 20: masks are scheduled in" in messages["max_steps"]
     # At stage 0 the list says what lies in the flats as well, and is missed before the runs are compared.
     missed = "the groups in its client state" if stage == 0 else "was null, is"
-    assert "weights" in said["weights"] and missed in said["weights"]
-    assert said["at the start"].endswith("save after a step, or before forge.start")
-    assert "version 0" in said["version"]
-    assert 'sparseforge.importance was "magnitude"' in said["magnitude"]
-    assert "holds no" in said["plain"] and "dense, mask" in said["plain"]
-    assert "was not saved by SparseForge" in said["foreign"]
-    assert "optimizer states" in said["module only"]
-    assert "optimizer states" in said["no optimizer"]
-    assert said["monitor"] == said["same"] == "accepted"
-    assert said["again"] == "5 ['mine', 'step']", "what a load returns may be saved again, as DeepSpeed's examples do"
+    assert "weights" in messages["weights"] and missed in messages["weights"]
+    assert messages["at the start"].endswith("save after a step, or before forge.start")
+    assert "version 0" in messages["version"]
+    assert 'sparseforge.importance was "magnitude"' in messages["magnitude"]
+    assert "holds no" in messages["plain"] and "dense, mask" in messages["plain"]
+    assert "was not saved by SparseForge" in messages["foreign"]
+    assert "optimizer states" in messages["module only"]
+    assert "optimizer states" in messages["no optimizer"]
+    assert messages["monitor"] == messages["same"] == "accepted"
+    assert messages["again"] == "5 ['mine', 'step']", (
+        "what a load returns may be saved again, as DeepSpeed's examples do"
+    )

@@ -55,9 +55,9 @@ def body() -> dict[str, Any]:
 
 
 def test_families_are_the_same_divided_and_others_are_refused() -> None:
-    for said in run_distributed(body, 2):
-        assert said["differs"].startswith("--model mean gives other logits when 2 ranks share its sequences")
-        assert "sequence_parallel_size = 2 by a device mesh" in said["mesh"]
+    for messages in run_distributed(body, 2):
+        assert messages["differs"].startswith("--model mean gives other logits when 2 ranks share its sequences")
+        assert "sequence_parallel_size = 2 by a device mesh" in messages["mesh"]
 
 
 BATCH, LENGTH = 2, 16
@@ -102,7 +102,7 @@ def own_loop(source: str) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("source", ["training", "probe"])
 def test_engines_with_an_mpu_share_sequences(source: str) -> None:
-    (whole,), (parts, _) = (run_distributed(own_loop, ranks, source) for ranks in (1, 2))
-    for name, mask in whole["mask"].items():
+    (full,), (parts, _) = (run_distributed(own_loop, ranks, source) for ranks in (1, 2))
+    for name, mask in full["mask"].items():
         assert (parts["mask"][name] - mask).abs().max() < 1e-5, name
-        assert (parts["dense"][name] - whole["dense"][name]).abs().max() < 1e-6, name
+        assert (parts["dense"][name] - full["dense"][name]).abs().max() < 1e-6, name

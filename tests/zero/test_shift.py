@@ -68,7 +68,7 @@ def branch_of(engine: Any) -> dict[str, torch.Tensor]:
 def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     engine, forge = build(case)
     problems = []
-    whole = gathered(forge, "dense")
+    full = gathered(forge, "dense")
     batch = my_part(batch_at(0))
     before = engine(**batch).logits.detach().float()
     if not_started:
@@ -91,10 +91,10 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         if not torch.allclose(before, after, atol=10 * rounding):
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
     dense, b, kept = gathered(forge, "dense"), branch_of(engine), forge.pattern
-    there = gathered(forge, "mask")  # of a fixed mask nothing is left where it pruned
+    target = gathered(forge, "mask")  # of a fixed mask nothing is left where it pruned
     for weight in forge.weights:
         name, k = weight.name, case.sparseforge.low_rank.k
-        was = out_in(whole[name], weight)
+        was = out_in(full[name], weight)
         expected = torch.stack([best_shift(run, kept.kept, kept.members) for run in was.split(k, dim=1)], dim=1)
         if not torch.allclose(b[name], expected, atol=rounding / 4, rtol=1e-2 if case.dtype == "bf16" else 1e-5):
             problems.append(f"B of {name} is not the best shift")
@@ -103,8 +103,8 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         if case.sparseforge.importance == "sparsegpt":
             continue  # which updates the shifted weights as well
         rest = out_in(dense[name], weight) + b[name].repeat_interleave(k, 1)[:, : was.shape[1]]
-        held = out_in(there[name], weight) != 0
-        if not torch.allclose(rest[held], was[held], atol=1e-6):
+        kept_mask = out_in(target[name], weight) != 0
+        if not torch.allclose(rest[kept_mask], was[kept_mask], atol=1e-6):
             problems.append(f"{name} gave up something else than what B adds")
     if not frozen:  # nothing happens that the network would notice, whatever B held before
         for name in branches(engine.module):
@@ -123,8 +123,8 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     forge.finish()
     weights = published(engine)
     for weight in forge.weights:
-        places = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
-        if (weights[weight.name].flatten()[places] != 0).sum(1).unique().tolist() != [2]:
+        positions = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
+        if (weights[weight.name].flatten()[positions] != 0).sum(1).unique().tolist() != [2]:
             problems.append(f"{weight.name} is not 2:4")
     if all(torch.equal(value, b[name]) for name, value in branch_of(engine).items()):
         problems.append("no B trains")

@@ -64,9 +64,9 @@ def _logits(family: str, config: DistillationConfig, **extra: Any) -> dict[str, 
         logits = teacher(_ids(seed))
         assert not logits.requires_grad
         errors.append((logits - expected).abs().max())
-    held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
+    stored = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
     resident = sum(p.numel() for p in model.parameters())
-    return {"error": max(errors), "parameters": parameters, "held": held, "resident": resident, "dtype": logits.dtype}
+    return {"error": max(errors), "parameters": parameters, "held": stored, "resident": resident, "dtype": logits.dtype}
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -194,25 +194,25 @@ def _in_head(stage: int, config: DistillationConfig, tied: bool, more: dict[str,
                 losses.append(torch.stack([part.detach().cpu() for part in parts]))
                 engine.step()
         norms.append(engine.get_global_grad_norm())  # None at stage 0 in fp32
-    held = sum(p.numel() for p in teacher.model.parameters())
-    whole = sum(getattr(p, "ds_numel", 0) for p in teacher.model.parameters())
-    return {"losses": torch.stack(losses), "norms": norms, "at_once": at_once, "whole": whole, "held": held}
+    stored = sum(p.numel() for p in teacher.model.parameters())
+    full = sum(getattr(p, "ds_numel", 0) for p in teacher.model.parameters())
+    return {"losses": torch.stack(losses), "norms": norms, "at_once": at_once, "whole": full, "held": stored}
 
 
 @contextmanager
 def _gathering() -> Iterator[dict[str, int]]:
     """Counts what all coordinators of ZeRO-3 gather."""
     name = "_PartitionedParameterCoordinator__all_gather_params_"
-    real, found = getattr(PartitionedParameterCoordinator, name), {"elements": 0}
+    real, result = getattr(PartitionedParameterCoordinator, name), {"elements": 0}
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         before = self._PartitionedParameterCoordinator__n_available_params
         real(self, *args, **kwargs)
-        found["elements"] += self._PartitionedParameterCoordinator__n_available_params - before
+        result["elements"] += self._PartitionedParameterCoordinator__n_available_params - before
 
     setattr(PartitionedParameterCoordinator, name, counted)
     try:
-        yield found
+        yield result
     finally:
         setattr(PartitionedParameterCoordinator, name, real)
 
@@ -249,8 +249,8 @@ def test_losses_in_the_head_are_those_of_whole_logits() -> None:
         stage, hold, tied, more = case
         losses, norms = expected[tied]
         rtol, atol = (0.05, 0.02) if more else (1e-4, 1e-5)
-        found = torch.stack([result["losses"] for result in results])
-        torch.testing.assert_close(found, losses, rtol=rtol, atol=atol)
+        outcome = torch.stack([result["losses"] for result in results])
+        torch.testing.assert_close(outcome, losses, rtol=rtol, atol=atol)
         for result in results:
             its_norms = [float(norm) for norm in result["norms"] if norm is not None]
             assert its_norms == pytest.approx(norms if stage else [], rel=0.05 if more else 1e-4), case

@@ -62,7 +62,7 @@ def seeing(family: str) -> PreTrainedModel:
 
 
 def train_towers(folder: Path) -> list[tuple[Any, ...]]:
-    found = []
+    results = []
     for family, block in BLOCKS.items():
         case = Case(stage=STAGES[family], config=block)
         engine, forge = build(case, seeing(family).train())
@@ -72,8 +72,8 @@ def train_towers(folder: Path) -> list[tuple[Any, ...]]:
             forge.step(StepText(engine, case, step))
         forge.finish()
         engine.save_checkpoint(str(folder / family))
-        found.append(([weight.name for weight in forge.weights], losses, published(engine)))
-    return found
+        results.append(([weight.name for weight in forge.weights], losses, published(engine)))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_the_language_tower_is_sparse_and_the_others_are_as_they_were(
         kept = after[name].view_as(before[name]) != 0
         assert torch.equal(kept.view(-1, 4).sum(dim=1), torch.full((kept.numel() // 4,), 2)), name
         assert not torch.equal(after[name].view_as(kept)[kept], before[name][kept]), name
-    seen = [name for name, parameter in before.items() if not parameter.requires_grad]
-    assert seen and all(torch.equal(after[name].view_as(before[name]), before[name]) for name in seen)
+    records = [name for name, parameter in before.items() if not parameter.requires_grad]
+    assert records and all(torch.equal(after[name].view_as(before[name]), before[name]) for name in records)
 
 
 def test_an_export_is_the_whole_model(

@@ -40,7 +40,7 @@ def save(engine: Any, forge: Any, run: Path) -> None:
 
 def walk(folder: Path) -> list[dict[str, Any]]:
     """Each case: masks and weights at the end, of the run in one go and of the one that changed its stage."""
-    found = []
+    results = []
     for case in CASES:
         engine, forge = build(case)
         forge.start(probe_of(engine, case, 0))
@@ -49,10 +49,10 @@ def walk(folder: Path) -> list[dict[str, Any]]:
         train(engine, forge, case, SAVE, STEPS)
         straight = states(forge, "mask", "dense")
 
-        there = replace(case, stage=(case.stage + 1) % 4)
-        engine, forge = build(there)
+        target = replace(case, stage=(case.stage + 1) % 4)
+        engine, forge = build(target)
         forge.restore(Checkpoint(folder / f"{case.stage}-half" / "checkpoints" / "step"))
-        train(engine, forge, there, SAVE, STEPS)
+        train(engine, forge, target, SAVE, STEPS)
         forge.finish()
         run = folder / str(case.stage)
         save(engine, forge, run)
@@ -63,8 +63,8 @@ def walk(folder: Path) -> list[dict[str, Any]]:
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
         moved = states(forge, "mask", "dense")
-        found.append({"straight": straight, "moved": moved, "logits": logits})
-    return found
+        results.append({"straight": straight, "moved": moved, "logits": logits})
+    return results
 
 
 @pytest.fixture(scope="module")

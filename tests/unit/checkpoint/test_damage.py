@@ -20,8 +20,8 @@ def write_checkpoint(folder: Path, manifest: bool = True) -> Path:
     file = folder / FILE
     torch.save({"weight": torch.arange(5000.0)}, file)
     if manifest:
-        held = Manifest(folder, 3, 1, 0, {FILE: file.stat().st_size}, {FILE: fingerprint(file)})
-        write_json(folder / MANIFEST, held.record())
+        stored = Manifest(folder, 3, 1, 0, {FILE: file.stat().st_size}, {FILE: fingerprint(file)})
+        write_json(folder / MANIFEST, stored.record())
     return folder
 
 
@@ -49,11 +49,15 @@ def test_a_flipped_byte_is_found(tmp_path: Path, manifest: bool) -> None:
 
 def test_the_newest_intact_sibling_is_named(tmp_path: Path) -> None:
     older, old, newest = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (2, 3, 4))
-    for damaged, said in ((newest, f"one beside it is {old}"), (old, f"is {older}"), (older, "no other one beside it")):
+    for damaged, message in (
+        (newest, f"one beside it is {old}"),
+        (old, f"is {older}"),
+        (older, "no other one beside it"),
+    ):
         flip(damaged)
         with pytest.raises(ValueError, match="checksum of") as refused, suggest_intact_checkpoint(newest):
             check_intact(newest)
-        assert said in str(refused.value)
+        assert message in str(refused.value)
     with (
         pytest.raises(ValueError, match="^alone$"),
         suggest_intact_checkpoint(write_checkpoint(tmp_path / "run" / "step_000001")),

@@ -19,11 +19,11 @@ def written(path: Path, content: str) -> Path:
 def test_the_old_folder_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = written(tmp_path / "final", "old")
     written(tmp_path / "final.old", "of a killed process")
-    there = []
-    monkeypatch.setattr(disk, "sync_tree", lambda _: there.append((final / "file").read_text()))
+    contents = []
+    monkeypatch.setattr(disk, "sync_tree", lambda _: contents.append((final / "file").read_text()))
     with atomic_folder(final, replace=True) as folder:
         (folder / "file").write_text("new")
-    assert there == ["old"] and (final / "file").read_text() == "new"
+    assert contents == ["old"] and (final / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
 

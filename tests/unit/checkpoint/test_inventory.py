@@ -24,22 +24,22 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 def test_complete_checkpoints_have_no_problem(checkpoints: Path) -> None:
-    found = take_inventory(checkpoints)
-    assert [(e.name, e.step, e.complete) for e in found.entries] == [
+    inventory = take_inventory(checkpoints)
+    assert [(e.name, e.step, e.complete) for e in inventory.entries] == [
         ("step_000100", 100, True),
         ("step_000200", 200, True),
     ]
-    assert found.problem is None and found.leftovers == []
-    assert found.current == found.entries[1]
-    assert found.current.bytes == sum(f.stat().st_size for f in (checkpoints / "step_000200").iterdir())
+    assert inventory.problem is None and inventory.leftovers == []
+    assert inventory.current == inventory.entries[1]
+    assert inventory.current.bytes == sum(f.stat().st_size for f in (checkpoints / "step_000200").iterdir())
 
 
 def test_the_newest_is_the_current_one_whatever_deepspeed_says(checkpoints: Path) -> None:
     (checkpoints / "latest").write_text("step_000100")
     (checkpoints / "step_000300").mkdir()
-    found = take_inventory(checkpoints)
-    assert found.current is not None and found.current.name == "step_000300" and found.problem is None
-    assert "no *_model_states.pt" in (found.current.problem or "")
+    inventory = take_inventory(checkpoints)
+    assert inventory.current is not None and inventory.current.name == "step_000300" and inventory.problem is None
+    assert "no *_model_states.pt" in (inventory.current.problem or "")
 
 
 def test_a_file_that_is_cut_off_or_missing_makes_a_checkpoint_incomplete(checkpoints: Path) -> None:
@@ -54,23 +54,23 @@ def test_a_file_that_is_cut_off_or_missing_makes_a_checkpoint_incomplete(checkpo
 def test_checkpoints_that_deepspeed_alone_saved_are_listed(checkpoints: Path, named: str, shown: str) -> None:
     for step in (100, 200):
         (checkpoints / f"step_{step:06d}").rename(checkpoints / f"global_step{step}")
-    found = take_inventory(checkpoints)
-    assert found.problem == f"{checkpoints / 'latest'}: no such file"
+    inventory = take_inventory(checkpoints)
+    assert inventory.problem == f"{checkpoints / 'latest'}: no such file"
     (checkpoints / "latest").write_text(named)
-    found = take_inventory(checkpoints)
-    assert found.problem == f"{checkpoints / 'latest'}: names {shown}, which is no folder beside it"
-    assert found.current is not None and found.current.name == "global_step200"
+    inventory = take_inventory(checkpoints)
+    assert inventory.problem == f"{checkpoints / 'latest'}: names {shown}, which is no folder beside it"
+    assert inventory.current is not None and inventory.current.name == "global_step200"
     (checkpoints / "latest").write_text("global_step100\n")
-    found = take_inventory(checkpoints)
-    assert found.current == found.entries[0] and found.problem is None
+    inventory = take_inventory(checkpoints)
+    assert inventory.current == inventory.entries[0] and inventory.problem is None
 
 
 def test_leftovers_of_a_crash_are_listed(checkpoints: Path) -> None:
     (checkpoints / "step_000300.tmp").mkdir()
     (checkpoints / "step_000300.tmp" / "half_model_states.pt").write_bytes(b"1")
     (checkpoints / "latest.tmp").write_text("x")
-    found = take_inventory(checkpoints)
-    assert found.leftovers == ["latest.tmp", "step_000300.tmp"] and len(found.entries) == 2
+    inventory = take_inventory(checkpoints)
+    assert inventory.leftovers == ["latest.tmp", "step_000300.tmp"] and len(inventory.entries) == 2
 
 
 def test_without_a_manifest_the_files_must_fit_together(tmp_path: Path) -> None:
@@ -84,5 +84,5 @@ def test_without_a_manifest_the_files_must_fit_together(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_checkpoints_is_an_empty_inventory(tmp_path: Path) -> None:
-    found = take_inventory(tmp_path / "checkpoints")
-    assert found.entries == [] and found.current is None and found.problem is None
+    inventory = take_inventory(tmp_path / "checkpoints")
+    assert inventory.entries == [] and inventory.current is None and inventory.problem is None

@@ -85,11 +85,11 @@ def test_a_link_out_of_the_folder_is_refused_everywhere(
     for name, read in _readers(cloned, out).items():
         try:
             assert read() == 2, name
-            said = capsys.readouterr().err
+            errors = capsys.readouterr().err
         except ValueError as error:
-            said = str(error)
-        assert f"{link}: is a link to " in said, (name, said)
-        assert "remove the link" in said and said.strip().count("\n") == 0
+            errors = str(error)
+        assert f"{link}: is a link to " in errors, (name, errors)
+        assert "remove the link" in errors and errors.strip().count("\n") == 0
     assert not list(out.iterdir())
 
 

@@ -34,11 +34,11 @@ def test_zero3_slots_end_to_end_are_the_weight(sizes: list[tuple[int, int]], wor
 def test_zero12_slots_end_to_end_are_the_weight(sizes: list[tuple[int, int]], world_size: int, gap: int) -> None:
     group = {f"w{i}": size for i, size in enumerate(sizes)}
     weights = {name: torch.randn(math.prod(shape)) for name, shape in group.items()}
-    whole = torch.cat([torch.cat([weight, torch.full((gap,), math.nan)]) for weight in weights.values()])
-    partition = 2 * math.ceil(whole.numel() / (2 * world_size))
-    whole = torch.cat([whole, torch.full((partition * world_size - whole.numel(),), math.nan)])
+    full = torch.cat([torch.cat([weight, torch.full((gap,), math.nan)]) for weight in weights.values()])
+    partition = 2 * math.ceil(full.numel() / (2 * world_size))
+    full = torch.cat([full, torch.full((partition * world_size - full.numel(),), math.nan)])
     for name, slots in zero12_slots([group], [[gap] * len(group)], [partition]).items():
-        flats = whole.view(world_size, partition)
+        flats = full.view(world_size, partition)
         assert torch.equal(torch.cat([flats[s.rank, s.start : s.stop] for s in slots]), weights[name])
         assert all(s.stop <= partition for s in slots)
 

@@ -19,10 +19,10 @@ for _ in tqdm(range(2), unit=" theirs"): pass
 
 def test_bars_are_seen_on_a_terminal_without_a_size() -> None:
     """A container has such a terminal, and tqdm draws nothing there."""
-    ours, theirs = pty.openpty()
-    assert os.get_terminal_size(theirs) == (0, 0)
-    subprocess.run([sys.executable, "-c", BARS], stderr=theirs, timeout=PATIENCE, check=True)
-    os.close(theirs)
+    ours, reference = pty.openpty()
+    assert os.get_terminal_size(reference) == (0, 0)
+    subprocess.run([sys.executable, "-c", BARS], stderr=reference, timeout=PATIENCE, check=True)
+    os.close(reference)
     shown = b""
     while chunk := _read(ours):
         shown += chunk

@@ -120,8 +120,8 @@ def test_chat_uses_the_template(dense: Path, tmp_path: Path, capsys: pytest.Capt
     tokenizer.chat_template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     tokenizer.save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), PROMPT, "--chat"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: {tmp_path}: the tokenizer's chat template refuses") and said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {tmp_path}: the tokenizer's chat template refuses") and errors.count("\n") == 1
 
 
 def test_models_and_prompts_that_cannot_be_continued_are_refused(
@@ -165,8 +165,8 @@ def test_a_model_of_nan_says_so(
     def refuses(name: str, value: float, why: str) -> None:
         save_file(tensors | {name: tensors[name].clone().fill_(value)}, folder / "model.safetensors", {"format": "pt"})
         assert main(["generate", str(folder), PROMPT, "--max_new_tokens", "4", "--temperature", temperature]) == 1
-        said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-        assert said == [f"error: {folder}: its logits are NaN, so that no token is likelier: {why}"]
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert errors == [f"error: {folder}: its logits are NaN, so that no token is likelier: {why}"]
 
     down = "model.layers.1.mlp.down_proj.weight"
     refuses(down, float("nan"), f"{down} is not finite; give a sound model")

@@ -52,7 +52,7 @@ def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     """The parsers name them without importing what they choose from, so they are held against it here."""
-    found = {name: options(command) for name, command in subcommands().items()}
+    result = {name: options(command) for name, command in subcommands().items()}
     expected = {
         ("export", "--format"): get_args(formats.Format),
         ("export", "--values"): tuple(packed_values.GRIDS),
@@ -75,9 +75,9 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("teach", "--document_frame"): get_args(arguments.DocumentFrame),
     }
     expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
-    said = {(name, flag): action for name, some in found.items() for flag, action in some.items() if action.choices}
-    assert said.keys() == expected.keys()
-    for key, action in said.items():
+    message = {(name, flag): action for name, some in result.items() for flag, action in some.items() if action.choices}
+    assert message.keys() == expected.keys()
+    for key, action in message.items():
         assert set(action.choices or ()) == set(expected[key]) and action.metavar is None, key
     with pytest.raises(SystemExit):
         main(["export", "run", "out", "--format", "onnx"])

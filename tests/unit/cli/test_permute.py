@@ -94,14 +94,14 @@ def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys
     prune_by_magnitude(model, NM(2, 4))
     pruned, out = write_model(tmp_path / "pruned", model), tmp_path / "out"
     steps = ["--steps", "2"] if command == "rotate" else []
-    for folder, options, said in (
+    for folder, options, message in (
         (dense, ["--seq_length", "65"], "--seq_length 65: the model has 64 positions; use 1 to 64"),
         (dense, ["--seq_length", "0"], "--seq_length 0: the model has 64 positions"),
         (dense, ["--max_shard_size", "5 apples"], "--max_shard_size 5 apples: write a number of bytes"),
         (pruned, [], f"{command}: the weights are 2:4 already"),
     ):
         assert main([command, str(folder), str(out), "--text", str(text), *steps, *options]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "pruned", "text.jsonl"]
     assert main([command, str(dense), str(out), "--text", str(text), *steps, "--max_shard_size", "20000"]) == 0, (
         "the default is no longer than it can read"
@@ -131,8 +131,8 @@ def test_an_unknown_tensor_ends_it_before_the_search(tmp_path: Path, capsys: pyt
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     text = write_text(tmp_path / "text.jsonl")
     assert main(["permute", str(folder), str(tmp_path / "out"), "--text", str(text)]) == 2
-    said = capsys.readouterr()
-    assert "model.layers.0.mlp.scale of shape (3,) has no line" in said.err and "sequences" not in said.out
+    message = capsys.readouterr()
+    assert "model.layers.0.mlp.scale of shape (3,) has no line" in message.err and "sequences" not in message.out
 
 
 def test_excluded_names_are_those_in_memory_with_and_without_text(tmp_path: Path) -> None:

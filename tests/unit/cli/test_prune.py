@@ -86,11 +86,11 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
     assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
     done = tmp_path / "out.part" / "block_00000.safetensors"
-    whole = done.read_bytes()
-    done.write_bytes(whole[: len(whole) // 2])
+    content = done.read_bytes()
+    done.write_bytes(content[: len(content) // 2])
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
-    done.write_bytes(whole)
+    done.write_bytes(content)
     saved: list[int] = []
 
     def count(self: _Progress, number: int, *rest: Any) -> None:
@@ -168,10 +168,10 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     assert "no such folder" in error(model=tmp_path / "nothing")
     name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "odd" / "model.safetensors"
     odd = write_model(tmp_path / "odd")
-    whole = load_file(file)
-    save_file(whole | {name: whole[name].to(torch.int16)}, file, {"format": "pt"})
+    full = load_file(file)
+    save_file(full | {name: full[name].to(torch.int16)}, file, {"format": "pt"})
     assert f"{odd}: {name} is stored as torch.int16, which transformers would cast" in error(model=odd)
-    save_file(whole | {name: whole[name] * float("inf")}, file, {"format": "pt"})
+    save_file(full | {name: full[name] * float("inf")}, file, {"format": "pt"})
     assert f"{odd}: {name} is not finite; give a sound model" in error(model=odd)
     shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))

@@ -23,7 +23,7 @@ def test_the_flag_wins_over_the_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "flag", "words"),
+    ("arguments", "flag", "words"),
     [
         ({}, 4, "--sequence_parallel 4: 6 ranks cannot be divided into groups of 4"),
         ({"sequence_parallel_size": 4}, None, "sequence_parallel_size = 4: 6 ranks cannot be divided"),
@@ -33,10 +33,10 @@ def test_the_flag_wins_over_the_json() -> None:
     ],
 )
 def test_a_number_that_does_not_divide_the_ranks_is_refused(
-    given: dict[str, Any], flag: int | None, words: str
+    arguments: dict[str, Any], flag: int | None, words: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        ranks(given, 6, flag)
+        ranks(arguments, 6, flag)
     assert str(raised.value).startswith(words)
 
 

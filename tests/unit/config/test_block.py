@@ -274,8 +274,8 @@ def test_a_preset_is_what_it_stands_for() -> None:
 @pytest.mark.parametrize(("max_steps", "every"), [(10, 1), (150, 2), (300, 4), (375, 5), (20000, 266)])
 def test_a_run_of_any_length_has_as_many_updates(max_steps: int, every: int) -> None:
     assert SparseForgeConfig(max_steps=max_steps).resolved_schedule.update_every == every
-    given = SparseForgeConfig.from_dict({"max_steps": max_steps * 100, "method": {"update_every": 3}})
-    assert given.resolved_schedule.update_every == 3
+    arguments = SparseForgeConfig.from_dict({"max_steps": max_steps * 100, "method": {"update_every": 3}})
+    assert arguments.resolved_schedule.update_every == 3
 
 
 def test_branches_are_there_from_the_start_where_weights_are_shifted_into_them() -> None:

@@ -77,11 +77,11 @@ def test_a_batch_that_cannot_be_divided_names_ones_that_can(keys, world_size):
 )
 def test_accepted_batches_add_up(train, micro, accumulation, world_size):
     try:
-        found = batch(train, micro, accumulation, world_size)
+        result = batch(train, micro, accumulation, world_size)
     except ValueError:
         assume(False)
         return
-    its_train, its_micro, its_accumulation = (found[name] for name in BATCH)
+    its_train, its_micro, its_accumulation = (result[name] for name in BATCH)
     assert its_train == train == its_micro * its_accumulation * world_size
     assert micro in (None, its_micro)
     assert accumulation in (None, its_accumulation)
@@ -169,11 +169,11 @@ def test_the_default_learning_rate_shrinks_with_width():
 
 
 def test_precision_is_chosen_by_what_the_accelerator_can_do():
-    both = {**deepspeed_json(), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    assert training_dtype(filled(both, bf16=True, fp16=True)) == torch.bfloat16
-    assert training_dtype(filled(both, fp16=True)) == torch.float16
-    assert training_dtype(filled(both)) == torch.float32
-    assert training_dtype(filled({**both, "fp16": {"enabled": True}}, bf16=True)) == torch.float16
+    pair = {**deepspeed_json(), "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    assert training_dtype(filled(pair, bf16=True, fp16=True)) == torch.bfloat16
+    assert training_dtype(filled(pair, fp16=True)) == torch.float16
+    assert training_dtype(filled(pair)) == torch.float32
+    assert training_dtype(filled({**pair, "fp16": {"enabled": True}}, bf16=True)) == torch.float16
 
 
 def test_an_auto_that_nobody_knows_is_named():

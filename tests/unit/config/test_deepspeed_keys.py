@@ -163,9 +163,9 @@ def test_numbers_of_python_are_held_to_64_bits_too() -> None:
 
 
 def test_two_precisions_are_refused_and_fp16_without_zero(tmp_path: Path) -> None:
-    both = {**deepspeed_json(), "bf16": {"enabled": True}, "fp16": {"enabled": True}}
+    pair = {**deepspeed_json(), "bf16": {"enabled": True}, "fp16": {"enabled": True}}
     for content, words in (
-        (both, "both enabled"),
+        (pair, "both enabled"),
         ({**deepspeed_json(stage=0), "fp16": {"enabled": True}}, 'fp16 at ZeRO stage 0: .*"loss_scale": 1'),
         ({**deepspeed_json(stage=0), "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype = .*use stage 1"),
     ):
@@ -205,9 +205,11 @@ def test_weights_on_disk_need_the_disk_and_libaio(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match='nvme_path = .*nowhere": no such folder'):
         check_machine(content)
     content[ZERO]["offload_param"]["nvme_path"] = str(tmp_path / "disk")
-    for there in (False, True):
-        monkeypatch.setattr(builder, "is_compatible", lambda self, verbose=False, there=there: there)
-        with nullcontext() if there else pytest.raises(ValueError, match='"nvme": DeepSpeed needs libaio .*libaio-dev'):
+    for target in (False, True):
+        monkeypatch.setattr(builder, "is_compatible", lambda self, verbose=False, target=target: target)
+        with (
+            nullcontext() if target else pytest.raises(ValueError, match='"nvme": DeepSpeed needs libaio .*libaio-dev')
+        ):
             check_machine(content)
 
 

@@ -22,15 +22,15 @@ def _curve(max_steps: int) -> Tensor:
     schedule, pattern = config.resolved_schedule, config.parsed_pattern
     known = curvature.flatten()
     row = scalings(score_moments(dense.flatten(), known)[None], config.curvature.damping)[0]
-    mask, found, ends = torch.ones(dense.numel()), [], [round(fraction * max_steps) for fraction in FRACTIONS]
+    mask, result, ends = torch.ones(dense.numel()), [], [round(fraction * max_steps) for fraction in FRACTIONS]
     for step in range(1, ends[-1] + 1):
         if schedule.is_update(step):
             update_mask_in_place(dense.flatten(), mask, known, row, schedule.dials(step), pattern, dense.shape, 1)
         if step in ends:
             kept = torch.zeros(dense.numel() // 4, 4).scatter_(1, mask.view(-1, 4).topk(2).indices, 1.0).flatten()
             x = schedule.dials(step).x
-            found.append(x * mask + (1 - x) * kept)
-    return torch.stack(found)
+            result.append(x * mask + (1 - x) * kept)
+    return torch.stack(result)
 
 
 @pytest.mark.parametrize("max_steps", [1_200, 20_000])

@@ -24,9 +24,9 @@ def saved(**block: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper_like"}, {"method": "ast"}])
 def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
-    run, found = run_of(**block), RunState.parse(saved(**block), "here")
-    assert found == RunState(run.config, tuple(WEIGHTS), 3, 1)
-    assert found.changes(run) == []
+    run, result = run_of(**block), RunState.parse(saved(**block), "here")
+    assert result == RunState(run.config, tuple(WEIGHTS), 3, 1)
+    assert result.changes(run) == []
 
 
 def test_all_that_differs_is_named() -> None:
@@ -41,16 +41,16 @@ def test_all_that_differs_is_named() -> None:
 
 def test_settings_without_effect_may_differ() -> None:
     block: dict[str, Any] = {"importance": "magnitude", "method": {"hardening": [0, 0]}}
-    found = RunState.parse(saved(**block, curvature={"factored": False}), "here")
+    result = RunState.parse(saved(**block, curvature={"factored": False}), "here")
     block["method"] = {**block["method"], "straight_through": True}
-    assert found.changes(run_of(**block)) == []
+    assert result.changes(run_of(**block)) == []
 
 
 def test_a_source_that_is_chosen_is_the_one_that_is_given() -> None:
-    found = RunState.parse(saved(), "here")
-    assert found.changes(run_of(curvature={"source": "training"})) == []
+    result = RunState.parse(saved(), "here")
+    assert result.changes(run_of(curvature={"source": "training"})) == []
     changed = ['sparseforge.curvature.source was "training", is "probe"']
-    assert found.changes(run_of(curvature={"source": "probe"})) == changed
+    assert result.changes(run_of(curvature={"source": "probe"})) == changed
 
 
 def test_monitoring_may_differ() -> None:

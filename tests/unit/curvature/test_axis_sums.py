@@ -38,15 +38,15 @@ def full(name: str) -> Tensor:
 def literal(name: str) -> list[tuple[list[float], list[float]]]:
     """(row sums, column sums) of each matrix."""
     shape, stacked = WEIGHTS[name]
-    found = []
+    results = []
     for expert_OI in full(name).view(-1, *shape[-2:]).tolist():
         rows = shape[-2] // stacked
         for first in range(0, shape[-2], rows):
             matrix = expert_OI[first : first + rows]
-            found.append(
+            results.append(
                 ([math.fsum(row) for row in matrix], [math.fsum(column) for column in zip(*matrix, strict=True)])
             )
-    return found
+    return results
 
 
 def of_rank(cuts: dict[str, list[int]], rank: int) -> tuple[AxisSums, dict[str, Shard]]:
@@ -88,6 +88,6 @@ def test_the_first_element_of_a_part_is_counted_in_its_own_matrix() -> None:
     values = full("experts.gate_up_proj").view(-1)
     for part in parts:
         first = sums.first("experts.gate_up_proj", part)
-        here = values[shards["experts.gate_up_proj"].start :][part.start : part.stop]
+        source = values[shards["experts.gate_up_proj"].start :][part.start : part.stop]
         matrix = values.view(-1, 10)[part.row]
-        assert torch.equal(here, matrix[first : first + part.stop - part.start])
+        assert torch.equal(source, matrix[first : first + part.stop - part.start])

@@ -12,8 +12,8 @@ from sparseforge_ds.model.peak_memory import measured
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_squares_are_the_only_copy_in_fp32(dtype: torch.dtype) -> None:
     values = torch.linspace(-2, 3, 96, dtype=torch.float64).to(dtype).view(8, 12)
-    given = values.clone()
-    assert torch.equal(_square(values), given.float().square())
-    assert torch.equal(values, given)
+    arguments = values.clone()
+    assert torch.equal(_square(values), arguments.float().square())
+    assert torch.equal(values, arguments)
     on_meta = values.to("meta")
     assert measured(lambda: _square(on_meta)) == 4 * values.numel()

@@ -69,8 +69,8 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str, lear
             layer = ours.get_submodule(name)
             layer.weight += added if isinstance(layer, nn.Linear) else added.T
         adapted = PeftModel.from_pretrained(build(), tmp_path).eval()
-        found, expected, without = (model(ids).logits for model in (adapted, ours, build().eval()))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+        result, expected, without = (model(ids).logits for model in (adapted, ours, build().eval()))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     assert (expected - without).abs().max() > 0.1
 
 

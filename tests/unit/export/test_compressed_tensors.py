@@ -91,8 +91,8 @@ def test_what_was_pruned_and_not_quantized_needs_no_library(tmp_path: Path, monk
     made = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
     config = json.loads((made / "config.json").read_text())
     sparsity = {"format": "dense", "sparsity_structure": "2:4"}
-    held = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": sparsity}
-    (made / "config.json").write_text(json.dumps({**config, "quantization_config": held}))
+    stored = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "sparsity_config": sparsity}
+    (made / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
     monkeypatch.setattr(compressed_tensors.importlib.util, "find_spec", lambda name: None)
     report = check_folder(made)
     assert report.ok and not report.quantized

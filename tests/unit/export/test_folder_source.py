@@ -57,26 +57,26 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
     """Layers behind the last one, `mtp` and buffers of older versions."""
     folder = write_dense(tmp_path / "elsewhere", "llama")
     prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
-    held = load_file(folder / "model.safetensors")
-    behind = len({name.split(".")[2] for name in held if ".layers." in name})
+    stored = load_file(folder / "model.safetensors")
+    behind = len({name.split(".")[2] for name in stored if ".layers." in name})
     more = {name: torch.ones(8, 8) for name in (f"model.layers.{behind}.mlp.up_proj.weight", "mtp.layers.0.weight")}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file({**held, **more}, folder / "model.safetensors", {"format": "pt"})
+    save_file({**stored, **more}, folder / "model.safetensors", {"format": "pt"})
     main(["verify", str(folder)])
     assert f"{folder}: 3 tensors that transformers does not load are left out" in capsys.readouterr().out
     report = check_folder(folder)
-    assert not report.violations and {row.name for row in report.rows} <= held.keys()
+    assert not report.violations and {row.name for row in report.rows} <= stored.keys()
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert "3 tensors that transformers does not load are left out, the first is" in capsys.readouterr().out
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == held.keys()
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == stored.keys()
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
 def test_names_without_that_of_the_inner_model(tmp_path: Path, format: str) -> None:
     """As the original GPT-2 is stored: h.0... for transformer.h.0..., with a buffer of old versions."""
     folder = write_dense(tmp_path / "elsewhere", "gpt2")
-    held = load_file(folder / "model.safetensors")
-    short = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
+    stored = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
     short["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(short, folder / "model.safetensors", {"format": "pt"})
     prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows], -2)
@@ -113,8 +113,12 @@ def test_auto_is_what_config_json_says_and_not_the_files(tmp_path: Path, key: st
     tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
-    for said, dtype in (({}, torch.bfloat16), ({key: "float32"}, torch.float32), ({key: "bfloat16"}, torch.bfloat16)):
-        (tmp_path / "config.json").write_text(json.dumps(config | said))
+    for message, dtype in (
+        ({}, torch.bfloat16),
+        ({key: "float32"}, torch.float32),
+        ({key: "bfloat16"}, torch.bfloat16),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | message))
         source = open_source(tmp_path)
         assert source.dtype == dtype and source.record["dtype"] == str(dtype).removeprefix("torch.")
         assert {spec.dtype for spec in source.specs.values()} == {dtype}
@@ -151,8 +155,8 @@ def test_what_is_not_2_4_is_refused_before_anything_is_written(
     names = [row.name for row in check_folder(folder, NM(2, 4)).rows if row.name != DOWN]
     prune(folder, names)
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
-    said = capsys.readouterr().err
-    assert f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify" in said
+    errors = capsys.readouterr().err
+    assert f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify" in errors
     prune(folder, [DOWN])
     (folder / "adapter_config.json").write_text("{}")
     assert main(["export", str(folder), str(tmp_path / "out")]) == 2

@@ -95,13 +95,13 @@ def test_the_default_export_is_nothing_but_an_ordinary_folder(
     assert not files & THEIR_FILES and files - shards <= OURS and bool(shards) == (max_shard_size == "10KB")
     assert not all_keys(json.loads((out / "config.json").read_text())) & THEIR_KEYS
     expected = model.state_dict()
-    found: dict[str, tuple[int, ...]] = {}
+    results: dict[str, tuple[int, ...]] = {}
     for file in sorted(shards or {"model.safetensors"}):
         with safe_open(out / file, framework="pt") as tensors:
             assert tensors.metadata() == {"format": "pt"}
-            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            results |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
             assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
-    assert found == {name: tuple(value.shape) for name, value in expected.items()}
+    assert results == {name: tuple(value.shape) for name, value in expected.items()}
     if shards:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index.keys() == {"metadata", "weight_map"} and index["metadata"].keys() == {"total_size"}

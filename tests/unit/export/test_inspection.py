@@ -74,8 +74,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_has_just_started_has_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sparseforge.json").write_text('{"versions": {}}')
-    found = inspect(tmp_path)
-    assert not found.ok and found.problems == [f"{tmp_path / 'checkpoints'}: no checkpoint yet"]
+    report = inspect(tmp_path)
+    assert not report.ok and report.problems == [f"{tmp_path / 'checkpoints'}: no checkpoint yet"]
 
 
 def test_a_start_that_failed_before_training_is_named(tmp_path: Path) -> None:

@@ -161,20 +161,20 @@ def test_a_failing_proof_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: 
 def test_of_two_that_write_the_same_folder_one_is_refused(
     run: Path, unbroken: dict[str, bytes], tmp_path: Path
 ) -> None:
-    seen: list[str] = []
+    records: list[str] = []
 
     class Slow(Interrupted):
         def read(self, name: str) -> Tensor:
-            if not seen:
+            if not records:
                 command = [sys.executable, "-m", "sparseforge_ds", "consolidate", "--skip_proof", str(run)]
                 command += [str(tmp_path / "out"), "--max_shard_size", "200KB"]
                 done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-                seen.append(f"{done.returncode} {done.stderr}")
+                records.append(f"{done.returncode} {done.stderr}")
             return super().read(name)
 
     with pytest.raises(ValueError, match="out: cannot be written .*nothing was left behind"):
         consolidate(Slow(open_source(run), 10**6, KeyboardInterrupt()), tmp_path / "out", "200KB")
-    assert seen == ["0 "]
+    assert records == ["0 "]
     assert content(tmp_path / "out") == unbroken
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -198,9 +198,9 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_read(
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
     file = sorted((copy / "checkpoints").glob("*/*optim_states.pt"))[1]
-    held = bytearray(file.read_bytes())
-    held[int(where * len(held))] ^= 4
-    file.write_bytes(held)
+    content = bytearray(file.read_bytes())
+    content[int(where * len(content))] ^= 4
+    file.write_bytes(content)
     monkeypatch.setattr(RunSource, "read", lambda self, name: pytest.fail("read"))
     with pytest.raises(ValueError, match=rf"{file.name}: .*(checksum|damaged)"):
         consolidate(open_source(copy), tmp_path / "out", workers=2)

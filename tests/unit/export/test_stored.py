@@ -168,7 +168,7 @@ def test_reading_a_damaged_weight_names_it(tmp_path: Path) -> None:
 
 def test_a_dtype_that_no_packed_weight_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, packed = pack(tmp_path, "llama", "float32")
-    for key, dtype, said in (
+    for key, dtype, message in (
         (QUERY, torch.int8, "values of a packed weight are float64, float32, bfloat16 or float16, these are"),
         (QUERY, torch.bool, "values of a packed weight are float64, float32, bfloat16 or float16, these are"),
         (QUERY + POSITIONS, torch.float32, "positions of a packed weight are uint8, these are"),
@@ -176,7 +176,7 @@ def test_a_dtype_that_no_packed_weight_has_is_named(tmp_path: Path, capsys: pyte
         sound = load_file(packed / "model.safetensors")[key]
         edit(packed, lambda tensors, key=key, dtype=dtype: tensors.update({key: tensors[key].to(dtype)}))
         assert main(["verify", str(packed)]) == 2
-        assert f"{packed}: {QUERY}: {said} {dtype}" in capsys.readouterr().err
+        assert f"{packed}: {QUERY}: {message} {dtype}" in capsys.readouterr().err
         edit(packed, lambda tensors, key=key, sound=sound: tensors.update({key: sound}))
 
 

@@ -126,9 +126,9 @@ def test_each_weight_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_pieces_of_a_weight_count_as_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = check_folder(folder)
+    full = check_folder(folder)
     monkeypatch.setattr(counting, "CHUNK", 100)
-    assert whole.ok and check_folder(folder) == whole
+    assert full.ok and check_folder(folder) == full
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_a_weight_that_is_no_float_does_not_verify(
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {DOWN: tensors[DOWN].sign().to(dtype)}, folder / "model.safetensors")
     assert main(["verify", str(folder)]) == 1
-    said = capsys.readouterr().out
-    assert f"missing: {DOWN} (stored as {dtype}, and weights are floating point)" in said
+    output = capsys.readouterr().out
+    assert f"missing: {DOWN} (stored as {dtype}, and weights are floating point)" in output
     with pytest.raises(ValueError, match=re.escape(f"{DOWN} (stored as {dtype}")):
         open_source(folder)
 
@@ -275,6 +275,6 @@ def test_counts_agree_with_loops(seed: int, dtype: str) -> None:
 
 def test_pieces_hold_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(96, 64)
-    whole = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
+    full = [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)]
     monkeypatch.setattr(counting, "CHUNK", 100)
-    assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == whole
+    assert [check_weight(weight, "w", p, a) for p in (NM(2, 4), NM(4, 8), Block(16)) for a in (-1, -2)] == full

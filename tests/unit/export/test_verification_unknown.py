@@ -113,7 +113,9 @@ def test_pickled_weights_are_refused_with_the_cure(tmp_path: Path, capsys: pytes
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"a pickle")
     text = write_text(tmp_path / "text.jsonl")
-    said = "no model.safetensors.index.json in it, but pytorch_model.bin, which is not read here: weights are read from"
+    message = (
+        "no model.safetensors.index.json in it, but pytorch_model.bin, which is not read here: weights are read from"
+    )
     train = ["train", "--deepspeed", str(write_json(tmp_path / "ds.json", deepspeed_json(batch=8))), "--dry_run"]
     flags = {"model": model, "dataset": text, "output_dir": tmp_path / "run", "seq_length": 32}
     for command in (
@@ -123,7 +125,7 @@ def test_pickled_weights_are_refused_with_the_cure(tmp_path: Path, capsys: pytes
         [*train, *(f"--{name}={value}" for name, value in flags.items())],
     ):
         assert main(command) in (1, 2)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     (model / "pytorch_model.bin").rename(model / "consolidated.00.pth")
     (model / "model.Q4_K_M.gguf").touch()
     assert main(["verify", str(model)]) == 2

@@ -47,9 +47,9 @@ def test_an_empty_folder_may_be_there_but_not_here(tmp_path: Path, monkeypatch: 
     """Replaced, this one would be gone under the feet of whoever works in it."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    for here in (".", tmp_path / "empty", "../empty"):
+    for source in (".", tmp_path / "empty", "../empty"):
         with pytest.raises(ValueError, match="is the folder that this command runs in"):
-            require_free(here)
+            require_free(source)
     monkeypatch.chdir(tmp_path)
     with unfinished_folder("empty") as folder:
         (folder / "a").write_text("a")
@@ -92,12 +92,12 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     host = socket.gethostname()
     for process in (ended.pid, os.getpid()):  # a container may give out the same id again
         (tmp_path / f".out.{host}.{process}.tmp").mkdir()
-    others = [f".out.{host}.1.tmp", f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
-    for other in others:
+    other_values = [f".out.{host}.1.tmp", f".out.{host}.x.tmp", ".out.elsewhere.99999.tmp", f".out2.{host}.99999.tmp"]
+    for other in other_values:
         (tmp_path / other).mkdir()
     with unfinished_folder(tmp_path / "out") as folder:
         (folder / "a").write_text("a")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "out"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*other_values, "out"])
     assert (tmp_path / "out" / "a").read_text() == "a"
 
 

@@ -241,8 +241,8 @@ def test_the_readme_has_the_same_numbers():
     for recipe in RECIPES:
         cells = readme_row(recipe)
         head = (LAUNCH / recipe.split()[0]).read_text()
-        said = re.search(r"Planned peak of a GPU: (.*) GiB of 80", head)
-        assert said is not None and cells[7] in said[1].split(", ")
+        messages = re.search(r"Planned peak of a GPU: (.*) GiB of 80", head)
+        assert messages is not None and cells[7] in messages[1].split(", ")
         assert f"gpus={cells[1]}\n" in head
         assert cells[5].replace(",", "") in head
 

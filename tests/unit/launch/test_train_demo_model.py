@@ -51,9 +51,9 @@ def test_what_is_held_back_is_not_read(script: ModuleType, tmp_path: Path) -> No
     lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
     script.main(["--output_dir", str(tmp_path), "--hold_back", "3", "--vocab_size", "512", *sizes, *lengths])
     parts = {name: list(iter_documents(str(tmp_path / f"{name}.jsonl"), "text")) for name in ("read", "unread")}
-    whole = stdlib_documents("train")
-    assert parts["unread"] == whole[::3]
-    assert sorted(parts["read"] + parts["unread"]) == sorted(whole)
+    full = stdlib_documents("train")
+    assert parts["unread"] == full[::3]
+    assert sorted(parts["read"] + parts["unread"]) == sorted(full)
 
 
 def test_something_is_left_to_read(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,12 +68,12 @@ def test_another_text_takes_the_place_of_the_documentation(
     files = []
     for name, documents in (("train", stdlib_documents("train")[:40]), ("heldout", ["Some words. " * 40])):
         files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+        files[-1].write_text("".join(json.dumps({"text": item}) + "\n" for item in documents))
     sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
     lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
     script.main(["--output_dir", str(tmp_path), "--text", *map(str, files), "--vocab_size", "512", *sizes, *lengths])
-    said = capsys.readouterr().out
-    assert "in 40 documents" in said and "in 1 documents" in said
+    output = capsys.readouterr().out
+    assert "in 40 documents" in output and "in 1 documents" in output
 
 
 def test_a_text_that_is_not_there_is_said_before_anything_is_written(script: ModuleType, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_dials_are_the_literal_formulas(block: dict[str, Any]) -> None:
     config = SparseForgeConfig.from_dict({**block, "max_steps": 200})
     for step in range(201):
         assert isinstance(config.resolved_schedule, Schedule)
-        mine = config.resolved_schedule.dials(step)
-        theirs = dials_at(step, config.to_dict()["method"], 200)
+        actual = config.resolved_schedule.dials(step)
+        reference = dials_at(step, config.to_dict()["method"], 200)
         for name in ("temperature", "beta", "mid_penalty", "x"):
-            assert getattr(mine, name) == pytest.approx(theirs[name], abs=1e-12), (step, name)
+            assert getattr(actual, name) == pytest.approx(reference[name], abs=1e-12), (step, name)

@@ -53,9 +53,9 @@ def test_an_expert_average_weighs_every_token_alike() -> None:
         average.lerp_(mean, rate.float())
         if not count:
             assert torch.equal(average, before[0]) and recent == before[1]
-    seen = [(count, mean) for count, mean in zip(tokens, means, strict=True) if count]
-    weights = [count * decay ** (len(seen) - 1 - k) * (1 - decay) for k, (count, _) in enumerate(seen)]
-    expected = sum(weight * mean for weight, (_, mean) in zip(weights, seen, strict=True)) / sum(weights)
+    records = [(count, mean) for count, mean in zip(tokens, means, strict=True) if count]
+    weights = [count * decay ** (len(records) - 1 - k) * (1 - decay) for k, (count, _) in enumerate(records)]
+    expected = sum(weight * mean for weight, (_, mean) in zip(weights, records, strict=True)) / sum(weights)
     torch.testing.assert_close(average, expected)
     assert recent.item() == pytest.approx(sum(weights))
     three = torch.tensor([3.0])

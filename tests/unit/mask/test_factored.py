@@ -35,16 +35,16 @@ def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
     bounds = [0, *sorted(cuts), R * C]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         add_sums(flat[start:stop], start, row_R, column_C)
-    for mine, theirs in zip((row_R, column_C), sums_of(matrix()), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for actual, reference in zip((row_R, column_C), sums_of(matrix()), strict=True):
+        torch.testing.assert_close(actual, reference, rtol=1e-12, atol=1e-12)
 
 
 @settings(deadline=None)
 @given(st.integers(0, R * C), st.integers(0, R * C))
 def test_runs_are_those_of_the_whole(a: int, b: int) -> None:
     start, stop = min(a, b), max(a, b)
-    whole = rank_one(*factors(*sums_of(matrix())), 0, R * C)
-    assert torch.equal(rank_one(*factors(*sums_of(matrix())), start, stop), whole[start:stop])
+    full = rank_one(*factors(*sums_of(matrix())), 0, R * C)
+    assert torch.equal(rank_one(*factors(*sums_of(matrix())), start, stop), full[start:stop])
 
 
 def test_rank_one_is_the_literal_product() -> None:
@@ -85,5 +85,5 @@ def test_matrices_that_lie_end_to_end_are_those_that_lie_alone() -> None:
         sums_of(matrix(2)[:, :4] * 1e-9),
     ]
     extents = torch.tensor([[len(row), len(column)] for row, column in alone])
-    found = shares(torch.cat([part for pair in alone for part in pair]), extents)
-    assert torch.equal(found, torch.cat([part for pair in alone for part in factors(*pair)]))
+    result = shares(torch.cat([part for pair in alone for part in pair]), extents)
+    assert torch.equal(result, torch.cat([part for pair in alone for part in factors(*pair)]))

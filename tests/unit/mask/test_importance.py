@@ -25,9 +25,9 @@ def test_moments_of_any_split_add_up(cuts: list[int], magnitude: bool) -> None:
         score_moments(dense[a:b], None if magnitude else curvature[a:b])
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
-    whole = score_moments(dense, None if magnitude else curvature)
-    assert whole.shape == (MOMENTS,)
-    torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-12, atol=1e-12)
+    full = score_moments(dense, None if magnitude else curvature)
+    assert full.shape == (MOMENTS,)
+    torch.testing.assert_close(torch.stack(parts).sum(0), full, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-4, 10.0])
@@ -53,9 +53,9 @@ def test_scores_do_not_depend_on_the_scale_of_curvature_or_weight(h: float, w: f
 
 
 def test_each_matrix_is_standardized_alone() -> None:
-    one, two = random_matrix(1), random_matrix(2)
-    table = scalings(torch.stack([score_moments(*one), score_moments(*two)]), 1e-4)
-    assert torch.equal(table[1], scalings(score_moments(*two)[None], 1e-4)[0])
+    first, second = random_matrix(1), random_matrix(2)
+    table = scalings(torch.stack([score_moments(*first), score_moments(*second)]), 1e-4)
+    assert torch.equal(table[1], scalings(score_moments(*second)[None], 1e-4)[0])
 
 
 def test_a_matrix_of_constant_score_has_no_winner_by_noise() -> None:

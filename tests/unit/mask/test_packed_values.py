@@ -56,14 +56,14 @@ def test_every_value_is_the_nearest(
     assert bool((scale > 0).all() and scale.isfinite().all())
 
     # What is rounded is a quotient in fp32.
-    found, target = codes.float().double(), (values.float() / scale).double()
+    result, target = codes.float().double(), (values.float() / scale).double()
     nearest = (target[..., None] - grid_of(dtype)).abs().amin(-1)
-    assert bool(((target - found).abs() == nearest).all())
+    assert bool(((target - result).abs() == nearest).all())
 
     largest = values.double().abs().amax(input_axis, keepdim=True)
-    whole = largest > LARGEST[dtype] * 2.0**-126
-    assert bool((found.abs().amax(input_axis, keepdim=True) == LARGEST[dtype])[whole].all())
-    assert bool(((found * scale.double() - values.double()).abs() <= largest / 16 + 2.0**-126).all())
+    full = largest > LARGEST[dtype] * 2.0**-126
+    assert bool((result.abs().amax(input_axis, keepdim=True) == LARGEST[dtype])[full].all())
+    assert bool(((result * scale.double() - values.double()).abs() <= largest / 16 + 2.0**-126).all())
 
 
 @pytest.mark.parametrize("grid", GRIDS)

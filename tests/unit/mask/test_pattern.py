@@ -49,8 +49,8 @@ def test_groups_are_the_literal_ones(case: tuple[Pattern, tuple[int, ...], int])
         for expert in range(torch.Size(shape).numel() // size)
         for group in groups_of(str(pattern), shape[-2:], axis)
     ]
-    found = pattern.to_groups(torch.arange(torch.Size(shape).numel()), shape, axis).tolist()
-    assert sorted(found) == sorted(literal)
+    result = pattern.to_groups(torch.arange(torch.Size(shape).numel()), shape, axis).tolist()
+    assert sorted(result) == sorted(literal)
 
 
 @given(patterned_shapes(), st.data())
@@ -62,10 +62,10 @@ def test_any_run_of_whole_spans_can_be_grouped_alone(
     assert numel % span == 0 and span % pattern.members == 0
     start = data.draw(st.integers(0, numel // span - 1)) * span
     stop = data.draw(st.integers(start // span + 1, numel // span)) * span
-    here = pattern.to_groups(torch.arange(start, stop), shape, axis)
-    whole = pattern.to_groups(torch.arange(numel), shape, axis).tolist()
-    assert all(group in whole for group in here.tolist())
-    assert torch.equal(pattern.from_groups(here, shape, axis), torch.arange(start, stop))
+    source = pattern.to_groups(torch.arange(start, stop), shape, axis)
+    full = pattern.to_groups(torch.arange(numel), shape, axis).tolist()
+    assert all(group in full for group in source.tolist())
+    assert torch.equal(pattern.from_groups(source, shape, axis), torch.arange(start, stop))
 
 
 VALUES = st.integers(0, 3) | st.floats(-1e6, 1e6, width=32)

@@ -17,9 +17,9 @@ CPU = torch.device("cpu")
 def test_numbers_depend_on_the_element_and_not_on_the_split(first: int, a: int, b: int) -> None:
     low, high = min(a, b), max(a, b)
     for draw in (rademacher, uniform):
-        whole = draw(7, first, first + 200, CPU)
+        full = draw(7, first, first + 200, CPU)
         chunks = [draw(7, first + s, first + e, CPU) for s, e in ((0, low), (low, high), (high, 200))]
-        assert torch.equal(torch.cat(chunks), whole)
+        assert torch.equal(torch.cat(chunks), full)
 
 
 def test_keys_differ_by_each_of_their_parts() -> None:
@@ -50,14 +50,14 @@ def test_signs_are_fair_and_independent() -> None:
 
 @given(st.integers(0, 10**9), st.integers(0, 30), st.sampled_from([1, 8, 63, 64, 65, 200]))
 def test_signs_of_rows_are_bits_of_hashes_wherever_rows_are_cut(first: int, cut: int, columns: int) -> None:
-    whole = rademacher_rows(7, first, 30, columns, torch.zeros((), dtype=torch.bfloat16))
-    assert whole.dtype == torch.bfloat16 and whole.shape == (30, columns)
+    full = rademacher_rows(7, first, 30, columns, torch.zeros((), dtype=torch.bfloat16))
+    assert full.dtype == torch.bfloat16 and full.shape == (30, columns)
     parts = [rademacher_rows(7, first + a, b - a, columns, torch.zeros(())) for a, b in ((0, cut), (cut, 30))]
-    assert torch.equal(torch.cat(parts), whole.float())
+    assert torch.equal(torch.cat(parts), full.float())
     words = -(-columns // 64)
     for row, column in ((0, 0), (29, columns - 1), (cut % 30, columns // 2)):
         word = counter_hash(7, torch.tensor([(first + row) * words + column // 64])).item()
-        assert whole[row, column].item() == (1.0 if word >> (column % 64) & 1 else -1.0)
+        assert full[row, column].item() == (1.0 if word >> (column % 64) & 1 else -1.0)
 
 
 def test_signs_of_rows_are_fair_and_independent() -> None:

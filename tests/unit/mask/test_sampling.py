@@ -21,9 +21,9 @@ def test_patterns_are_all_ways_to_keep_n(n: int, m: int, count: int) -> None:
 
 def test_noise_depends_on_the_group_alone() -> None:
     for draw in (gumbel, normal):
-        whole = draw(7, 0, 50, 6, CPU)
-        assert torch.allclose(draw(7, 20, 10, 6, CPU), whole[20:30], atol=1e-6)
-        assert not torch.allclose(draw(8, 0, 50, 6, CPU), whole, atol=1e-2)
+        full = draw(7, 0, 50, 6, CPU)
+        assert torch.allclose(draw(7, 20, 10, 6, CPU), full[20:30], atol=1e-6)
+        assert not torch.allclose(draw(8, 0, 50, 6, CPU), full, atol=1e-2)
     assert gumbel(1, 0, 20000, 6, CPU).mean().item() == pytest.approx(0.5772, abs=0.02)
     drawn = normal(1, 0, 20000, 6, CPU)
     assert (drawn.mean().item(), drawn.std().item()) == (pytest.approx(0, abs=0.02), pytest.approx(1, abs=0.02))
@@ -40,8 +40,8 @@ def test_gradient_is_that_of_autograd() -> None:
     logit.requires_grad_()
     mixed = choice(logit, noise, 3.0, 0.7) @ patterns(2, 4).double()
     (expected,) = torch.autograd.grad((mixed * grad).sum(), logit)
-    found = logit_gradient(choice(logit, noise, 3.0, 0.7).detach().float(), grad.float(), patterns(2, 4), 3.0, 0.7)
-    torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-5)
+    result = logit_gradient(choice(logit, noise, 3.0, 0.7).detach().float(), grad.float(), patterns(2, 4), 3.0, 0.7)
+    torch.testing.assert_close(result, expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_prior_ranks_patterns_by_what_they_share() -> None:

@@ -23,12 +23,12 @@ def test_everything_is_decided_and_can_be_pasted(family: str) -> None:
     build, weights = WITHOUT_ROWS[family]
     model = build()
     config = any_family(model, BLANK)
-    found = prunable_weights(model, config)
-    assert len(found) == weights and not uncovered_weights(model, config).shapes
-    assert coverage(model, found).of_linear > 95
+    result = prunable_weights(model, config)
+    assert len(result) == weights and not uncovered_weights(model, config).shapes
+    assert coverage(model, result).of_linear > 95
     assert any_family(bare_model(model.config), BLANK) == config
     pasted = SparseForgeConfig.from_dict(json.loads("{" + pasteable(config) + "}"))
-    assert pasted == config and prunable_weights(model, pasted) == found
+    assert pasted == config and prunable_weights(model, pasted) == result
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "starcoder2", "gpt_oss", "qwen2_moe"])
@@ -41,13 +41,13 @@ def test_it_finds_what_the_rows_name(family: str) -> None:
 ZayaConfig, DeepseekV32Config = (getattr(transformers, name, None) for name in ("ZayaConfig", "DeepseekV32Config"))
 
 
-@pytest.mark.parametrize("config", [each for each in (HunYuanMoEV1Config, ZayaConfig) if each is not None])
+@pytest.mark.parametrize("config", [item for item in (HunYuanMoEV1Config, ZayaConfig) if item is not None])
 def test_layers_inside_a_router_stay_dense(config: type[PreTrainedConfig]) -> None:
     model = tiny(config, num_experts=4, num_experts_per_tok=1, moe_topk=1, moe_intermediate_size=16)()
     inside = {name for name, parameter in model.named_parameters() if ".mlp.gate." in name and parameter.ndim == 2}
-    found = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
-    assert inside and found and not inside & found
-    assert all(name in found for name, _ in model.named_parameters() if ".experts." in name or ".o_proj." in name)
+    result = {weight.name for weight in prunable_weights(model, any_family(model, BLANK))}
+    assert inside and result and not inside & result
+    assert all(name in result for name, _ in model.named_parameters() if ".experts." in name or ".o_proj." in name)
 
 
 def test_a_family_with_rows_is_left_to_them() -> None:

@@ -32,11 +32,11 @@ def architecture(
 def test_full_size_models_have_their_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = read_model_config(name)
-    found, model = architecture(config), bare_model(config)
+    result, model = architecture(config), bare_model(config)
     of = coverage(model, prunable_weights(model, FORGE))
-    assert found.total == PUBLISHED[name]
-    assert found.active == (2_828_650_496 if "moe" in name else found.total)
-    assert found.masked == of.masked == of.linear - sum(of.dense.values())
+    assert result.total == PUBLISHED[name]
+    assert result.active == (2_828_650_496 if "moe" in name else result.total)
+    assert result.masked == of.masked == of.linear - sum(of.dense.values())
     assert [*of.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
 
 
@@ -54,25 +54,25 @@ def test_what_is_pruned_of_full_size_models() -> None:
 
 def test_low_rank_branches_are_parameters() -> None:
     forge = SparseForgeConfig.from_dict({"low_rank": {"k": 16}})
-    plain, branched = (architecture(llama2_7b(), each) for each in (FORGE, forge))
+    plain, branched = (architecture(llama2_7b(), item) for item in (FORGE, forge))
     assert branched.total == plain.total + plain.masked // 16
     assert branched.masked == plain.masked
 
 
 def test_a_token_uses_some_of_the_experts() -> None:
     config = tiny_models.tiny_mixture(Qwen3MoeConfig).config
-    found = architecture(config, leaves=("mlp.experts",))
-    experts = sum(parameter.numel for parameter in found.parameters if ".experts." in parameter.name)
+    result = architecture(config, leaves=("mlp.experts",))
+    experts = sum(parameter.numel for parameter in result.parameters if ".experts." in parameter.name)
     unused = experts - experts * config.num_experts_per_tok // config.num_experts
     assert unused > 0
-    assert found.active == found.total - unused
-    assert found.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
+    assert result.active == result.total - unused
+    assert result.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
 
 
 def test_every_expert_of_llama4_is_given_all_tokens() -> None:
-    found = architecture(tiny_models.BUILDERS["llama4_text"]().config)
-    assert any(".experts." in parameter.name for parameter in found.parameters)
-    assert found.active == found.total
+    result = architecture(tiny_models.BUILDERS["llama4_text"]().config)
+    assert any(".experts." in parameter.name for parameter in result.parameters)
+    assert result.active == result.total
 
 
 @pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.BUILDERS["falcon"]])

@@ -25,27 +25,27 @@ def test_fused_experts_of_a_family_without_rows_count(family: str) -> None:
     """Whatever the class of the module that holds it: of the linear weights, most are experts and stay dense."""
     model = BUILDERS[family]()
     model.config.model_type = "bloom"
-    found = covered(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.router.*"))
+    result = covered(model, include=("*_proj.weight",), allow_dense=("*.experts.*", "*.router.*"))
     experts = sum(
         math.prod(p.shape) for n, p in model.named_parameters() if ".experts." in n and not n.endswith("bias")
     )
     routers = sum(p.numel() for n, p in model.named_parameters() if n.endswith("router.weight"))
-    assert found.linear == found.masked + experts + routers
-    assert sum(found.dense.values()) == experts + routers and len(found.dense) == 3
-    assert found.of_linear < 60 and str(found).startswith(percent(found.masked, found.linear))
-    lines = found.lines()
+    assert result.linear == result.masked + experts + routers
+    assert sum(result.dense.values()) == experts + routers and len(result.dense) == 3
+    assert result.of_linear < 60 and str(result).startswith(percent(result.masked, result.linear))
+    lines = result.lines()
     assert ".experts.gate_up_proj (" in lines[0] and "router.weight (" in lines[-1]
-    assert found.lines(but={next(iter(found.dense))}) == lines[1:]
+    assert result.lines(but={next(iter(result.dense))}) == lines[1:]
 
 
 @pytest.mark.parametrize("family", BUILDERS)
 def test_every_matrix_but_embeddings_and_head_is_linear(family: str) -> None:
     model = BUILDERS[family]()
-    found = covered(model)
+    result = covered(model)
     aside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     aside.add(id(model.get_output_embeddings().weight))
     biases = {id(parameter) for name, parameter in model.named_parameters() if name.endswith("bias")}
-    assert found.linear == sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in aside | biases)
+    assert result.linear == sum(p.numel() for p in model.parameters() if p.ndim > 1 and id(p) not in aside | biases)
     routers_and_factors = (
         "router.weight",
         "linear_attn.conv1d.weight",
@@ -57,16 +57,16 @@ def test_every_matrix_but_embeddings_and_head_is_linear(family: str) -> None:
         "project_in.weight",
         "project_out.weight",
     )
-    assert all(name.endswith(routers_and_factors) for name in found.dense)
-    assert found.masked == found.linear - sum(found.dense.values())
+    assert all(name.endswith(routers_and_factors) for name in result.dense)
+    assert result.masked == result.linear - sum(result.dense.values())
 
 
 def test_what_include_and_exclude_leave_dense_is_named() -> None:
-    found = covered(BUILDERS["qwen3_moe"](), include=("*_proj.weight",))  # not the experts, which have rows
-    assert next(iter(found.dense)).endswith("experts.gate_up_proj") and found.of_linear < 80
-    found = covered(tiny_gpt2(), exclude=("*.c_attn.weight",))
-    assert found.dense == {"transformer.h.*.attn.c_attn.weight": 2 * 32 * 96}
-    assert found.lines() == ["transformer.h.*.attn.c_attn.weight (6,144 elements, 25.0% of the linear weights)"]
+    result = covered(BUILDERS["qwen3_moe"](), include=("*_proj.weight",))  # not the experts, which have rows
+    assert next(iter(result.dense)).endswith("experts.gate_up_proj") and result.of_linear < 80
+    result = covered(tiny_gpt2(), exclude=("*.c_attn.weight",))
+    assert result.dense == {"transformer.h.*.attn.c_attn.weight": 2 * 32 * 96}
+    assert result.lines() == ["transformer.h.*.attn.c_attn.weight (6,144 elements, 25.0% of the linear weights)"]
 
 
 def test_the_head_is_not_linear_and_not_pruned_by_include() -> None:
@@ -94,8 +94,8 @@ def test_low_rank_branches_are_no_weights_of_the_model() -> None:
 
     config = SparseForgeConfig.from_dict({"low_rank": {"k": 16}})
     model = prepare(tiny_llama(), config)
-    found = coverage(model, prunable_weights(model, config))
-    assert found.of_linear == 100.0 and found.linear == 18432
+    result = coverage(model, prunable_weights(model, config))
+    assert result.of_linear == 100.0 and result.linear == 18432
 
 
 def test_a_hundred_percent_is_all() -> None:

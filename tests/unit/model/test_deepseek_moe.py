@@ -181,9 +181,9 @@ def _paper(ids: list[int], tensors: dict[str, Tensor], K: int = 2, normalized: b
         x_SH = [x + y for x, y in zip(x_SH, _attention(normed, tensors, f"{at}.self_attn", 4), strict=True)]
         normed = [_norm(x, tensors[f"{at}.post_attention_layernorm.weight"]) for x in x_SH]
         if f"{at}.mlp.gate.weight" in tensors:
-            both = [_mixture(x, tensors, f"{at}.mlp", K, normalized) for x in normed]
-            scores.append(torch.stack([score for _, score in both]))
-            outputs = [output for output, _ in both]
+            pair = [_mixture(x, tensors, f"{at}.mlp", K, normalized) for x in normed]
+            scores.append(torch.stack([score for _, score in pair]))
+            outputs = [output for output, _ in pair]
         else:
             outputs = [_mlp(x, tensors, f"{at}.mlp") for x in normed]
         x_SH = [x + y for x, y in zip(x_SH, outputs, strict=True)]
@@ -209,9 +209,9 @@ def test_forward_is_the_paper(tmp_path: Path, implementation: str, normalized: b
     batch = token_batch()
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"]).logits
-    for ids, found in zip(batch["input_ids"].tolist(), logits, strict=True):
+    for ids, result in zip(batch["input_ids"].tolist(), logits, strict=True):
         expected, _ = _paper(ids, tensors, normalized=normalized)
-        torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(result.double(), expected, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -258,10 +258,10 @@ def test_the_saved_config_names_the_class_and_no_code(tmp_path: Path) -> None:
     assert saved["architectures"] == ["DeepseekForCausalLM"]
     assert saved["model_type"] == "deepseek"
     assert "auto_map" not in saved
-    given = json.loads((tmp_path / "model" / "config.json").read_text())
+    arguments = json.loads((tmp_path / "model" / "config.json").read_text())
     for key in ("auto_map", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version"):
-        given.pop(key)  # transformers 5 spells these in another way
-    assert {key: saved[key] for key in given} == given
+        arguments.pop(key)  # transformers 5 spells these in another way
+    assert {key: saved[key] for key in arguments} == arguments
     assert saved["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
     assert sorted(path.name for path in (tmp_path / "again").iterdir() if path.suffix == ".py") == []
 
@@ -350,12 +350,12 @@ def test_bf16_routes_in_the_dtype_that_is_asked_for() -> None:
 def test_a_cache_changes_nothing() -> None:
     model, ids = _tiny().eval(), token_batch(batch=1)["input_ids"]
     with torch.no_grad():
-        whole = model(input_ids=ids).logits
+        full = model(input_ids=ids).logits
         cache = DynamicCache(config=model.config)
         parts = [model(input_ids=part, **{CACHE: cache}, use_cache=True).logits for part in ids.split(5, dim=1)]
         last = model(input_ids=ids, logits_to_keep=1).logits
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    torch.testing.assert_close(last, whole[:, -1:])
+    torch.testing.assert_close(torch.cat(parts, dim=1), full)
+    torch.testing.assert_close(last, full[:, -1:])
 
 
 @pytest.mark.parametrize(

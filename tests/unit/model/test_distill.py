@@ -61,10 +61,10 @@ def test_loss_and_gradient_are_those_of_the_textbook(
     config: DistillationConfig, B: int, S: int, V: int, seed: int
 ) -> None:
     student, teacher, labels = _case(B, S, V, seed)
-    found = distillation_loss(student, teacher, labels, config)
+    result = distillation_loss(student, teacher, labels, config)
     expected = _textbook(student, teacher, labels, config)
-    torch.testing.assert_close(tuple(found)[:3], expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in (found.total, expected[0])))
+    torch.testing.assert_close(tuple(result)[:3], expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in (result.total, expected[0])))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
@@ -79,13 +79,13 @@ def test_the_gradient_agrees_with_finite_differences(temperature: float) -> None
 def test_low_precision_logits_lose_only_the_last_rounding(dtype: torch.dtype, temperature: float) -> None:
     student, teacher, labels = _case(4, 33, 50, dtype=dtype)
     config = DistillationConfig(temperature=temperature, chunk_tokens=16)
-    found = distillation_loss(student, teacher, labels, config)
-    assert {part.dtype for part in found} == {torch.float32}
-    (gradient,) = torch.autograd.grad(found.total, student)
+    result = distillation_loss(student, teacher, labels, config)
+    assert {part.dtype for part in result} == {torch.float32}
+    (gradient,) = torch.autograd.grad(result.total, student)
     assert gradient.dtype == dtype
     exact = student.detach().double().requires_grad_()
     expected = _textbook(exact, teacher.double(), labels, config)
-    torch.testing.assert_close([part.double() for part in found[:3]], list(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([part.double() for part in result[:3]], list(expected), rtol=1e-5, atol=1e-6)
     (reference,) = torch.autograd.grad(expected[0], exact)
     rounding = torch.finfo(dtype).eps * reference.abs() + torch.finfo(dtype).smallest_normal
     assert ((gradient.double() - reference).abs() <= rounding + 1e-6 * reference.abs().max()).all()
@@ -124,31 +124,31 @@ def test_cross_entropy_is_the_models_own() -> None:
     model, batch = tiny_llama(), token_batch()
     batch["labels"][1, :5] = -100
     output = model(**batch)
-    found = distillation_loss(output.logits, torch.randn_like(output.logits), batch["labels"], DistillationConfig())
-    torch.testing.assert_close(found.cross_entropy, output.loss)
+    result = distillation_loss(output.logits, torch.randn_like(output.logits), batch["labels"], DistillationConfig())
+    torch.testing.assert_close(result.cross_entropy, output.loss)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 def test_a_student_that_equals_its_teacher_has_no_kl(temperature: float) -> None:
     student, _, labels = _case()
     config = DistillationConfig(temperature=temperature, task_weight=0.0)
-    found = distillation_loss(student, student, labels, config)
-    assert found.kl.abs() < 1e-12
-    (gradient,) = torch.autograd.grad(found.total, student)
+    result = distillation_loss(student, student, labels, config)
+    assert result.kl.abs() < 1e-12
+    (gradient,) = torch.autograd.grad(result.total, student)
     assert gradient.abs().max() < 1e-15
 
 
 def test_compiled_is_step_by_step() -> None:
     """A GPU runs it so: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
     config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=9)
-    found = []
+    results = []
     for compiled in (False, True):
         student, teacher, labels = _case(B=2, S=7, V=50, dtype=torch.bfloat16)
         with fusing.compiled(compiled):
             losses = distillation_loss(student, teacher, labels, config)
             (3 * losses.total).backward()
-        found.append(([*losses[:3]], student.grad.float()))
-    (stepwise, its_gradient), (compiled_losses, gradient) = found
+        results.append(([*losses[:3]], student.grad.float()))
+    (stepwise, its_gradient), (compiled_losses, gradient) = results
     torch.testing.assert_close(compiled_losses, stepwise, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient, its_gradient, rtol=2**-7, atol=1e-7)  # one rounding to bf16
 
@@ -156,17 +156,17 @@ def test_compiled_is_step_by_step() -> None:
 def test_no_gradient_reaches_the_teacher_or_the_logged_parts() -> None:
     student, teacher, labels = _case()
     teacher.requires_grad_()
-    found = distillation_loss(student, teacher, labels, DistillationConfig())
-    found.total.backward()
+    result = distillation_loss(student, teacher, labels, DistillationConfig())
+    result.total.backward()
     assert teacher.grad is None
-    assert not found.kl.requires_grad and not found.cross_entropy.requires_grad
+    assert not result.kl.requires_grad and not result.cross_entropy.requires_grad
 
 
 def test_without_a_gradient_the_loss_is_the_same() -> None:
     student, teacher, labels = _case()
     with torch.no_grad():
-        found = distillation_loss(student, teacher, labels, DistillationConfig())
-    assert torch.equal(found.total, distillation_loss(student, teacher, labels, DistillationConfig()).total)
+        result = distillation_loss(student, teacher, labels, DistillationConfig())
+    assert torch.equal(result.total, distillation_loss(student, teacher, labels, DistillationConfig()).total)
 
 
 def test_a_second_derivative_is_refused() -> None:
@@ -182,9 +182,9 @@ def test_a_non_finite_logit_gives_a_non_finite_loss(which: str, value: float) ->
     student, teacher, labels = _case(ignored=0.0)
     with torch.no_grad():
         (student if which == "student" else teacher)[0, 0, 3] = value
-    found = distillation_loss(student, teacher, labels, DistillationConfig(chunk_tokens=2))
-    assert not found.total.isfinite()
-    (gradient,) = torch.autograd.grad(found.total, student)
+    result = distillation_loss(student, teacher, labels, DistillationConfig(chunk_tokens=2))
+    assert not result.total.isfinite()
+    (gradient,) = torch.autograd.grad(result.total, student)
     assert not gradient.isfinite().all()
 
 
@@ -197,9 +197,9 @@ def test_an_ignored_label_has_no_influence() -> None:
         for logits in (student, teacher):
             logits[0, 2] = float("nan")  # predicts the ignored label
             logits[:, -1] = float("inf")  # predicts past the end
-    found = distillation_loss(student, teacher, labels, DistillationConfig())
-    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
-    (gradient,) = torch.autograd.grad(found.total, student)
+    result = distillation_loss(student, teacher, labels, DistillationConfig())
+    assert all(torch.equal(a, b) for a, b in zip(result, clean, strict=True))
+    (gradient,) = torch.autograd.grad(result.total, student)
     assert torch.equal(gradient, clean_gradient)
     assert not gradient[0, 2].any() and not gradient[:, -1].any()
 
@@ -345,14 +345,14 @@ def test_a_partitioned_model_cannot_be_replicated() -> None:
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
     student, _, labels = _case()
-    ours, theirs = (student.detach().clone().requires_grad_() for _ in range(2))
+    ours, reference = (student.detach().clone().requires_grad_() for _ in range(2))
     loss = task_loss(ours, labels, chunk)
-    expected = F.cross_entropy(theirs[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    expected = F.cross_entropy(reference[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(loss, expected)
     (3 * loss).backward()
     (3 * expected).backward()
-    assert theirs.grad is not None and theirs.grad.any()
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert reference.grad is not None and reference.grad.any()
+    torch.testing.assert_close(ours.grad, reference.grad)
 
 
 def test_parts_of_sequences_are_a_loss_of_whole_ones() -> None:
@@ -362,15 +362,15 @@ def test_parts_of_sequences_are_a_loss_of_whole_ones() -> None:
     student_BSV, teacher_BSV = torch.randn(2, 2, 12, 9, generator=generator).unbind(0)
     labels_BS = torch.randint(0, 9, (2, 12), generator=generator)
     labels_BS[0, 3:9] = IGNORED
-    whole = distillation_loss(student_BSV, teacher_BSV, labels_BS, config)
+    full = distillation_loss(student_BSV, teacher_BSV, labels_BS, config)
     trained = int((labels_BS[:, 1:] != IGNORED).sum())
     next_BS = next_labels(labels_BS).view(2, 12)
     parts = [
         distillation_loss(
-            *(each[:, part] for each in (student_BSV, teacher_BSV, next_BS)), config, trained / 3, shifted=True
+            *(item[:, part] for item in (student_BSV, teacher_BSV, next_BS)), config, trained / 3, shifted=True
         )
         for part in (slice(0, 4), slice(4, 8), slice(8, 12))
     ]
     for name in ("total", "cross_entropy", "kl"):
-        mean = torch.stack([getattr(each, name) for each in parts]).mean()
-        assert float(mean) == pytest.approx(float(getattr(whole, name)), rel=1e-6), name
+        mean = torch.stack([getattr(item, name) for item in parts]).mean()
+        assert float(mean) == pytest.approx(float(getattr(full, name)), rel=1e-6), name

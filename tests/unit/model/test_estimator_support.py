@@ -76,18 +76,18 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 def measured(model: PreTrainedModel, names: list[str]) -> set[str]:
     """Weights whose layer hooks see tokens and gradients in a pass of a real model."""
-    seen = set()
+    records = set()
 
     def hook(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
         shape = model.get_parameter(name).shape
         assert {grad_TO.shape[1], input_TI.shape[1]} == set(shape)
         assert torch.isfinite(grad_TO).all()
-        seen.add(name)
+        records.add(name)
 
     model.train()
     with token_gradients({name: model.get_submodule(name.rpartition(".")[0]) for name in names}, hook):
         model(**token_batch(), use_cache=False).loss.backward()
-    return seen
+    return records
 
 
 def pasted(message: str) -> dict[str, Any]:

@@ -135,9 +135,9 @@ def test_prunable_is_every_matmul_but_router_and_head(family: str) -> None:
             stacked = 2 if name.endswith("gate_up_proj") and not transposed else 1
             axis = -2 if transposed else -1
             expected.append((name, tuple(parameter.shape), axis, holder, module.num_experts, stacked))
-    found = prunable_weights(model, SparseForgeConfig())
-    assert [dataclasses.astuple(weight) for weight in found] == expected
-    assert len(found) == PER_MODEL[family]
+    result = prunable_weights(model, SparseForgeConfig())
+    assert [dataclasses.astuple(weight) for weight in result] == expected
+    assert len(result) == PER_MODEL[family]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -215,25 +215,25 @@ def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, impl
         if family == "llama4_text":  # every expert is given all tokens, zeros where they are another's
             routed_ETI = torch.zeros(up.experts, *x_TI.shape)
             routed_ETI[expert_T1[:, 0], torch.arange(4)] = x_TI
-            found = 0.5 * layer(routed_ETI.flatten(0, 1)).view(up.experts, 4, -1).sum(0)
+            result = 0.5 * layer(routed_ETI.flatten(0, 1)).view(up.experts, 4, -1).sum(0)
             bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
         else:
-            found = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
+            result = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
             if family != "gpt_oss":
                 bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
     gate_up, down_proj = layer.gate_up_proj.detach(), layer.down_proj.detach()
     expected = []
     for x_I, expert in zip(x_TI.double(), expert_T1[:, 0].tolist(), strict=True):
-        both = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern) + bias["gate_up_proj"][expert]
+        pair = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern) + bias["gate_up_proj"][expert]
         if family == "gpt_oss":
-            gate, value = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
+            gate, value = pair[:, ::2].clamp(max=7), pair[:, 1::2].clamp(-7, 7)
             inner = gate * torch.sigmoid(1.702 * gate) * (value + 1)
         else:
-            gate, value = both.chunk(2, dim=-1)
+            gate, value = pair.chunk(2, dim=-1)
             inner = F.silu(gate) * value
         output = _sum_of_kept(inner, down_proj[expert], down.input_axis, pattern) + bias["down_proj"][expert]
         expected.append(0.5 * output)
-    torch.testing.assert_close(found.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result.double(), torch.cat(expected), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", LISTED)

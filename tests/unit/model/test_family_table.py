@@ -32,9 +32,9 @@ def test_a_family_can_have_the_rows_of_another() -> None:
         prunable_weights(model, BLANK)
     sf.register_family("seed_oss", like="llama")
     sf.register_family("seed_oss", like="llama")  # an import may come twice
-    found = prunable_weights(model, BLANK)
-    assert [weight.name for weight in found] == [weight.name for weight in prunable_weights(tiny_llama(), BLANK)]
-    assert coverage(model, found).of_linear == 100.0
+    result = prunable_weights(model, BLANK)
+    assert [weight.name for weight in result] == [weight.name for weight in prunable_weights(tiny_llama(), BLANK)]
+    assert coverage(model, result).of_linear == 100.0
 
 
 def test_the_rows_of_the_guide_cover_their_model() -> None:
@@ -44,8 +44,8 @@ def test_the_rows_of_the_guide_cover_their_model() -> None:
         prunable=["blocks.*.attn.Wqkv.weight", "blocks.*.attn.out_proj.weight", "blocks.*.ffn.*_proj.weight"],
         dense=["wte.weight", "lm_head.weight"],
     )
-    found = prunable_weights(model, BLANK)
-    assert len(found) == 8 and coverage(model, found).of_linear == 100.0
+    result = prunable_weights(model, BLANK)
+    assert len(result) == 8 and coverage(model, result).of_linear == 100.0
 
 
 def test_registered_rows_of_experts_are_those_of_the_table() -> None:

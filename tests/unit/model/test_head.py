@@ -57,11 +57,11 @@ def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _agree(student: PreTrainedModel, teacher: PreTrainedModel | None, config: DistillationConfig, **close: Any) -> None:
-    expected, found = (function(student, teacher, config) for function in (_of_whole_logits, _in_head))
-    torch.testing.assert_close(tuple(found)[: len(expected)], tuple(expected), **close)
-    expected, found = (_gradients(student, losses[0]) for losses in (expected, found))
+    expected, result = (function(student, teacher, config) for function in (_of_whole_logits, _in_head))
+    torch.testing.assert_close(tuple(result)[: len(expected)], tuple(expected), **close)
+    expected, result = (_gradients(student, losses[0]) for losses in (expected, result))
     assert any(gradient.any() for gradient in expected.values())
-    torch.testing.assert_close(found, expected, **close)
+    torch.testing.assert_close(result, expected, **close)
 
 
 @pytest.mark.parametrize("config", [SEVERAL, DistillationConfig()], ids=["blocks", "one block"])
@@ -100,23 +100,23 @@ def test_a_teacher_may_have_another_width() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_agree_to_rounding(dtype: torch.dtype) -> None:
     student, teacher = tiny_llama().to(dtype), tiny_llama(seed=1).to(dtype)
-    expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
-    assert found.total.dtype == torch.float32
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-5, atol=1e-6)
-    expected, found = (_gradients(student, 1024 * losses[0]) for losses in (expected, found))
+    expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+    assert result.total.dtype == torch.float32
+    torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-5, atol=1e-6)
+    expected, result = (_gradients(student, 1024 * losses[0]) for losses in (expected, result))
     for name, gradient in expected.items():
-        assert (found[name] - gradient).float().norm() < 4 * torch.finfo(dtype).eps * gradient.float().norm(), name
+        assert (result[name] - gradient).float().norm() < 4 * torch.finfo(dtype).eps * gradient.float().norm(), name
 
 
 def test_autocast_agrees_to_rounding() -> None:
     student, teacher = tiny_llama(), tiny_llama(seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
-    torch.testing.assert_close(tuple(found), tuple(expected), rtol=1e-3, atol=1e-4)  # the teacher's are fp32
-    expected, found = (_gradients(student, losses[0]) for losses in (expected, found))
+        expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+    torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-3, atol=1e-4)  # the teacher's are fp32
+    expected, result = (_gradients(student, losses[0]) for losses in (expected, result))
     for name, gradient in expected.items():
-        assert found[name].dtype == torch.float32
-        assert (found[name] - gradient).norm() < 0.02 * gradient.norm(), name
+        assert result[name].dtype == torch.float32
+        assert (result[name] - gradient).norm() < 0.02 * gradient.norm(), name
 
 
 def test_blocks_are_no_part_of_the_loss() -> None:
@@ -134,9 +134,9 @@ def test_without_a_graph_and_as_it_was_afterwards() -> None:
     ids, _ = _batch()
     before = student(input_ids=ids).logits
     with torch.no_grad():
-        found = _in_head(student, teacher, SEVERAL)
-    assert torch.equal(found.total, _in_head(student, teacher, SEVERAL).total)
-    assert not found.total.requires_grad
+        result = _in_head(student, teacher, SEVERAL)
+    assert torch.equal(result.total, _in_head(student, teacher, SEVERAL).total)
+    assert not result.total.requires_grad
     assert torch.equal(student(input_ids=ids).logits, before)
     assert "forward" not in vars(student.lm_head)
 
@@ -163,9 +163,9 @@ def test_whole_logits_are_never_made() -> None:
     ids = token_batch()["input_ids"]
     config = DistillationConfig(chunk_tokens=4)
     most = {}
-    for name, whole in (("head", False), ("logits", True)):
+    for name, full in (("head", False), ("logits", True)):
         with _Widest(vocabulary) as made:
-            if whole:
+            if full:
                 with torch.no_grad():
                     wanted = teacher(input_ids=ids).logits
                 loss = distillation_loss(student(input_ids=ids).logits, wanted, ids, config).total
@@ -222,9 +222,9 @@ def test_a_non_finite_weight_gives_a_non_finite_loss(value: float) -> None:
     assert not loss_in_head(student, _batch()[1], SEVERAL, input_ids=_batch()[0])[0].total.isfinite()
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("hidden", [None, HiddenConfig(weight=2.0)])
-def test_parts_of_a_step_add_up_to_its_mean(whole: bool, hidden: HiddenConfig | None) -> None:
+def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | None) -> None:
     """Losses over a common number of trained tokens; a part without any gives zeros, and its backward pass runs."""
     config = replace(SEVERAL, hidden=hidden)
     student, teacher, ids = tiny_llama(), tiny_llama(seed=1).eval(), _batch()[0]
@@ -235,7 +235,7 @@ def test_parts_of_a_step_add_up_to_its_mean(whole: bool, hidden: HiddenConfig | 
         with torch.no_grad(), capture_states(compared_layers(teacher, hidden) if hidden else []) as states:
             wanted = teacher(input_ids=ids[rows], use_cache=False).logits
         target = _target(teacher, ids[rows])._replace(states=states if hidden else None)
-        if not whole:
+        if not full:
             return loss_in_head(student, labels[rows], config, target, trained, input_ids=ids[rows])[0]
         with compare_hidden(student, target.states, next_labels(labels[rows]), config, trained) as hidden_loss:
             logits = student(input_ids=ids[rows], use_cache=False).logits
@@ -254,5 +254,5 @@ def test_parts_of_a_step_add_up_to_its_mean(whole: bool, hidden: HiddenConfig | 
     assert not parts[0].any() and not any(gradient.any() for gradient in of_parts[0].values())
     torch.testing.assert_close(torch.stack(parts).mean(0), torch.stack(expected).detach())
     for name, gradient in of_step.items():
-        found = torch.stack([own[name] for own in of_parts]).mean(0)
-        torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+        result = torch.stack([own[name] for own in of_parts]).mean(0)
+        torch.testing.assert_close(result, gradient, rtol=1e-4, atol=1e-6)

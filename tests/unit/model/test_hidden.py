@@ -49,14 +49,14 @@ def _textbook(student: PreTrainedModel, teacher: PreTrainedModel, every: int | N
     """The mean distance by plain autograd, on the states that plain hooks see, token by token."""
     ids, labels = _batch()
     trained = next_labels(labels).view_as(labels) != IGNORED
-    found = [_states(model, ids) for model in (student, teacher)]
-    last = len(found[0]) - 1
+    result = [_states(model, ids) for model in (student, teacher)]
+    last = len(result[0]) - 1
     wanted = [n for n in range(last + 1) if (n == last if every is None else (last - n) % every == 0)]
     distances = []
     for layer in wanted:
-        mine, other = found[0][layer], found[1][layer].detach()
+        actual, other = result[0][layer], result[1][layer].detach()
         tokens = [
-            ((mine[b, s] - other[b, s]) ** 2).sum() / (other[b, s] ** 2).sum()
+            ((actual[b, s] - other[b, s]) ** 2).sum() / (other[b, s] ** 2).sum()
             for b in range(ids.shape[0])
             for s in range(ids.shape[1])
             if trained[b, s]
@@ -109,22 +109,22 @@ def test_it_is_the_textbook_for_every_family(family: str) -> None:
 def test_any_layers_and_blocks_give_the_textbook_distance(build: Any, every: int | None, block: int) -> None:
     student, teacher = build().eval(), build(seed=1).eval()
     distance = _textbook(student, teacher, every)
-    found = _found(student, teacher, _config(every, chunk_tokens=block))
-    torch.testing.assert_close(found.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
+    result = _found(student, teacher, _config(every, chunk_tokens=block))
+    torch.testing.assert_close(result.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("every", [1, 2])
 def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -> None:
-    found = []
+    results = []
     for checkpointing in (False, True):
         student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
         if checkpointing:
             checkpoint_activations(student, reentrant)
-        found.append(_gradients(student, _found(student, teacher, _config(every)).total))
-    assert found[0].keys() == found[1].keys()
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
+        results.append(_gradients(student, _found(student, teacher, _config(every)).total))
+    assert results[0].keys() == results[1].keys()
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
 
 
 def test_a_graph_that_checkpointing_keeps_away_is_no_loss_of_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,14 +169,14 @@ def test_the_gradient_of_a_layer_exists_when_the_backward_pass_gets_there() -> N
 
 
 def _nodes(tensor: Tensor) -> set[Any]:
-    found: set[Any] = set()
+    result: set[Any] = set()
     ahead = [tensor.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in found:
-            found.add(node)
+        if node is not None and node not in result:
+            result.add(node)
             ahead += [before for before, _ in node.next_functions]
-    return found
+    return result
 
 
 def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None:

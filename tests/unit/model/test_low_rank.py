@@ -74,10 +74,10 @@ def test_every_masked_weight_has_a_branch(family: str) -> None:
     before = prunable_weights(model, _config(family))
     prepare(model, _config(family))
     assert prunable_weights(model, _config(family)) == before
-    found = branches(model)
-    assert list(found) == [weight.name for weight in before]
+    result = branches(model)
+    assert list(result) == [weight.name for weight in before]
     for weight in before:
-        branch = found[weight.name]
+        branch = result[weight.name]
         inputs = weight.shape[weight.input_axis]
         assert branch.low_rank_b.shape == (weight.numel // inputs, inputs // 4)
         assert branch is model.get_submodule(weight.module)
@@ -273,10 +273,10 @@ def test_preparing_twice_is_an_error() -> None:
 
 def test_hooks_of_a_layer_stay() -> None:
     model = tiny_llama()
-    seen = []
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda layer, *_: seen.append(layer))
+    records = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda layer, *_: records.append(layer))
     prepare(model, CONFIG)(**token_batch())
-    assert seen == [model.model.layers[1].mlp.up_proj] and isinstance(seen[0], Branch)
+    assert records == [model.model.layers[1].mlp.up_proj] and isinstance(records[0], Branch)
 
 
 def test_a_forward_of_its_own_would_be_lost() -> None:

@@ -58,8 +58,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     hub_access._asked.cache_clear()
     server.shutdown(socket.SHUT_RDWR)
     server.close()
-    for each in taken:
-        each.close()
+    for item in taken:
+        item.close()
 
 
 def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socket.socket]) -> None:
@@ -70,7 +70,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
     with pytest.raises(ValueError, match="its tokenizer cannot be read"):
         read_tokenizer("nobody/no-such-model")
     # Beside it, transformers may look up by itself who is calling, once and briefly as well.
-    assert [each.recv(6) for each in silent].count(b"HEAD /") == 1 and len(silent) <= 2
+    assert [item.recv(6) for item in silent].count(b"HEAD /") == 1 and len(silent) <= 2
     assert read_model_config("Qwen/Qwen3-14B").hidden_size == 5120
 
 

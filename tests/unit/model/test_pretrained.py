@@ -25,11 +25,11 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_transformers_saved_has_the_shapes_of_its_config(family: str, tmp_path: Path) -> None:
     model = BUILDERS[family]()
     model.save_pretrained(tmp_path)
-    found = find_model(str(tmp_path), "--model")
-    check_shapes(found, "--model", bare_model(found.config))
-    found.config.get_text_config().vocab_size += 1
+    result = find_model(str(tmp_path), "--model")
+    check_shapes(result, "--model", bare_model(result.config))
+    result.config.get_text_config().vocab_size += 1
     with pytest.raises(ValueError, match=r"--model .*: (\S+) is \(.*\) in the files, and \(.*\) by config"):
-        check_shapes(found, "--model", bare_model(found.config))
+        check_shapes(result, "--model", bare_model(result.config))
 
 
 def test_config_and_weights_of_different_shapes(
@@ -44,8 +44,8 @@ def test_config_and_weights_of_different_shapes(
     message = "layers.0.self_attn.k_proj.weight is (16, 32) in the files, and (32, 32) by config.json"
     for models in (["--model", str(other)], ["--model", str(dense), "--teacher", str(other)]):
         assert main(["train", *common, *models, "--output_dir", str(tmp_path / "run"), "--dry_run"]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {models[-2]} {other}: ") and message in said and said.count("\n") == 1
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"error: {models[-2]} {other}: ") and message in errors and errors.count("\n") == 1
 
 
 VALUES = {
@@ -70,8 +70,8 @@ def test_values_of_a_config_that_no_model_has(
         bare_model(find_model(str(other), "--model").config)
     assert message in str(refused.value)
     assert main(["generate", str(other), "Once"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and (key in said or "gptq" in said.lower()), said
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ") and (key in errors or "gptq" in errors.lower()), errors
 
 
 def test_a_config_in_which_a_quantization_is_no_object(dense: Path, tmp_path: Path) -> None:
@@ -84,6 +84,6 @@ def test_a_config_in_which_a_quantization_is_no_object(dense: Path, tmp_path: Pa
 
 
 def test_a_folder_without_weights_has_no_shapes(dense: Path, tmp_path: Path) -> None:
-    found = find_model(str(dense), "--model")
-    bare = Pretrained("elsewhere", tmp_path, found.config)
-    check_shapes(bare, "--model", bare_model(found.config))
+    result = find_model(str(dense), "--model")
+    bare = Pretrained("elsewhere", tmp_path, result.config)
+    check_shapes(bare, "--model", bare_model(result.config))

@@ -26,9 +26,9 @@ def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> 
     saved = load_file(tmp_path / "model.safetensors")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    found = published_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
-    assert found.keys() == saved.keys() and (found.keys() != state.keys()) == bool(FAMILIES[family].published)
-    for name, piece in found.items():
+    result = published_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
+    assert result.keys() == saved.keys() and (result.keys() != state.keys()) == bool(FAMILIES[family].published)
+    for name, piece in result.items():
         value = state[piece.memory_name].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, saved[name]), name
     assert published_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {

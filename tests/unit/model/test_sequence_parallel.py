@@ -75,9 +75,9 @@ def traced(parts: int, checkpointing: bool, **more: Any) -> Activations:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_are_divided(checkpointing: bool) -> None:
-    whole, half, quarter = (traced(parts, checkpointing) for parts in (1, 2, 4))
+    full, half, quarter = (traced(parts, checkpointing) for parts in (1, 2, 4))
     for name in ("saved", "backward", "teacher"):
-        all_of_it, of_half, of_quarter = (getattr(each, name) for each in (whole, half, quarter))
+        all_of_it, of_half, of_quarter = (getattr(item, name) for item in (full, half, quarter))
         # The exchange holds copies of queries, keys and values; 4 parts repeat the 2 heads of keys and values.
         assert 0.5 <= of_half / all_of_it < 0.62, name
         assert 0.25 <= of_quarter / all_of_it < 0.34, name

@@ -21,8 +21,8 @@ def sharing() -> Any:
 @pytest.mark.parametrize("block", [{"low_rank": {"k": 4}}, {"method": {"name": "cast", "scaling": True}}])
 def test_a_branch_or_a_scale_of_one_layer_would_change_the_function(block: dict[str, Any]) -> None:
     config = sf.SparseForgeConfig.from_dict(block)
-    both = r"layers\.0\.self_attn\.q_proj\.weight and .*layers\.1\.self_attn\.q_proj\.weight are one weight"
-    with pytest.raises(ValueError, match=f'{both}.*; set .*, or keep it dense with "exclude"'):
+    pair = r"layers\.0\.self_attn\.q_proj\.weight and .*layers\.1\.self_attn\.q_proj\.weight are one weight"
+    with pytest.raises(ValueError, match=f'{pair}.*; set .*, or keep it dense with "exclude"'):
         sf.prepare(sharing(), config)
     dense = sf.SparseForgeConfig.from_dict({**block, "exclude": ["*.0.self_attn.q_proj.*"]})
     assert isinstance(sf.prepare(sharing(), dense), nn.Module)

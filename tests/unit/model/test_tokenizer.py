@@ -109,8 +109,8 @@ def test_a_class_that_gives_other_tokens_than_sentencepiece_is_refused(folder):
 
 
 def test_what_tokenizer_config_says_of_bos_and_eos_is_not_overruled(folder):
-    said = {"eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
-    tokenizer = read_tokenizer(folder("deepseek_llm", tokenizer_config=said))
+    message = {"eos_token": "<\uff5cend\u2581of\u2581sentence\uff5c>"}
+    tokenizer = read_tokenizer(folder("deepseek_llm", tokenizer_config=message))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, 100001)
 
 
@@ -142,13 +142,13 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_tokenizer_is_one_error(tmp_path, what, capsys):
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_tokenizer_is_one_error(tmp_path, fault, capsys):
     """The tokenizers library raises Exception itself, or its Rust code panics, or has no limit."""
     model = write_model(tmp_path / "model")
     path = model / "tokenizer.json"
     content = json.loads(path.read_text())
-    for key, change in HOSTILE[what].items():
+    for key, change in HOSTILE[fault].items():
         content[key] = change if content[key] is None or key != "model" else {**content[key], **change}
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="^its tokenizer cannot be read") as refused:

@@ -73,11 +73,11 @@ def test_too_much_is_an_error_with_patterns_sizes_and_shares() -> None:
 @pytest.mark.parametrize("width", [5, 6])
 def test_two_percent_are_reported_and_no_error(width: int) -> None:
     model = with_adapters(width)
-    found = uncovered_weights(model, SparseForgeConfig())
-    assert list(found.shapes) == ADAPTERS and found.share == 2 * 32 * width / (PRUNABLE + 2 * 32 * width)
+    result = uncovered_weights(model, SparseForgeConfig())
+    assert list(result.shapes) == ADAPTERS and result.share == 2 * 32 * width / (PRUNABLE + 2 * 32 * width)
     if width == 5:  # 1.7%
         assert len(names(model)) == 14
-        assert found.lines() == [
+        assert result.lines() == [
             f"model.layers.*.mlp.adapter.weight (2 of shape (5, 32), 320 elements, {320 / 18752:.1%})"
         ]
     else:  # 2.04%
@@ -208,9 +208,9 @@ def test_what_a_family_without_rows_is_told_to_paste_works(family: str) -> None:
         names(model)
     message = str(raised.value)
     assert "\n" not in message and len(message) < 900, message
-    found = names(model, **pasted(message))
-    assert len(found) == layers and not uncovered_weights(model, SparseForgeConfig(**pasted(message))).shapes
-    assert not [name for name in found if "router" in name or "lm_head" in name or "embed" in name]
+    result = names(model, **pasted(message))
+    assert len(result) == layers and not uncovered_weights(model, SparseForgeConfig(**pasted(message))).shapes
+    assert not [name for name in result if "router" in name or "lm_head" in name or "embed" in name]
     pruned = sum(weight.numel for weight in prunable_weights(model, SparseForgeConfig(**pasted(message))))
     assert f"to prune {pruned / uncovered_weights(model, SparseForgeConfig()).linear:.1%} of them" in message
 
@@ -233,11 +233,11 @@ def test_a_family_without_rows_needs_an_include() -> None:
 
 def test_a_family_without_rows_is_pruned_where_include_says() -> None:
     model = unknown("gpt2")
-    found = prunable_weights(model, SparseForgeConfig(include=("*.mlp.*",)))
-    assert found == prunable_weights(tiny_gpt2(), SparseForgeConfig(include=("*.mlp.*",)))
-    assert {weight.input_axis for weight in found} == {-2}
-    counted = coverage(model, found)
-    assert counted == coverage(tiny_gpt2(), found) and counted.of_linear < 100
+    result = prunable_weights(model, SparseForgeConfig(include=("*.mlp.*",)))
+    assert result == prunable_weights(tiny_gpt2(), SparseForgeConfig(include=("*.mlp.*",)))
+    assert {weight.input_axis for weight in result} == {-2}
+    counted = coverage(model, result)
+    assert counted == coverage(tiny_gpt2(), result) and counted.of_linear < 100
     assert names(unknown("llama"), include=("*",)) == names(tiny_llama())
     with pytest.raises(ValueError, match=r"include: '\*.nothing' matches no weight"):
         names(model, include=("*.nothing",))
@@ -273,8 +273,8 @@ def test_listed_experts_of_a_family_without_rows() -> None:
     model = unknown("llama")
     for layer in model.model.layers:
         layer.mlp.experts = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 8)])
-    found = prunable_weights(model, SparseForgeConfig(include=("*.experts.*",)))
-    assert [(weight.experts, weight.first_expert) for weight in found[:2]] == [
+    result = prunable_weights(model, SparseForgeConfig(include=("*.experts.*",)))
+    assert [(weight.experts, weight.first_expert) for weight in result[:2]] == [
         (1, ("model.layers.0.mlp.experts", 0)),
         (1, ("model.layers.0.mlp.experts", 1)),
     ]

@@ -53,8 +53,8 @@ def test_a_block_needs_no_weights_to_be_captured() -> None:
     model = tiny_llama()
     expected = next(capture_inputs(model, _blocks(model), [{"input_ids": token_batch()["input_ids"]}]))
     model.model.layers.to("meta")
-    given = next(capture_inputs(model, _blocks(model), [{"input_ids": token_batch()["input_ids"]}]))
-    assert torch.equal(given.hidden_BSH, expected.hidden_BSH)
+    arguments = next(capture_inputs(model, _blocks(model), [{"input_ids": token_batch()["input_ids"]}]))
+    assert torch.equal(arguments.hidden_BSH, expected.hidden_BSH)
 
 
 def _blocks(model: nn.Module) -> list:

@@ -96,9 +96,9 @@ def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: An
             )
             value.copy_(updated.t() if transposed else updated)
     for weight in weights:
-        ours, theirs = model.get_parameter(weight.name), expected.get_parameter(weight.name)
-        assert torch.equal(ours == 0, theirs == 0), weight.name
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        ours, reference = model.get_parameter(weight.name), expected.get_parameter(weight.name)
+        assert torch.equal(ours == 0, reference == 0), weight.name
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", [OlmoeConfig, GptOssConfig])
@@ -131,22 +131,22 @@ def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -
     magnitude = tiny_mixture(OlmoeConfig)
     _solve_all(magnitude, StartConfig(mask="magnitude", epochs=0))
     for layer, expected in zip(model.model.layers, magnitude.model.layers, strict=True):
-        few = [e for e in range(4) if torch.equal(layer.mlp.experts.down_proj[e], expected.mlp.experts.down_proj[e])]
-        assert few
+        subset = [e for e in range(4) if torch.equal(layer.mlp.experts.down_proj[e], expected.mlp.experts.down_proj[e])]
+        assert subset
 
 
 def test_gradients_of_two_ranks_are_those_of_one() -> None:
     """Two micro-batches of a step on one rank; and a sum over two equal ranks, which Adam does not see."""
-    one, two = tiny_llama(), tiny_llama()
-    _solve_all(one, StartConfig(epochs=2), per_step=2)
+    first, second = tiny_llama(), tiny_llama()
+    _solve_all(first, StartConfig(epochs=2), per_step=2)
 
     def double(tensors: list[Tensor]) -> None:
         for tensor in tensors:
             tensor.mul_(2)
 
-    _solve_all(two, StartConfig(epochs=2), per_step=2, reduce=double)
-    for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    _solve_all(second, StartConfig(epochs=2), per_step=2, reduce=double)
+    for ours, reference in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
 
 
 def test_parameters_are_rounded_to_what_is_stored() -> None:

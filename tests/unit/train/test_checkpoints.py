@@ -51,9 +51,9 @@ def tags(checkpoints):
 
 
 def test_the_newest_complete_checkpoint_is_found(checkpoints):
-    found = checkpoints.newest()
-    assert (found.folder, found.step) == (checkpoints.folder / "step_000200", 200)
-    checkpoints.check(found)
+    result = checkpoints.newest()
+    assert (result.folder, result.step) == (checkpoints.folder / "step_000200", 200)
+    checkpoints.check(result)
 
 
 def test_a_user_goes_back_by_moving_the_newer_ones_away(checkpoints):
@@ -162,11 +162,11 @@ def replace_by_the_other_step(checkpoints):
 )
 def test_damage_inside_a_file_is_named_before_anything_is_loaded(checkpoints, damage, message):
     damage(checkpoints)
-    found = checkpoints.newest()
+    result = checkpoints.newest()
     with pytest.raises(ValueError, match=f"--resume: .*{message}.*complete: step_000100"):
         for rank in range(2):
             checkpoints.ranks.rank = rank
-            checkpoints.check(found)
+            checkpoints.check(result)
     assert not (checkpoints.folder / "executed").exists()
 
 

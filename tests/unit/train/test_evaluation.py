@@ -22,8 +22,8 @@ def evaluation(held_out: HeldOut | None = TEXT, method: str = "sparseforge", **f
     return Evaluation(SimpleNamespace(spec=spec), held_out)  # type: ignore[arg-type]
 
 
-def steps(found: Evaluation) -> list[int]:
-    return [step for step in range(11) if found.due(step)]
+def steps(result: Evaluation) -> list[int]:
+    return [step for step in range(11) if result.due(step)]
 
 
 def test_scores_are_due_at_intervals_and_at_both_ends() -> None:
@@ -34,20 +34,20 @@ def test_scores_are_due_at_intervals_and_at_both_ends() -> None:
 
 
 def test_a_step_is_scored_once_and_a_step_that_a_stop_left_out_is_scored_later() -> None:
-    found = evaluation()
-    found.load_state_dict({"key": TEXT.key, "losses": {"0": 2.5, "4": 2.0}})
-    assert steps(found) == [8, 10]
-    assert found.state_dict()["losses"] == {"0": 2.5, "4": 2.0}
+    result = evaluation()
+    result.load_state_dict({"key": TEXT.key, "losses": {"0": 2.5, "4": 2.0}})
+    assert steps(result) == [8, 10]
+    assert result.state_dict()["losses"] == {"0": 2.5, "4": 2.0}
 
 
 def test_scores_of_another_text_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
-    found = evaluation()
+    result = evaluation()
     with caplog.at_level("INFO"):
-        found.load_state_dict({"key": "another", "text": "old.jsonl", "losses": {"0": 2.5}})
-    assert found.losses == {} and "other text than before (old.jsonl)" in caplog.text
-    found.load_state_dict({})
+        result.load_state_dict({"key": "another", "text": "old.jsonl", "losses": {"0": 2.5}})
+    assert result.losses == {} and "other text than before (old.jsonl)" in caplog.text
+    result.load_state_dict({})
     with pytest.raises(ValueError, match="its evaluations cannot be read"):
-        found.load_state_dict({"key": TEXT.key, "losses": {"first": 2.5}})
+        result.load_state_dict({"key": TEXT.key, "losses": {"first": 2.5}})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_scores_of_another_text_do_not_count(caplog: pytest.LogCaptureFixture) -
 )
 def test_soft_masks_are_never_the_best(method: str, counted: dict[int, float]) -> None:
     """Of 10 steps masks of sparseforge are frozen at the second."""
-    found = evaluation(keep_best=True, method=method)
-    found.losses = {0: 2.0, 2: 3.0, 8: 2.5, 9: float("nan")}
-    assert found.ranking() == counted
+    result = evaluation(keep_best=True, method=method)
+    result.losses = {0: 2.0, 2: 3.0, 8: 2.5, 9: float("nan")}
+    assert result.ranking() == counted
     assert evaluation(method=method).ranking() is None

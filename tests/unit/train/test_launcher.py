@@ -61,17 +61,17 @@ def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> N
     nowhere.setenv("MASTER_ADDR", "somewhere.else")  # as clusters set it for whole jobs
     nowhere.setenv("SLURM_STEP_NUM_TASKS", "1")
     set_default_environment()
-    *place, port = (os.environ[name] for name in PLACE)
-    assert place == ["0", "0", "1", "127.0.0.1"]
+    *position, port = (os.environ[name] for name in PLACE)
+    assert position == ["0", "0", "1", "127.0.0.1"]
     assert 1024 <= int(port) < 65536
 
 
 def test_an_environment_of_a_launcher_is_kept(nowhere: pytest.MonkeyPatch) -> None:
-    given = dict(zip(PLACE, ("3", "1", "4", "node0", "29500"), strict=True))
-    for name, value in given.items():
+    arguments = dict(zip(PLACE, ("3", "1", "4", "node0", "29500"), strict=True))
+    for name, value in arguments.items():
         nowhere.setenv(name, value)
     set_default_environment()
-    assert {name: os.environ[name] for name in PLACE} == given
+    assert {name: os.environ[name] for name in PLACE} == arguments
 
 
 def test_an_incomplete_environment_is_refused(nowhere: pytest.MonkeyPatch) -> None:

@@ -79,9 +79,9 @@ def test_rank_0_says_everything_and_the_others_what_is_wrong(console, capsys):
         logger.info("100% of it")
         logger.warning("a thing of %s", "mine")
         logger.error("no such file")
-    said = capsys.readouterr()
-    assert said.out == "100% of it\nwarning: a thing of mine\nwarning: on rank 3: a thing of mine\n"
-    assert said.err == "error: no such file\nerror: on rank 3: no such file\n"
+    message = capsys.readouterr()
+    assert message.out == "100% of it\nwarning: a thing of mine\nwarning: on rank 3: a thing of mine\n"
+    assert message.err == "error: no such file\nerror: on rank 3: no such file\n"
 
 
 def test_a_rank_that_learns_its_number_late_is_silent_from_then_on(console, capsys, monkeypatch):
@@ -101,10 +101,10 @@ def test_lines_stand_above_the_bar(console, tmp_path, capsys, monkeypatch):
     monitor.step(1, SCALARS, "hardening", DIALS)
     capsys.readouterr()
     logging.getLogger("sparseforge_ds").info("a line")
-    said = capsys.readouterr()
+    message = capsys.readouterr()
     monitor.close()
-    assert said.out == "a line\n"
-    assert said.err.startswith("\r ") and "1/7" in said.err.split("\r")[-1], "the bar is cleared, and drawn again"
+    assert message.out == "a line\n"
+    assert message.err.startswith("\r ") and "1/7" in message.err.split("\r")[-1], "the bar is cleared, and drawn again"
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(console, tmp_path, capsys):

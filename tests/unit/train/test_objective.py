@@ -50,13 +50,13 @@ def _expected(student: PreTrainedModel, teacher: PreTrainedModel, token_BS: Tens
     return torch.stack(list(distillation_loss(logits, wanted, token_BS, CONFIG.distillation))[:3])
 
 
-@pytest.mark.parametrize(("cap", "whole"), [(None, None), (2.0, "Gemma2ForCausalLM scales or caps the logits")])
-def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, whole: str | None) -> None:
+@pytest.mark.parametrize(("cap", "full"), [(None, None), (2.0, "Gemma2ForCausalLM scales or caps the logits")])
+def test_a_teacher_that_caps_its_logits_is_said_and_heard(cap: float | None, full: str | None) -> None:
     student = tiny_llama()
     assert CONFIG.distillation is not None
     objective = Objective(Engine(student), Teacher(_gemma(cap), CONFIG.distillation, {}), CONFIG)
-    found = objective.why_whole_logits(_micro_batches()[0][:1, :1])
-    assert found is None if whole is None else found is not None and found.startswith(whole)
+    result = objective.why_whole_logits(_micro_batches()[0][:1, :1])
+    assert result is None if full is None else result is not None and result.startswith(full)
     assert student.training
     batches = [MicroBatch(token_BS, token_BS) for token_BS in _micro_batches()]
     with objective.targets(batches) as targets:
@@ -73,8 +73,8 @@ def test_a_student_that_caps_its_logits_trains_on_whole_logits() -> None:
     objective = Objective(Engine(student), None, CONFIG)
     assert "Gemma2ForCausalLM scales or caps" in str(objective.why_whole_logits(_micro_batches()[0][:1, :1]))
     token_BS = _micro_batches()[0]
-    found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
-    assert torch.equal(found, task_loss(student(input_ids=token_BS).logits, token_BS))
+    result = objective.cross_entropy(MicroBatch(token_BS, token_BS))
+    assert torch.equal(result, task_loss(student(input_ids=token_BS).logits, token_BS))
 
 
 def test_the_task_loss_of_probes_makes_no_logits() -> None:
@@ -83,8 +83,8 @@ def test_the_task_loss_of_probes_makes_no_logits() -> None:
     assert objective.why_whole_logits(token_BS[:1, :1]) is None
     outputs: list[Tensor] = []
     student.lm_head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    found = objective.cross_entropy(MicroBatch(token_BS, token_BS))
-    torch.testing.assert_close(found, task_loss(student(input_ids=token_BS).logits, token_BS))
+    result = objective.cross_entropy(MicroBatch(token_BS, token_BS))
+    torch.testing.assert_close(result, task_loss(student(input_ids=token_BS).logits, token_BS))
     assert outputs[0].shape[-1] != 64
 
 
@@ -95,9 +95,9 @@ def test_padding_reaches_the_task_loss_of_probes() -> None:
     label_BS = token_BS.masked_fill(mask_BS == 0, -100)
     objective = Objective(Engine(student), None, CONFIG)
     objective.why_whole_logits(token_BS[:1, :1])
-    found = objective.cross_entropy(MicroBatch(token_BS, label_BS, more={"attention_mask": mask_BS}))
+    result = objective.cross_entropy(MicroBatch(token_BS, label_BS, more={"attention_mask": mask_BS}))
     expected = task_loss(student(input_ids=token_BS, attention_mask=mask_BS).logits, label_BS)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     assert not torch.allclose(expected, task_loss(student(input_ids=token_BS).logits, label_BS))
 
 
@@ -167,10 +167,10 @@ def test_hidden_losses_agree_in_the_head_and_with_whole_logits(cap: float | None
 def test_the_balance_is_weighed_as_transformers_weighs_it() -> None:
     """JetMoE has the factor under another name, and models that see have it in the config of their text."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "kv_channels": 8}
-    few = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    subset = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     torch.manual_seed(0)
-    student = AutoModelForCausalLM.from_config(JetMoeConfig(**sizes, **few, output_router_logits=True))
+    student = AutoModelForCausalLM.from_config(JetMoeConfig(**sizes, **subset, output_router_logits=True))
     ids = token_batch()["input_ids"] % 64
     _, parts = Objective(Engine(student), None, CONFIG).loss(MicroBatch(ids, ids), None)
-    whole, bare = (student(input_ids=ids, labels=ids, output_router_logits=each).loss for each in (True, False))
-    torch.testing.assert_close(parts[4], (whole - bare).detach(), atol=1e-5, rtol=1e-3)
+    full, bare = (student(input_ids=ids, labels=ids, output_router_logits=item).loss for item in (True, False))
+    torch.testing.assert_close(parts[4], (full - bare).detach(), atol=1e-5, rtol=1e-3)

@@ -38,12 +38,12 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
         )
         spec = make_spec(arguments, 1)
         batches = open_batches.open_batches(spec, Ranks())
-        whole, stream = batches.sources
+        full, stream = batches.sources
         stream.prepare(0, 64)
-        found = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
+        result = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
         stream.producer.close()
-        assert found == windows_of(row_of(texts(), 64 * SEQ, frame))
-        assert whole.token.tolist() == row_of(texts(), len(whole.token), frame)
+        assert result == windows_of(row_of(texts(), 64 * SEQ, frame))
+        assert full.token.tolist() == row_of(texts(), len(full.token), frame)
         states[frame] = batches.state_dict()
     with pytest.raises(ValueError, match="other data .*--document_frame"):
         batches.load_state_dict(states["both"])

@@ -41,15 +41,15 @@ def test_in_training_a_signal_is_noted_however_often_a_launcher_sends_it(number,
 
 @SIGNALS
 def test_once_stopped_the_signal_changes_nothing(number, code):
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {item: signal.getsignal(item) for item in (signal.SIGTERM, signal.SIGINT)}
     try:
         with pytest.raises(PreemptedError, match="at step 3") as stopped, Preemption():
             raise PreemptedError(number, "at step 3")
         assert stopped.value.exit_code == code
         os.kill(os.getpid(), number)
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for item, handler in before.items():
+            signal.signal(item, handler)
 
 
 def test_ctrl_c_leaves_a_job_in_the_background_alone():
@@ -84,8 +84,8 @@ def test_before_training_a_signal_ends_the_process_at_once(number, code, wait):
     process.send_signal(number)
     assert process.wait(timeout=PATIENCE) == code
     assert time.monotonic() - began < 30
-    said = f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
-    assert process.stdout.read() == said
+    message = f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
+    assert process.stdout.read() == message
 
 
 IN_TRAINING = """

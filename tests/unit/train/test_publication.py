@@ -76,13 +76,13 @@ def newest(folder: Path) -> int | None:
     checkpoints.recover()
     assert not list(folder.glob("*.tmp"))
     try:
-        found = checkpoints.newest()
+        result = checkpoints.newest()
     except ValueError as error:
         assert "start the run without --resume" in str(error)
         return None
-    for name in found.files:
-        found.check_file(name)
-    return found.step
+    for name in result.files:
+        result.check_file(name)
+    return result.step
 
 
 @pytest.mark.parametrize("before", [nothing_before, two_before])
@@ -92,7 +92,7 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
     before(start)
     write_checkpoint(start, 300, name="step_000300.tmp")
     old = None if before is nothing_before else 200
-    found, twice = [], 0
+    results, twice = [], 0
     for action in range(1, 200):
         folder = tmp_path / str(action)
         shutil.copytree(start, folder)
@@ -101,12 +101,14 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
             Manifest.read(find_checkpoint(folder)).check_sizes()
         again = tmp_path / "again"
         shutil.copytree(folder, again)
-        found.append(newest(folder))
+        results.append(newest(folder))
         for second in range(1, 200):
             interrupted = tmp_path / "interrupted"
             shutil.copytree(again, interrupted)
             stopped = die_before(second, lambda folder=interrupted: checkpoints_in(folder).recover())
-            assert newest(interrupted) == found[-1], f"died before action {action}, then before {second} of recovering"
+            assert newest(interrupted) == results[-1], (
+                f"died before action {action}, then before {second} of recovering"
+            )
             shutil.rmtree(interrupted)
             twice += stopped
             if not stopped:
@@ -115,7 +117,9 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
         shutil.rmtree(folder)
         if not died:
             break
-    commit = found.index(300)
-    assert found == [old] * commit + [300] * (len(found) - commit)
-    assert 3 <= commit < len(found) - 3, "dying early leaves the old checkpoint, dying late the new one"
-    print(f"{before.__name__}: died before each of {len(found) - 1} actions, and {twice} times in the recovery as well")
+    commit = results.index(300)
+    assert results == [old] * commit + [300] * (len(results) - commit)
+    assert 3 <= commit < len(results) - 3, "dying early leaves the old checkpoint, dying late the new one"
+    print(
+        f"{before.__name__}: died before each of {len(results) - 1} actions, and {twice} times in the recovery as well"
+    )

@@ -64,4 +64,4 @@ def test_another_number_of_ranks_starts_from_seeds_that_differ():
         seed_anew(seed, step, rank)
         draws.append(draw())
     assert draws[0] == draws[1]
-    assert len({str(each) for each in draws[1:]}) == 4
+    assert len({str(item) for item in draws[1:]}) == 4

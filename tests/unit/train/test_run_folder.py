@@ -42,8 +42,8 @@ def spec(tmp_path):
 
     def build(stage=3, world_size=2, block=None, **flags):
         path = tiny_folders.write_json(tmp_path / "ds.json", tiny_folders.deepspeed_json(stage, **(block or {})))
-        given = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
-        return make_spec(RunArguments(deepspeed=str(path), **{**given, **flags}), world_size)
+        arguments = {"model": str(model), "dataset": [str(text)], "seq_length": 32, "output_dir": str(tmp_path / "run")}
+        return make_spec(RunArguments(deepspeed=str(path), **{**arguments, **flags}), world_size)
 
     return build
 
@@ -117,9 +117,9 @@ def test_another_model_is_named_before_its_weights(spec, tmp_path):
     wide = tiny_folders.write_model(tmp_path / "wide", tiny_llama(vocab_size=vocabulary, hidden_size=64))
     with pytest.raises(ValueError, match="started with other settings: ") as caught:
         check_run_folder(spec(resume=True, model=str(wide)))
-    said = str(caught.value)
-    assert f"settings: --model was {tmp_path / 'model'}, is {wide}; weights.model.layers.0.mlp." in said
-    assert said.count(" was [[") == 7 and "; and 7 more; resume with the same JSON" in said
+    message = str(caught.value)
+    assert f"settings: --model was {tmp_path / 'model'}, is {wide}; weights.model.layers.0.mlp." in message
+    assert message.count(" was [[") == 7 and "; and 7 more; resume with the same JSON" in message
     record = tmp_path / "run" / "sparseforge.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "run": []}))
     with pytest.raises(ValueError, match="other settings: weights.model.layers.0"):
@@ -328,11 +328,11 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     every = spec(stage=3, max_steps=100, save_every=10, keep_checkpoints=0)
     total, masked = every.coverage.total, every.coverage.masked
     sums = math.ceil(4 * every.sizes.rows_and_columns * 4 / 3)  # of the curvature, as text, in a file of each rank
-    one = 12 * total + 6 * masked + every.world_size * sums
-    assert room_for_checkpoints(every) == 10 * one
-    assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * one
-    assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == one
-    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) == one
+    first = 12 * total + 6 * masked + every.world_size * sums
+    assert room_for_checkpoints(every) == 10 * first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) == first
     assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))

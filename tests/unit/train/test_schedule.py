@@ -78,7 +78,7 @@ def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
     )
     assert stable(10) == stable(79) == 1e-3 > stable(90)
     assert str(LearningRate(1e-3, 0.03, 0.1, 100, "constant")) == "0.001, constant of transformers to 0.001"
-    for kind, settings, said in (
+    for kind, settings, message in (
         (
             "warmup_stable_decay",
             None,
@@ -94,6 +94,6 @@ def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
         ("polynomial", '{"lr_end": 1}', "transformers says lr_end"),
         ("cosine_with_min_lr", '{"min_lr": 0.01}', "settings must keep it within 0 and 1"),
     ):
-        with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        with pytest.raises(ValueError, match=re.escape(message)) as refusal:
             LearningRate(1e-3, 0.1, 0.1, 100, kind, settings).check()
         assert str(refusal.value).startswith(f"--lr_scheduler_type {kind}")

@@ -132,9 +132,9 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
     def memory(stage, world_size, **block):
         return memory_per_rank(make_spec(arguments(deepspeed_json(stage, **block)), world_size))
 
-    one, four = memory(3, 1), memory(3, 4)
-    assert one == {name: 4 * size for name, size in four.items()}
-    assert one["dense"] + one["mask"] == 6 * masked and one["curvature sums"] < masked
+    first, four = memory(3, 1), memory(3, 4)
+    assert first == {name: 4 * size for name, size in four.items()}
+    assert first["dense"] + first["mask"] == 6 * masked and first["curvature sums"] < masked
     assert memory(3, 1, curvature={"factored": False})["curvature"] == 4 * masked
     assert memory(1, 4)["weights"] == memory(1, 4)["gradients"] == 4 * total
     assert memory(2, 4)["gradients"] == total
@@ -240,8 +240,8 @@ def test_a_damaged_model_is_refused(arguments, model, damage):
         (model / "config.json").write_text("{")
         message = r"config\.json: not a readable JSON file"
     elif damage == "cut":
-        whole = (model / "model.safetensors").read_bytes()
-        (model / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        content = (model / "model.safetensors").read_bytes()
+        (model / "model.safetensors").write_bytes(content[: len(content) // 2])
         message = r"model\.safetensors: not a readable safetensors file"
     elif damage == "gone":
         (model / "model.safetensors").unlink()
@@ -293,8 +293,8 @@ def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Pa
     model = find_model("stdlib_llama", "--model")
 
     def found(path: Path) -> object:
-        given = {flag: [str(path)] if flag == "dataset" else str(path)}
-        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **given), model)
+        arguments = {flag: [str(path)] if flag == "dataset" else str(path)}
+        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **arguments), model)
 
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text("")

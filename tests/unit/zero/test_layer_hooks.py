@@ -22,15 +22,15 @@ def stance() -> str:
 @pytest.fixture
 def flex() -> Iterator[list[str]]:
     """Flex attention that notes how the compiler stands when it is called."""
-    before, seen = ALL_ATTENTION_FUNCTIONS["flex_attention"], []
-    ALL_ATTENTION_FUNCTIONS.register("flex_attention", lambda: seen.append(stance()))
-    yield seen
+    before, records = ALL_ATTENTION_FUNCTIONS["flex_attention"], []
+    ALL_ATTENTION_FUNCTIONS.register("flex_attention", lambda: records.append(stance()))
+    yield records
     ALL_ATTENTION_FUNCTIONS.register("flex_attention", before)
 
 
 def test_flex_attention_stays_compiled(flex: list[str]) -> None:
     """As it is, it forms the scores of all pairs of tokens."""
-    held = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    stored = ALL_ATTENTION_FUNCTIONS["flex_attention"]
     with uncompiled():
         assert stance() == "force_eager"
         with uncompiled():
@@ -38,7 +38,7 @@ def test_flex_attention_stays_compiled(flex: list[str]) -> None:
         ALL_ATTENTION_FUNCTIONS["flex_attention"]()
         assert stance() == "force_eager"
     assert flex == ["default", "default"] and stance() == "default"
-    assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is held
+    assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is stored
 
 
 def test_settings_of_the_compiler_are_made_once() -> None:
@@ -47,18 +47,18 @@ def test_settings_of_the_compiler_are_made_once() -> None:
 
 def sums_in_backward(device: str) -> list[Tensor]:
     torch.manual_seed(0)
-    layer, given = nn.Linear(24, 16, bias=False).to(device), torch.randn(12, 24, device=device)
-    found = [torch.zeros(size, dtype=torch.float64, device=device) for size in (16, 24)]
+    layer, arguments = nn.Linear(24, 16, bias=False).to(device), torch.randn(12, 24, device=device)
+    result = [torch.zeros(size, dtype=torch.float64, device=device) for size in (16, 24)]
 
     def hear(_name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-        add_fisher_sums(grad_TO, input_TI, 1.0, *found)
+        add_fisher_sums(grad_TO, input_TI, 1.0, *result)
 
     with token_gradients({"layer": layer}, hear):
-        output = layer(given)
+        output = layer(arguments)
         output.square().sum().backward()
     gradient = 2 * output.detach().double()
-    square = (gradient.square().T @ given.double().square()).cpu()
-    return [value.cpu() for value in found] + [square.sum(1), square.sum(0)]
+    square = (gradient.square().T @ arguments.double().square()).cpu()
+    return [value.cpu() for value in result] + [square.sum(1), square.sum(0)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -70,10 +70,10 @@ def saved_by(model: Any, token_BS: Tensor) -> tuple[int, Tensor]:
 def test_saved_tensors(family: str, checkpointing: bool) -> None:
     model, token_BS = real(family, checkpointing)
     saved, logits = saved_by(model, token_BS)
-    found = traced(model, checkpointing)
-    assert found.saved == pytest.approx(saved, rel=0.1)
+    trace = traced(model, checkpointing)
+    assert trace.saved == pytest.approx(saved, rel=0.1)
     tokens = token_BS.numel() if family in tiny_models.SCALED else 64  # all of them, or as many as a block has
-    assert found.logits == 2 * tokens * logits.shape[-1] * 4
+    assert trace.logits == 2 * tokens * logits.shape[-1] * 4
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek", "qwen3_moe"])
@@ -83,9 +83,9 @@ def test_experts_that_are_heard_keep_more(family: str) -> None:
     fused = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     with expert_tokens(fused, lambda *_: None):
         saved, _ = saved_by(model, token_BS)
-    found = traced(model, False, expert_hooks=True)
-    assert found.saved == pytest.approx(saved, rel=0.01)
-    assert found.saved > 1.03 * traced(model, False).saved
+    trace = traced(model, False, expert_hooks=True)
+    assert trace.saved == pytest.approx(saved, rel=0.01)
+    assert trace.saved > 1.03 * traced(model, False).saved
 
 
 def test_llama4_is_traced_where_it_is_heard() -> None:
@@ -127,11 +127,11 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
         loss_in_head(model, token_BS, forge.distillation, told, input_ids=token_BS)[0].total.backward()
 
     run(target())
-    told, found = target(), traced(model, checkpointing, True, forge)
+    told, trace = target(), traced(model, checkpointing, True, forge)
     assert told.states is not None
-    assert found.states == sum(state.numel() * state.element_size() for state in told.states)
-    assert found.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
-    assert found.teacher + found.states == pytest.approx(allocated_by(target), rel=0.1)
+    assert trace.states == sum(state.numel() * state.element_size() for state in told.states)
+    assert trace.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
+    assert trace.teacher + trace.states == pytest.approx(allocated_by(target), rel=0.1)
 
 
 def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
@@ -152,8 +152,8 @@ def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
 def test_peak_of_a_teacher(family: str) -> None:
     model, token_BS = real(family, False)
     model.eval()
-    found = traced(model, False).teacher
-    assert found == pytest.approx(allocated_by(lambda: _hidden_of(model, token_BS)), rel=0.1)
+    trace = traced(model, False).teacher
+    assert trace == pytest.approx(allocated_by(lambda: _hidden_of(model, token_BS)), rel=0.1)
 
 
 def _hidden_of(model: PreTrainedModel, token_BS: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def allocated_by(run: Callable[[], object]) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", [name for name in tiny_models.BUILDERS if name != "gpt_neo"])
 def test_every_family_runs_without_numbers(family: str, dtype: torch.dtype) -> None:
-    found = traced(tiny_models.BUILDERS[family](), True, dtype=dtype)
-    assert 0 < found.saved < found.backward
+    trace = traced(tiny_models.BUILDERS[family](), True, dtype=dtype)
+    assert 0 < trace.saved < trace.backward
 
 
 def test_a_family_that_looks_at_numbers_is_said() -> None:
@@ -187,10 +187,10 @@ def test_a_family_that_looks_at_numbers_is_said() -> None:
 
 def test_half_the_bytes_for_half_the_tokens_or_width() -> None:
     model = tiny_models.tiny_llama()
-    whole = traced(model, False)
-    assert traced(model, False, micro_batch=BATCH // 2).saved == pytest.approx(whole.saved / 2, rel=0.02)
-    assert traced(model, False, dtype=torch.bfloat16).logits == whole.logits / 2
-    assert traced(model, False, micro_batch=2 * BATCH).teacher == pytest.approx(2 * whole.teacher, rel=0.02)
+    trace = traced(model, False)
+    assert traced(model, False, micro_batch=BATCH // 2).saved == pytest.approx(trace.saved / 2, rel=0.02)
+    assert traced(model, False, dtype=torch.bfloat16).logits == trace.logits / 2
+    assert traced(model, False, micro_batch=2 * BATCH).teacher == pytest.approx(2 * trace.teacher, rel=0.02)
 
 
 def test_full_size_needs_no_memory_and_checkpointing_saves_most() -> None:

@@ -55,8 +55,8 @@ def test_a_whole_model_gains_what_is_predicted(batch: int, capsys: pytest.Captur
     ((dense, packed, gain),) = re.findall(
         rf"^\| decode, tokens/s \| {batch} \| ([\d,]+) \| ([\d,]+) \| \*\*([\d.]+)\*\* \|", RESULTS, flags=re.MULTILINE
     )
-    found = _advice(capsys, *EIGHT_LAYERS, "--batch", str(batch))
-    rows = {(row["kind"], row["bits"]): row for row in found["formats"]}
+    advice = _advice(capsys, *EIGHT_LAYERS, "--batch", str(batch))
+    rows = {(row["kind"], row["bits"]): row for row in advice["formats"]}
     predicted = rows["2:4", 16]["over_16_bits"]
     assert predicted == pytest.approx(float(gain), rel=0.05)
     # The page on hardware has both, and the error.
@@ -74,8 +74,10 @@ def test_a_whole_model_gains_what_is_predicted(batch: int, capsys: pytest.Captur
 
 def test_memory_is_what_was_resident(capsys: pytest.CaptureFixture[str]) -> None:
     ((dense, packed),) = re.findall(r"MB resident \| \| ([\d,]+) \| ([\d,]+) \| 0.62", RESULTS)
-    found = _advice(capsys, *EIGHT_LAYERS)
-    weights = {(row["kind"], row["bits"]): row["resident_bytes"] - found["model"]["cache"] for row in found["formats"]}
+    advice = _advice(capsys, *EIGHT_LAYERS)
+    weights = {
+        (row["kind"], row["bits"]): row["resident_bytes"] - advice["model"]["cache"] for row in advice["formats"]
+    }
     assert weights["dense", 16] / 1e6 == pytest.approx(float(dense.replace(",", "")), abs=1)
     assert weights["2:4", 16] / 1e6 == pytest.approx(float(packed.replace(",", "")), abs=1)
 
@@ -83,11 +85,11 @@ def test_memory_is_what_was_resident(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
     config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, num_attention_heads=4, head_dim=16)
-    one, many = model_bytes(config, 1, 8), model_bytes(config, 64, 8)
+    first, many = model_bytes(config, 1, 8), model_bytes(config, 64, 8)
     experts = 2 * 8 * 3 * 64 * 32
-    assert one.pruned - one.pruned_read == pytest.approx(experts * 6 / 8)
+    assert first.pruned - first.pruned_read == pytest.approx(experts * 6 / 8)
     assert many.pruned_read == pytest.approx(many.pruned)
-    assert many.cache == 64 * one.cache
+    assert many.cache == 64 * first.cache
 
 
 def test_sliding_windows_and_shared_embeddings() -> None:

@@ -182,9 +182,9 @@ def test_the_mask_of_documents_is_not_in_the_plan(dry):
 
 def test_the_attention_that_is_asked_for_is_loaded():
     folder = find_model("stdlib_llama", "--model").folder
-    for asked, found in (("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")):
+    for asked, result in (("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")):
         model = load_pretrained(folder, "--model", torch.float32, None, attn_implementation=asked)
-        assert model.config._attn_implementation == found
+        assert model.config._attn_implementation == result
 
 
 def test_an_allow_dense_that_is_not_needed_is_said_once(dry):

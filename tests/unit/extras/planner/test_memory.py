@@ -52,9 +52,9 @@ def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any =
 
 def total(model: Architecture, laid_out: MemorySettings, phase: str) -> int:
     """Bytes of a GPU in a phase, without what is ours."""
-    found: Memory = memory(model, laid_out, lambda *_: NOTHING)
-    resident = sum(size for name, size in found.resident.items() if name not in OURS)
-    passing = {name: size for name, size in found.phases[phase].items() if name != "mask's temporaries"}
+    planned: Memory = memory(model, laid_out, lambda *_: NOTHING)
+    resident = sum(size for name, size in planned.resident.items() if name not in OURS)
+    passing = {name: size for name, size in planned.phases[phase].items() if name != "mask's temporaries"}
     return resident + sum(passing.values())
 
 
@@ -63,8 +63,8 @@ def total(model: Architecture, laid_out: MemorySettings, phase: str) -> int:
 def test_zero2_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
     """2 + 18 / N bytes a parameter: DeepSpeed counts fp32 gradients of all groups, and steps one group at a time."""
     model, laid_out = planned(2, ranks, config=config)
-    _, theirs = estimate_zero2_model_states_mem_needs(model.total, ranks, 1, cpu_offload=False)
-    assert total(model, laid_out, "optimizer step") == pytest.approx(theirs, rel=0.1)
+    _, reference = estimate_zero2_model_states_mem_needs(model.total, ranks, 1, cpu_offload=False)
+    assert total(model, laid_out, "optimizer step") == pytest.approx(reference, rel=0.1)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -75,21 +75,21 @@ def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
     At stage 2 the same estimate is 2 + 18 / N: at stage 3 it leaves out the 16-bit weights, divided though they are.
     """
     model, laid_out = planned(3, ranks, config=config)
-    _, theirs, largest = estimate_zero3_model_states_mem_needs(
+    _, reference, largest = estimate_zero3_model_states_mem_needs(
         model.total, model.largest_module, ranks, 1, cpu_offload=False, cpu_offload_params=False
     )
     weights = 2 * model.total / ranks
-    assert total(model, laid_out, "optimizer step") == pytest.approx(theirs - largest + weights, rel=0.1)
+    assert total(model, laid_out, "optimizer step") == pytest.approx(reference - largest + weights, rel=0.1)
     found = memory(model, laid_out, lambda *_: NOTHING).phases["forward and backward"]
     assert found["gathered weights"] + found["gathering"] == pytest.approx(largest, rel=0.1)
 
 
 def test_offload_as_deepspeed_estimates_it() -> None:
     model, laid_out = planned(3, 8, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
-    host, theirs, _ = estimate_zero3_model_states_mem_needs(
+    host, reference, _ = estimate_zero3_model_states_mem_needs(
         model.total, model.largest_module, 8, 1, additional_buffer_factor=1.0
     )
-    assert total(model, laid_out, "forward and backward") == pytest.approx(theirs, rel=0.1)
+    assert total(model, laid_out, "forward and backward") == pytest.approx(reference, rel=0.1)
     found = memory(model, laid_out, lambda *_: NOTHING)
     ours = sum(size for name, size in found.host.items() if name in OURS)
     sixteen_bit_gradients = found.host["gradients"]  # which they leave out
@@ -103,8 +103,8 @@ def test_the_price_of_ours_is_6_bytes_and_two_bits_and_then_one_bit() -> None:
     model, laid_out = planned(3, 8, {"importance": "fisher"})
     states = model_states(model, laid_out)
     assert sum(states[name] for name in OURS) == pytest.approx(6.25 * model.masked / 8, rel=1e-3)
-    for each in (laid_out, planned(3, 8, {"method": "naive_retrain"})[1]):
-        frozen = model_states(model, each, frozen=True)
+    for item in (laid_out, planned(3, 8, {"method": "naive_retrain"})[1]):
+        frozen = model_states(model, item, frozen=True)
         assert sum(frozen[name] for name in OURS) == math.ceil(model.masked / 8 / 8)
     assert 0 < states["curvature sums"] == 4 * model.rows_and_columns / 8 < 1e-3 * states["mask"]
     assert states["weights"] + states["master"] + states["moments"] == pytest.approx(14 * model.total / 8, rel=1e-3)
@@ -112,9 +112,9 @@ def test_the_price_of_ours_is_6_bytes_and_two_bits_and_then_one_bit() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_each_stage_divides(stage: int) -> None:
-    one, eight = (model_states(*planned(stage, ranks)) for ranks in (1, 8))
+    first, eight = (model_states(*planned(stage, ranks)) for ranks in (1, 8))
     for name, since in {"weights": 3, "master": 1, "moments": 1, "dense": 1, "mask": 1, "flip bits": 1}.items():
-        assert one[name] / eight[name] == pytest.approx(8 if stage >= since else 1, rel=1e-3), name
+        assert first[name] / eight[name] == pytest.approx(8 if stage >= since else 1, rel=1e-3), name
 
 
 def test_teachers() -> None:
@@ -122,14 +122,14 @@ def test_teachers() -> None:
         model, laid_out = planned(stage, 8, {"importance": "magnitude", "distillation": {"hold": hold}}, **more)
         return memory(model, laid_out, lambda *_: NOTHING)
 
-    whole = 2 * 6_738_415_616
-    assert teacher_of("replicated", 3).resident["teacher"] == whole
+    full = 2 * 6_738_415_616
+    assert teacher_of("replicated", 3).resident["teacher"] == full
     stays = teacher_of("replicated", 3, offload_param={"device": "cpu"})  # the student's weights alone leave the device
-    assert stays.resident["teacher"] == whole and "teacher" not in stays.host
-    assert teacher_of("zero3", 2).resident["teacher"] == pytest.approx(whole / 8, rel=1e-3)
+    assert stays.resident["teacher"] == full and "teacher" not in stays.host
+    assert teacher_of("zero3", 2).resident["teacher"] == pytest.approx(full / 8, rel=1e-3)
     offloaded = teacher_of("zero3", 3, offload_param={"device": "cpu"})
     assert "teacher" not in offloaded.resident
-    assert offloaded.host["teacher"] == pytest.approx(whole / 8, rel=1e-3)
+    assert offloaded.host["teacher"] == pytest.approx(full / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"distillation": {"hold": "zero3"}})
     other, _ = planned(3, 8, {"distillation": None}, config=qwen3_14b)
     found = memory(model, laid_out, lambda *_: NOTHING, teacher=other)
@@ -165,10 +165,10 @@ def test_gradients_are_flattened_before_they_are_cast() -> None:
         return model, memory(model, laid_out, lambda *_: NOTHING).phases["optimizer step"]
 
     for stage in (1, 2, 3):
-        model, found = step(stage)
+        model, result = step(stage)
         group = model.masked // 8
-        assert (found["flat gradients"], found["fp32 gradients"]) == (2 * group, 4 * group), stage
-        assert "mask's temporaries" not in found
+        assert (result["flat gradients"], result["fp32 gradients"]) == (2 * group, 4 * group), stage
+        assert "mask's temporaries" not in result
         assert "flat gradients" not in step(stage, gradient_bytes=4)[1]
     small = step(3, sub_group_size=1000)[1]
     assert small["mask's temporaries"] > 2 * 1000 and "flat gradients" not in small
@@ -197,8 +197,8 @@ def test_scores_by_row_and_column_sums() -> None:
     assert sums({"importance": "hutchinson"}) == sums({"importance": "wanda"}) == sums(probe) == sums({}) * 8 // 20
     assert sums({"curvature": {"factored": False}}) == 0
     attention, expert = 4 * (2048 + 2048), 3 * (2048 + 1408)
-    others = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
-    assert sums(probe, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + others)
+    other_values = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
+    assert sums(probe, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + other_values)
 
 
 def test_elements_of_fisher_take_a_full_matrix_and_sums_do_not() -> None:

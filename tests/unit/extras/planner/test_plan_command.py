@@ -62,20 +62,20 @@ def test_what_does_not_fit_gets_a_ladder(qwen: str, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "does not fit: " in text
     assert re.search(r"\+ offload_optimizer to the CPU +[0-9.]+  fits$", text, re.MULTILINE)
-    (found,) = plan_json(capsys, *arguments)
-    assert not found["fits"]
-    changes, peaks = zip(*found["ladder"], strict=True)
+    (result,) = plan_json(capsys, *arguments)
+    assert not result["fits"]
+    changes, peaks = zip(*result["ladder"], strict=True)
     assert changes == ("--activation_checkpointing", "--micro_batch 1", "offload_optimizer to the CPU")
-    assert found["memory"]["peak"] > peaks[0] > peaks[1] > 40 * 2**30 >= peaks[2]
-    given = ("--activation_checkpointing", "--micro_batch", "1", "--global_batch", "8")
-    (less,) = plan_json(capsys, *arguments, *given)
+    assert result["memory"]["peak"] > peaks[0] > peaks[1] > 40 * 2**30 >= peaks[2]
+    values = ("--activation_checkpointing", "--micro_batch", "1", "--global_batch", "8")
+    (less,) = plan_json(capsys, *arguments, *values)
     assert less["memory"]["peak"] == peaks[1]
     (tiny,) = plan_json(capsys, *arguments, "--gpu_memory", "5")
     assert tiny["ladder"][-1][0] == "offload_param to the CPU" and tiny["ladder"][-1][1] > 5 * 2**30
-    assert found["memory"]["peak"] == (
-        sum(found["memory"]["resident"].values())
-        + sum(found["memory"]["phases"][found["memory"]["worst"]].values())
-        + found["memory"]["reserve"]
+    assert result["memory"]["peak"] == (
+        sum(result["memory"]["resident"].values())
+        + sum(result["memory"]["phases"][result["memory"]["worst"]].values())
+        + result["memory"]["reserve"]
     )
 
 
@@ -100,20 +100,20 @@ def test_one_gpu_takes_the_stage_that_an_offload_needs(
 def test_a_small_model_is_told_in_mebibytes(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--gpus", "1", "--seq_length", "128", "--deepspeed", "zero1", "--max_steps", "60", "--model")
     for model, unit, size in (("stdlib_llama", "MiB", 2**20), (qwen, "GiB", 2**30)):
-        (found,) = plan_json(capsys, *arguments, model)
+        (result,) = plan_json(capsys, *arguments, model)
         plan(*arguments, model)
         text = capsys.readouterr().out
         assert re.search(rf"memory of a GPU +{unit}\n", text) and f" {unit} on disk, " in text
-        for line, told in (("peak", found["memory"]["peak"]), ("checkpoint", found["checkpoint"])):
+        for line, told in (("peak", result["memory"]["peak"]), ("checkpoint", result["checkpoint"])):
             assert re.search(rf"  {line} +{told / size:.2f}  ", text), (line, text)
 
 
 def test_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
-    (one,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
-    assert one["fits"] and one["ladder"] == []
-    assert one["settings"]["micro_batch"] == 1
-    assert one["model"]["masked"] == one["model"]["linear"]
+    (first,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
+    assert first["fits"] and first["ladder"] == []
+    assert first["settings"]["micro_batch"] == 1
+    assert first["model"]["masked"] == first["model"]["linear"]
 
 
 def test_json_is_all_that_is_printed() -> None:
@@ -126,14 +126,14 @@ def test_json_is_all_that_is_printed() -> None:
 
 def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", "stdlib_llama", "--gpus", "4", "--deepspeed", ZERO3, "--seq_length", "128")
-    (found,) = plan_json(
+    (result,) = plan_json(
         capsys, *arguments, "--global_batch", "32", "--micro_batch", "2", "--tokens", "1.25M", "--mfu", "0.5"
     )
-    assert (found["settings"]["micro_batch"], found["settings"]["accumulation"]) == (2, 4)
-    took = found["time"]
+    assert (result["settings"]["micro_batch"], result["settings"]["accumulation"]) == (2, 4)
+    took = result["time"]
     assert took["steps"] == -(-1_250_000 // (32 * 128))
     attention = 2 * 128 * 64 * 5  # 5 layers that are 64 wide
-    forward = 32 * 128 * (2 * found["model"]["active"] + attention)
+    forward = 32 * 128 * (2 * result["model"]["active"] + attention)
     operations = 4 * forward  # of the student, twice as many backward, and the teacher's forward
     assert took["seconds_per_step"] == pytest.approx(operations / (4 * 989e12 * 0.5))
     (again,) = plan_json(capsys, *arguments, "--activation_checkpointing", "--tokens", "1.25M", "--mfu", "0.5")
@@ -169,9 +169,9 @@ def test_a_gpu_has_the_peak_of_the_dtype_and_its_memory(tmp_path: Path, capsys: 
 def test_the_help_has_the_memory_of_every_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         plan("--help")
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for name, gpu in GPUS.items():
-        assert f"{name} ({gpu.memory:g}" in said
+        assert f"{name} ({gpu.memory:g}" in output
 
 
 def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,8 +226,8 @@ def test_errors_in_one_line(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     ViTConfig().save_pretrained(tmp_path / "vit")
-    given = [argument.format(qwen=qwen, vit=tmp_path / "vit") for argument in arguments]
-    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, *given) == 2
+    values = [argument.format(qwen=qwen, vit=tmp_path / "vit") for argument in arguments]
+    assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, *values) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
@@ -290,8 +290,8 @@ def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert re.search(r"pruned +2:4 in 8 weights: 11\.0% of the linear weights between .* of all parameters", text)
     assert re.search(r"left dense +model\.layers\.\*\.mlp\.experts\.gate_up_proj \(32,768 elements, 58\.9% of", text)
-    (found,) = plan_json(capsys, *arguments, without)
-    assert found["model"]["masked"] / found["model"]["linear"] < 0.12
+    (result,) = plan_json(capsys, *arguments, without)
+    assert result["model"]["masked"] / result["model"]["linear"] < 0.12
 
 
 def test_a_family_with_attention_classes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,15 +328,15 @@ def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_gpus_that_share_sequences(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", qwen, "--gpus", "8", "--deepspeed", ZERO3, "--seq_length", "8192", "--global_batch", "8")
-    (whole,) = plan_json(capsys, *arguments)
+    (full,) = plan_json(capsys, *arguments)
     (shared,) = plan_json(capsys, *arguments, "--sequence_parallel", "4")
     assert shared["settings"]["sequence_parallel"] == 4 and shared["settings"]["micro_batch"] == 4
-    assert whole["settings"]["micro_batch"] == 1
+    assert full["settings"]["micro_batch"] == 1
     (parts,) = plan_json(capsys, *arguments, "--sequence_parallel", "4", "--micro_batch", "1")
-    of_pass = [each["memory"]["phases"]["forward and backward"]["activations"] for each in (whole, parts)]
+    of_pass = [item["memory"]["phases"]["forward and backward"]["activations"] for item in (full, parts)]
     assert of_pass[1] < 0.4 * of_pass[0]
-    assert parts["memory"]["resident"] == whole["memory"]["resident"]
-    assert parts["time"] == whole["time"]
+    assert parts["memory"]["resident"] == full["memory"]["resident"]
+    assert parts["time"] == full["time"]
     plan(*arguments, "--sequence_parallel", "4", "--micro_batch", "1")
     text = capsys.readouterr().out
     assert "1 a group x 4 accumulated x 2 groups of 4 ranks that share sequences" in text

@@ -30,9 +30,9 @@ def test_memory_tokens_and_operations() -> None:
     for steps, tokens in ((100, 100 * 8 * 128), (1000, 131_072), (10_000, 0.05 * 10_000 * 8 * 128)):
         model, laid_out = of_blocks({"start": {}, "max_steps": steps})
         assert start_tokens(laid_out) == tokens
-    found = phase(model, laid_out)
-    assert found["a whole block"] == pytest.approx(21 * A_BLOCK, rel=0.001)
-    assert found["second moments"] > 4 * (3 * 5120**2 + 17408**2)
+    result = phase(model, laid_out)
+    assert result["a whole block"] == pytest.approx(21 * A_BLOCK, rel=0.001)
+    assert result["second moments"] > 4 * (3 * 5120**2 + 17408**2)
     # Every weight of a block forward and backward in four epochs, and in some forward passes.
     forward = 2.0 * model.active
     blocks = 2 * (model.active - model.vocabulary * model.hidden)

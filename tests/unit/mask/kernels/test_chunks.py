@@ -13,9 +13,9 @@ from sparseforge_ds.mask.kernels.scores import score_moments, standardized_score
 @pytest.mark.parametrize("shape", [(0,), (1,), (200_003,), (50_001, 4), (70_000, 3), (40, 100_000)])
 def test_runs_cover_everything_once(shape: tuple[int, ...]) -> None:
     tensor = torch.arange(shape[0])[:, None].expand(shape) if len(shape) > 1 else torch.arange(shape[0])
-    found = [tensor[chunk] for chunk in chunks(tensor)]
-    assert torch.equal(torch.cat(found) if found else tensor, tensor)
-    assert all(len(chunk) % ALIGNMENT == 0 for chunk in found[:-1])
+    result = [tensor[chunk] for chunk in chunks(tensor)]
+    assert torch.equal(torch.cat(result) if result else tensor, tensor)
+    assert all(len(chunk) % ALIGNMENT == 0 for chunk in result[:-1])
 
 
 def test_an_accelerator_gets_long_runs() -> None:

@@ -40,21 +40,21 @@ def randomized(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def shuffled(held: Dimension, seed: int = 0) -> Tensor:
+def shuffled(stored: Dimension, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(held.blocks, held.channels, generator=generator).argsort(-1)
+    return torch.rand(stored.blocks, stored.channels, generator=generator).argsort(-1)
 
 
 def reorder(model: PreTrainedModel, which: str) -> dict[str, Dimension]:
     """All channels of a model in a random order."""
     parameters = dict(model.named_parameters())
-    found = dimensions(model.config.model_type, model.config.get_text_config(), shapes_of(parameters), which)
+    by_name = dimensions(model.config.model_type, model.config.get_text_config(), shapes_of(parameters), which)
     with torch.no_grad():
-        for number, held in enumerate(found.values()):
-            index_BC = shuffled(held, number)
-            for axis in held.axes:
+        for number, stored in enumerate(by_name.values()):
+            index_BC = shuffled(stored, number)
+            for axis in stored.axes:
                 parameters[axis.tensor].copy_(axis.reorder(parameters[axis.tensor], index_BC))
-    return found
+    return by_name
 
 
 @torch.no_grad()
@@ -76,8 +76,8 @@ def test_logits_stay_within_rounding(family: str, which: str, biased: bool) -> N
         pytest.skip("the family has no biases to switch on")
     model = randomized(BUILDERS[family](**(BIASES[family] if biased else {})))
     before, weights = logits(model), {name: p.clone() for name, p in model.named_parameters()}
-    found = reorder(model, which)
-    assert {held.part for held in found.values()} == set(PARTS[which])
+    result = reorder(model, which)
+    assert {stored.part for stored in result.values()} == set(PARTS[which])
     assert any(not torch.equal(p, weights[name]) for name, p in model.named_parameters())
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=2e-5)
 
@@ -90,8 +90,8 @@ def test_every_input_axis_has_channels_that_move(family: str) -> None:
 
     model = BUILDERS[family]()
     shapes = shapes_of(dict(model.named_parameters()))
-    found = dimensions(family, model.config.get_text_config(), shapes, "all")
-    axes = {(axis.tensor, axis.axis) for held in found.values() for axis in held.axes}
+    by_name = dimensions(family, model.config.get_text_config(), shapes, "all")
+    axes = {(axis.tensor, axis.axis) for stored in by_name.values() for axis in stored.axes}
     weights = prunable_weights(model, SparseForgeConfig())
     assert {(weight.name, weight.input_axis) for weight in weights} <= axes
 
@@ -121,9 +121,9 @@ def test_queries_without_a_latent() -> None:
 def test_heads_have_orders_of_their_own() -> None:
     model = BUILDERS["llama"]()
     shapes = shapes_of(dict(model.named_parameters()))
-    held = dimensions("llama", model.config, shapes, "mlp+heads")["layers.0.self_attn.values"]
-    assert (held.blocks, held.channels) == (2, 8)
-    (read,) = (axis for axis in held.axes if axis.tensor.endswith("o_proj.weight"))
+    by_name = dimensions("llama", model.config, shapes, "mlp+heads")["layers.0.self_attn.values"]
+    assert (by_name.blocks, by_name.channels) == (2, 8)
+    (read,) = (axis for axis in by_name.axes if axis.tensor.endswith("o_proj.weight"))
     index_BC = torch.stack([torch.arange(8).flip(0), torch.arange(8)])
     assert read.order(index_BC).tolist() == [7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8, *range(16, 32)]
 

@@ -51,11 +51,11 @@ def test_kept_share_of_every_family_rises(family: str) -> None:
         w.name: w.shape[w.input_axis] for w in weights
     }
     before = logits(model)
-    for found in (find(model, squares=squares), find(model)):
-        assert {"mlp", "heads", "residual"} == set(found.facts["kept"])
-        for part in found.facts["kept"].values():
+    for permutation in (find(model, squares=squares), find(model)):
+        assert {"mlp", "heads", "residual"} == set(permutation.facts["kept"])
+        for part in permutation.facts["kept"].values():
             assert part["after"] > part["before"]
-    reorder = Reordering(found, family, model.config.get_text_config(), shapes_of(parameters))
+    reorder = Reordering(permutation, family, model.config.get_text_config(), shapes_of(parameters))
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reorder(name, parameter))
@@ -65,18 +65,18 @@ def test_kept_share_of_every_family_rises(family: str) -> None:
 def test_input_squares_are_those_of_the_inputs() -> None:
     model = BUILDERS["llama"]()
     weights = prunable_weights(model, SparseForgeConfig())
-    seen = []
-    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    records = []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _m, args: records.append(args[0]))
     batches = [token_batch(seed=0)["input_ids"], token_batch(seed=1)["input_ids"]]
     squares = input_squares(model, weights, batches)["model.layers.1.mlp.down_proj.weight"]
-    torch.testing.assert_close(squares, torch.cat(seen).square().mean((0, 1)))
+    torch.testing.assert_close(squares, torch.cat(records).square().mean((0, 1)))
 
 
 def test_a_weight_that_stays_dense_does_not_count() -> None:
     model = BUILDERS["llama"]()
-    found = find(model, "mlp", exclude=("*.layers.0.mlp.down_proj.weight",))
-    order = found.index_BC["layers.0.mlp"]
-    assert torch.equal(order[0], torch.arange(64)) and not torch.equal(found.index_BC["layers.1.mlp"], order)
+    permutation = find(model, "mlp", exclude=("*.layers.0.mlp.down_proj.weight",))
+    order = permutation.index_BC["layers.0.mlp"]
+    assert torch.equal(order[0], torch.arange(64)) and not torch.equal(permutation.index_BC["layers.1.mlp"], order)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -90,9 +90,9 @@ def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
 
 def test_a_sample_of_rows_gains_too() -> None:
     model = BUILDERS["llama"](hidden_size=64, intermediate_size=128)
-    found = find(model, rows=24)
-    assert found.facts["rows"] == 24
-    assert all(part["after"] > part["before"] for part in found.facts["kept"].values())
+    permutation = find(model, rows=24)
+    assert permutation.facts["rows"] == 24
+    assert all(part["after"] > part["before"] for part in permutation.facts["kept"].values())
 
 
 @pytest.mark.parametrize("pattern", ["block16", "2:4"])
@@ -103,19 +103,19 @@ def test_refused_where_groups_are_not_neighbours_of_a_block(pattern: str) -> Non
 
 
 def test_what_is_kept_of_it_beside_the_model(tmp_path: Path) -> None:
-    found = find(BUILDERS["qwen3_moe"]())
-    found.save(tmp_path)
+    permutation = find(BUILDERS["qwen3_moe"]())
+    permutation.save(tmp_path)
     kept = json.loads((tmp_path / "permutation.json").read_text())
-    assert basis_of(tmp_path) == {"permutation.json": found.sha256}
-    assert kept == {"format": 1, "dimensions": "all", "sha256": found.sha256, **found.facts}
+    assert basis_of(tmp_path) == {"permutation.json": permutation.sha256}
+    assert kept == {"format": 1, "dimensions": "all", "sha256": permutation.sha256, **permutation.facts}
 
 
 def test_another_model_is_refused() -> None:
-    found = find(BUILDERS["llama"](), "mlp")
+    permutation = find(BUILDERS["llama"](), "mlp")
     other = BUILDERS["llama"](intermediate_size=32)
     shapes = shapes_of(dict(other.named_parameters()))
     with pytest.raises(ValueError, match="of another model"):
-        Reordering(found, "llama", other.config, shapes)
+        Reordering(permutation, "llama", other.config, shapes)
 
 
 def test_an_order_that_leaves_a_channel_out_is_refused() -> None:

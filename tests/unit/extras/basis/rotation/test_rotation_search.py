@@ -33,14 +33,14 @@ def search(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -
 def removed(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> float:
     """What 2:4 removes of a model in the basis that it has, from its weights and moments alone."""
     parameters, total = dict(model.named_parameters()), 0.0
-    for held in scored:
-        if not (held.inputs.dimension or held.outputs.dimension):
+    for stored in scored:
+        if not (stored.inputs.dimension or stored.outputs.dimension):
             continue
         plain = {name: torch.eye(d.channels).repeat(d.blocks, 1, 1) for name, d in stream.rotated.items()}
-        value = parameters[held.weight.name].detach()
-        value = value if held.weight.input_axis == -1 else value.T
+        value = parameters[stored.weight.name].detach()
+        value = value if stored.weight.input_axis == -1 else value.T
         value = value if value.dim() == 3 else value[None]
-        fisher = held.outputs.diagonal(plain)[:, :, None] * held.inputs.diagonal(plain)[:, None, :]
+        fisher = stored.outputs.diagonal(plain)[:, :, None] * stored.inputs.diagonal(plain)[:, None, :]
         score = (value.square() * fisher).reshape(-1, 4)
         total += float(score.sort(dim=1).values[:, :2].sum())
     return total
@@ -57,12 +57,12 @@ def test_the_rotated_model_loses_what_was_said(family: str) -> None:
         rotate_model(model, stream, plain)
     stream, scored = measured(model)
     before = removed(model, stream, scored)
-    found = search(model, stream, scored).run(steps=40)
-    assert found.removed < 0.95
-    rotate_model(model, stream, found.rotations)
+    rotation = search(model, stream, scored).run(steps=40)
+    assert rotation.removed < 0.95
+    rotate_model(model, stream, rotation.rotations)
     after = removed(model, *measured(model))
-    assert after / before == pytest.approx(found.removed, rel=0.02)
-    for rotation_BCC in found.rotations.values():
+    assert after / before == pytest.approx(rotation.removed, rel=0.02)
+    for rotation_BCC in rotation.rotations.values():
         eye = torch.eye(rotation_BCC.shape[-1])
         torch.testing.assert_close(rotation_BCC @ rotation_BCC.mT, eye.expand_as(rotation_BCC), rtol=0, atol=1e-5)
 

@@ -23,16 +23,16 @@ CASES += [(family, True) for family in sorted(set(BIASES) - BEHIND_LAYERS)]
 
 def random_rotations(stream: Stream) -> dict[str, Tensor]:
     torch.manual_seed(2)
-    found = {
-        name: torch.linalg.qr(torch.randn(held.blocks, held.channels, held.channels)).Q
-        for name, held in stream.rotated.items()
+    result = {
+        name: torch.linalg.qr(torch.randn(stored.blocks, stored.channels, stored.channels)).Q
+        for name, stored in stream.rotated.items()
     }
     if stream.keeps_ones:
         C = stream.rotated[RESIDUAL].channels
         basis_CC = torch.linalg.qr(torch.cat([torch.ones(C, 1), torch.randn(C, C - 1)], dim=1)).Q
         inner = torch.linalg.qr(torch.randn(C - 1, C - 1)).Q
-        found[RESIDUAL] = (basis_CC @ torch.block_diag(torch.ones(1, 1), inner) @ basis_CC.T)[None]
-    return found
+        result[RESIDUAL] = (basis_CC @ torch.block_diag(torch.ones(1, 1), inner) @ basis_CC.T)[None]
+    return result
 
 
 def built(family: str, **settings: object) -> PreTrainedModel:
