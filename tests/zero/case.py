@@ -54,7 +54,7 @@ SCHEDULE = {
     "hardening": [0.3, 0.7],
     "mask_rate": 0.4,
 }
-"""Of 10 steps: updates at 2, 4 and 6, hardening from 3, frozen from 7."""
+"""Ten steps: updates at 2, 4 and 6, hardening from 3, frozen from 7."""
 SHORT = {"update_every": 1, "blend": [0.0, 0.2], "mid_penalty_ramp": [0.0, 0.2], "hardening": [0.2, 0.4]}
 """The same phases in 5 steps, over `SCHEDULE`: updates at 1, 2 and 3, hardening from 2, frozen from 4."""
 
@@ -79,7 +79,7 @@ class Case:
 
     @cached_property
     def sparseforge(self) -> sf.SparseForgeConfig:
-        """The `sparseforge` block, over short defaults."""
+        """Return the `sparseforge` block, over short defaults."""
         block = {"max_steps": 10, "distillation": None, **self.config}
         if method_name(block) == "sparseforge":
             block["method"] = {**SCHEDULE, **block.get("method", {})}
@@ -87,7 +87,7 @@ class Case:
         return sf.SparseForgeConfig.from_dict(block)
 
     def deepspeed(self) -> dict[str, Any]:
-        """The DeepSpeed JSON."""
+        """Return the DeepSpeed JSON."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // dist.get_world_size(),
             "gradient_accumulation_steps": self.gas,
@@ -110,19 +110,19 @@ class Case:
 
 
 def short(case: Case) -> Case:
-    """The whole life of a mask in 5 steps, for tests to which their number is nothing."""
+    """Return the case with the whole life of a mask in 5 steps, for tests to which their number is nothing."""
     return replace(case, steps=5, config={**case.config, "method": SHORT})
 
 
 def batch_at(number: int) -> dict[str, Tensor]:
-    """The global micro-batch `number`: (GLOBAL_BATCH, LENGTH) token ids and equal labels."""
+    """Return the global micro-batch `number`: (GLOBAL_BATCH, LENGTH) token ids and equal labels."""
     generator = torch.Generator().manual_seed(1000 + number)
     ids = torch.randint(3, 40, (GLOBAL_BATCH, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def my_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's rows."""
+    """Return this rank's rows."""
     size = GLOBAL_BATCH // dist.get_world_size()
     rank = dist.get_rank()
     device = get_accelerator().current_device_name()
@@ -130,7 +130,7 @@ def my_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_engine(case: Case, model: Any = None, groups: Any = None) -> Any:
-    """A DeepSpeed engine over the case's model, which is the same on every rank."""
+    """Build a DeepSpeed engine over the case's model, which is the same on every rank."""
     import deepspeed
 
     model = sf.prepare(MODELS[case.model]() if model is None else model, case.sparseforge)
@@ -149,7 +149,7 @@ def build(case: Case, model: Any = None) -> tuple[Any, sf.SparseForge]:
 
 
 def train_step(engine: Any, case: Case, step: int) -> float:
-    """All micro-batches of optimizer step `step` (from 0) and engine.step; the mean loss over ranks."""
+    """Train on all micro-batches of optimizer step `step` (from 0), and return the mean loss over ranks."""
     losses = []
     for micro in range(case.gas):
         loss = engine(**my_part(batch_at(step * case.gas + micro))).loss
@@ -162,21 +162,21 @@ def train_step(engine: Any, case: Case, step: int) -> float:
 
 
 def probe_of(engine: Any, case: Case, step: int) -> Callable[[], Tensor]:
-    """The closure for `forge.step` after optimizer step `step`."""
+    """Return the closure for `forge.step` after optimizer step `step`."""
     batch = my_part(batch_at(step * case.gas))
     return lambda: engine(**batch).loss
 
 
 @dataclass(frozen=True)
 class StepText:
-    """What probes after optimizer step `step` read: its micro-batches."""
+    """Text that probes after optimizer step `step` read: its micro-batches."""
 
     engine: Any
     case: Case
     step: int
 
     def passes(self, batch: int) -> list[Callable[[], Tensor]]:
-        """The same for every probe."""
+        """Return the same passes for every probe."""
         numbers = range(self.step * self.case.gas, (self.step + 1) * self.case.gas)
         return [partial(self._loss, number) for number in numbers]
 
@@ -186,7 +186,7 @@ class StepText:
 
 
 def moved_by_pruning(case: Case, model: Any = None) -> float:
-    """The square of what one-shot pruning moves the logits by, summed over the ranks' means. Collective."""
+    """Return the square of what one-shot pruning moves the logits by, summed over the ranks' means. Collective."""
     engine, forge = build(case, model)
     batch = my_part(batch_at(0))
     dense = engine(**batch).logits.detach()
@@ -198,7 +198,7 @@ def moved_by_pruning(case: Case, model: Any = None) -> float:
 
 
 def gathered(forge: sf.SparseForge, key: str) -> dict[str, Tensor]:
-    """One of `states`."""
+    """Return one of `states`."""
     return states(forge, key)[key]
 
 
@@ -241,7 +241,7 @@ def added_up(parts: dict[Key, Tensor], replicated: bool) -> dict[Key, Tensor]:
 
 
 def published(engine: Any) -> dict[str, Tensor]:
-    """The model's weights as the next forward sees them, whole. Collective."""
+    """Return the model's weights as the next forward sees them, in full. Collective."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):

@@ -91,12 +91,12 @@ LAUNCHES: dict[int, dict[str, Case]] = {
     },
     3: {"stage 1": replace(CASE, stage=1), "stage 3": replace(CASE, stage=3)},
 }
-"""By ranks."""
+"""Cases by number of ranks."""
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[tuple[int, str], dict[str, Any]]:
-    """By ranks and case."""
+    """Return records by number of ranks and case."""
     results = {}
     for ranks, cases in LAUNCHES.items():
         for name, record in zip(cases, run_distributed(start_all, ranks, [*cases.values()])[0], strict=True):
@@ -196,7 +196,7 @@ OTHERS = {
 
 
 def started_others() -> dict[str, bool]:
-    """Whether every group of every weight has two members behind the start, and a step can be made."""
+    """Return whether every group of every weight has two members behind the start, and a step can be made."""
     results = {}
     for name, case in OTHERS.items():
         engine, forge = build(case)

@@ -70,7 +70,7 @@ def counted() -> Iterator[list[tuple[str, int]]]:
 
 
 def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any]:
-    """What the third update moves: its maths, all of `forge.step` without a probe, and a step between updates."""
+    """Return what update 3 moves: its maths, all of `forge.step` without a probe, and a step between updates."""
     import deepspeed.comm.torch as backend
 
     assert backend.torch.distributed is dist  # DeepSpeed looks its collectives up there at every call

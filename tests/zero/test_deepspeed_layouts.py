@@ -61,7 +61,7 @@ def heard() -> Iterator[list[tuple[str, int, Any]]]:
 
 
 def groups_of(name: str) -> list[str]:
-    """What is wrong with the kind and the groups of a layout."""
+    """List what is wrong with the kind and the groups of a layout."""
     import deepspeed
 
     kind, case = KINDS[name]
@@ -117,7 +117,7 @@ class Asynchronous:
 
 
 def waits(stage: int) -> list[int]:
-    """How often the device was waited for in each step of a run with updates after every second one."""
+    """Count how often the device was waited for in each step of a run with updates after every second one."""
     case = Case(stage=stage)
     engine, forge = build(case)
     device = Asynchronous()

@@ -1,4 +1,4 @@
-"""Which models keep the documents of a sequence apart, told by running them, also where ranks share sequences."""
+"""Models that keep the documents of a sequence apart, found by running them, also where ranks share sequences."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shared() -> dict[str, str]:
 
 @contextmanager
 def _own(model: PreTrainedModel, sequence: SequenceParallel) -> Iterator[None]:
-    """The model divided, by attention that the process has no longer."""
+    """Run the divided model by attention that the process has no longer."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     sequence.divide(model)
     try:

@@ -1,4 +1,4 @@
-"""What an own loop may ask of the engine's own `save_checkpoint` and `load_checkpoint`, and gets refused at once."""
+"""Requests to the engine's own `save_checkpoint` and `load_checkpoint` that are refused at once."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_state_that_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None
 
 
 def gone_back(folder: str) -> tuple[list[str], list[str]]:
-    """The folders that were loaded, by DeepSpeed's rule: what `latest` names; and what is said by other versions."""
+    """Return the folders that were loaded, by DeepSpeed's rule `latest`, and the warnings about other versions."""
     engine, forge = build(CASE)
     forge.start(probe_of(engine, CASE, 0))
 
@@ -110,7 +110,7 @@ LOST = [Case(stage=stage) for stage in range(4)] + [Case(stage=2, dtype="fp16", 
 
 
 def lost(case: Case, folder: str) -> list[str]:
-    """What is said when one element is lost, on the last rank alone: of a weight, and of the optimizer's state."""
+    """Return the message when an element is lost on the last rank: of a weight, and of the optimizer's state."""
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
     train_step(engine, case, 0)

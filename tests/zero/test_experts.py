@@ -29,7 +29,7 @@ STEPS = 9
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
-    """The modules with fused experts."""
+    """Return the modules with fused experts."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "is_transposed")}
 
 
@@ -178,7 +178,7 @@ def test_expert_fisher_is_token_fisher_of_each_run(together: int, monkeypatch: p
 
 @dataclass(frozen=True)
 class Detour:
-    """From an optimizer step on, tokens of the last expert go to the first one."""
+    """Gate that sends tokens of the last expert to the first one from an optimizer step on."""
 
     step: int
     family: str = "qwen3_moe"

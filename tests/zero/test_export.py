@@ -1,4 +1,4 @@
-"""From real runs of the forge to Hugging Face folders: plain transformers gives the logits of the frozen engine."""
+"""Exports of real runs as Hugging Face folders: plain transformers gives the logits of the frozen engine."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WEIGHTS = {
     "deepseek_v2": 28,
     "deepseek": 26,
 }
-"""Of an export, in which every expert has three of its own."""
+"""Tensors of an export, in which every expert has three of its own."""
 MORE_FAMILIES = {
     **dict.fromkeys(("cohere2", "gemma2", "gemma3_text", "granite", "internlm3", "olmo2", "olmo3", "smollm3"), 14),
     **{"falcon": 8, "glm4": 12, "gpt_neo": 12, "gpt_neox": 8, "phi3": 8, "starcoder2": 12},
@@ -92,7 +92,7 @@ class Run:
     mask: dict[str, Tensor]
     dense: dict[str, Tensor]
     hard: dict[str, Tensor]
-    """What the network would see if its mask were hardened now; only of unfinished runs."""
+    """Weights that the network would see if its mask were hardened now; only of unfinished runs."""
 
 
 def save_runs(folder: str) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 @pytest.fixture(scope="module")
 def exported(runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every run, exported in the dtype in which it was trained."""
+    """Export every run in the dtype in which it was trained."""
     folder = tmp_path_factory.mktemp("exported")
     for name, run in runs.items():
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[CASES[name][1].dtype]

@@ -46,7 +46,7 @@ class Family:
     uneven: a single token in the first half, many in the second, so that one rank calls more experts than the other."""
     seed: int = 0
     taught: bool = False
-    """By a teacher under ZeRO-3, and with activations recomputed."""
+    """True to train by a teacher under ZeRO-3, and with activations recomputed."""
 
     def model(self) -> PreTrainedModel:
         model = BUILDERS[self.name](seed=self.seed)
@@ -133,7 +133,7 @@ def _apart(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _train(case: Case, family: Family) -> dict[str, Any]:
-    """The whole life of a mask: updates after 2, 4 and 6 of eight steps and a frozen one from 7 on, or `short`."""
+    """Train through the whole life of a mask: updates after 2, 4 and 6 of eight steps, frozen from 7 on, or `short`."""
     model = family.model()
     deepspeed.utils.set_z3_leaf_modules_by_name(model, leaf_modules(model))
     calls = _record(model)
@@ -189,7 +189,7 @@ def _train_all(case: Case, families: list[Family]) -> list[dict[str, Any]]:
 
 
 def _check_frozen(result: dict[str, Any]) -> None:
-    """Every prunable weight is 2:4 along the axis that its matmul contracts, and the dense weight where it is kept."""
+    """Check that every prunable weight is 2:4 along its input axis, and the dense weight where it is kept."""
     routers, state = ("gate.weight", "router.weight"), (".conv1d.", ".in_proj_ba.", ".in_proj_b.", ".in_proj_a.")
     parts = (*routers, "project_", *state)  # OPT's, and of linear attention
     assert all(any(part in name for part in parts) for name in result["left_dense"])
@@ -220,7 +220,7 @@ def _check_same(results: dict[str, Any], expected: dict[str, Any], differing: fl
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[dict[str, Any], ...]]:
-    """Every family with the default importance: on both of two ranks, and on one alone."""
+    """Train every family with the default importance: on both of two ranks, and on one alone."""
     # With seed 0, two scores of one of Mixtral's groups agree in five digits, and rounding decides between them.
     families = [Family(name, seed=int(name == "mixtral")) for name in BUILDERS]
     pair = run_distributed(_train_all, 2, short(ZERO3), families)

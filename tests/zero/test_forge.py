@@ -1,4 +1,4 @@
-"""What a user of `SparseForge` can do wrong, and what must hold when nothing is wrong."""
+"""Mistakes that a user of `SparseForge` can make, and what must hold when nothing is wrong."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_misuse_is_named() -> None:
 
 
 def unused_layer(case: Case, in_training: bool) -> str:
-    """One layer takes no part in the probe's loss; with `in_training` it has had gradients before."""
+    """Leave one layer out of the probe's loss; with `in_training` it has had gradients before."""
     engine, forge = build(case)
     up_proj = engine.module.model.layers[0].mlp.up_proj
 
@@ -195,7 +195,7 @@ UNUSED = [
 
 
 def uncalled(ranks: set[int]) -> str:
-    """On some ranks no layer of an mlp is called in the passes that choose the mask."""
+    """Call no layer of an mlp on some ranks in the passes that choose the mask."""
     case = Case(stage=1, config={"importance": "wanda", "method": "naive_retrain"})
     engine, forge = build(case)
     if dist.get_rank() in ranks:
@@ -268,7 +268,7 @@ SCORES = [
 
 
 def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tuple[str, bool]:
-    """What is said of a model in which some weights are 0, as fresh blocks have them, and whether it became sparse."""
+    """Return the message about a model with weights of 0, as fresh blocks have them, and whether it became sparse."""
     model = MODELS["llama"]()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -342,7 +342,7 @@ def test_compiled_layers_are_measured_as_they_are() -> None:
 
 
 def untouched(stage: int) -> list[bool]:
-    """Whether the published weights are the dense ones after each step, hardening from step 0 on."""
+    """Return whether the published weights are the dense ones after each step, hardening from step 0 on."""
     case = Case(stage=stage, config={"method": {"hardening": [0.0, 0.6], "update_every": 3}})
     engine, forge = build(case)
     same = []
@@ -423,7 +423,7 @@ def moments_of(forge: sf.SparseForge, name: str) -> dict[str, Any]:
 
 
 def switch_on(case: Case) -> list[str]:
-    """At its step every B is the mean of what m_eff removes from each run, and it trains from then on."""
+    """Check that at its step every B is the mean of what m_eff removes from each run, and trains from then on."""
     import deepspeed
 
     engine, forge = build(case)

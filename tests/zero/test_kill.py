@@ -43,7 +43,7 @@ class OneRank:
 
 
 def note(folder: Path, line: str) -> None:
-    """What happened, in a file that survives the process."""
+    """Write an event to a file that survives the process."""
     with (folder / "log").open("a") as file:
         file.write(f"{time.monotonic()} {line}\n")
 
@@ -81,7 +81,7 @@ def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> No
 
 
 def content_of(folder: Path) -> str:
-    """A hash of everything that a checkpoint says, read offline."""
+    """Return a hash of everything that a checkpoint says, read offline."""
     checkpoint = Checkpoint(folder)
     digest = hashlib.sha256()
     for name in checkpoint.shapes:
@@ -93,7 +93,7 @@ def content_of(folder: Path) -> str:
 
 
 def newest(folder: Path) -> tuple[int, str]:
-    """What a start finds after a kill: recovered, whole to the last byte, loadable; its step and its content."""
+    """Return the step and content of the checkpoint that a start finds after a kill: recovered and whole."""
     result = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
     result.recover()
     manifest = result.newest()
@@ -200,7 +200,7 @@ def test_a_run_killed_at_random_moments_ends_where_the_unbroken_one_does(unbroke
 
 
 def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
-    """What is said of a file that is not on disk as it was written, what is left, and which step comes after it."""
+    """Return the message about a file that is not on disk as it was written, what is left, and the step after it."""
     case = CASES[3]
     ranks = Ranks()
     saves = Checkpoints(Path(folder), ranks, 3, 2)

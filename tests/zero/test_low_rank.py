@@ -46,7 +46,7 @@ def _ds_config(stage: int, **extra: Any) -> dict[str, Any]:
 
 
 def _load(path: Path, ds_config: dict[str, Any]) -> Any:
-    """As a run does: partitioned while it loads at stage 3, whole otherwise."""
+    """Load a model as a run does: partitioned while it loads at stage 3, in full otherwise."""
     alive = HfDeepSpeedConfig(ds_config) if ds_config["zero_optimization"]["stage"] == 3 else None
     dtype = torch.bfloat16 if "bf16" in ds_config else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -123,7 +123,7 @@ def _whole(parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _expected(family: str, ranks: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """One process, plain torch. DeepSpeed gives a branch that is off a gradient of zero, and so does this."""
+    """Train in one process and plain torch. Like DeepSpeed it gives a branch that is off a gradient of zero."""
     model = prepare(BUILDERS[family](), LOW_RANK)
     optimizer = torch.optim.AdamW(param_groups(model, LOW_RANK), lr=1e-2)
     losses = []

@@ -20,7 +20,7 @@ def fp16(stage: int, importance: str = "fisher", **scale: Any) -> Case:
 
 
 def overflow_in_training(stage: int, source: str) -> dict[str, Any]:
-    """The first loss scale is far too large, so that DeepSpeed skips steps until it has come down."""
+    """Train with a first loss scale that is far too large, so that DeepSpeed skips steps until it has come down."""
     case = fp16(stage, initial_scale_power=32, hysteresis=1, loss_scale_window=1000)
     case = dataclasses.replace(case, config={"curvature": {"source": source}})
     engine, forge = build(case)
@@ -42,7 +42,7 @@ def overflow_in_training(stage: int, source: str) -> dict[str, Any]:
 
 
 def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
-    """A probe whose loss is beyond fp16: no update; the next one is fine and updates."""
+    """Probe with a loss beyond fp16: no update; the next one is fine and updates."""
     case = fp16(stage, importance, initial_scale_power=4)
     engine, forge = build(case)
     result: dict[str, Any] = {"updated": []}
@@ -64,7 +64,7 @@ def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
 
 
 def never_a_probe(stage: int) -> None:
-    """Every probe overflows: the run must not freeze a mask that was never formed."""
+    """Let every probe overflow: the run must not freeze a mask that was never formed."""
     case = fp16(stage, initial_scale_power=4)
     engine, forge = build(case)
     for step in range(case.steps):
@@ -74,7 +74,7 @@ def never_a_probe(stage: int) -> None:
 
 
 def accumulated_probe(stage: int) -> tuple[list[bool], dict[str, Any], dict[str, Any]]:
-    """With accumulation, a probe is as far from overflow as a micro-batch of training, and its curvature the same."""
+    """Probe with accumulation, as far from overflow as a micro-batch of training, and with the same curvature."""
     plain, scaled = Case(stage=stage, gas=1), fp16(stage, initial_scale_power=12)
     curvature = []
     updated: list[bool] = []

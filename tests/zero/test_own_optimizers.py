@@ -64,8 +64,10 @@ WORN = {"name": "cast", "every": 2, "decay": 1.0, "ramp": [0, 0], "frozen": 0.2,
 
 
 def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[float]]:
-    """How large the weights that CAST wears away are at the end, by optimizer; why others are refused; the decay of
-    each param group of README's loop."""
+    """Return how large the weights are that CAST wears away, by optimizer; why others are refused; decays of groups.
+
+    The decay is that of each param group of README's loop.
+    """
     largest = {}
     for name, params in (("DeepSpeed's", {}), ("torch's", {"torch_adam": True})):
         more = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, **params}}}
@@ -128,7 +130,7 @@ def agreement(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 
 
 def on_a_gpu(stages: tuple[int, ...]) -> list[str]:
-    """Every importance and both patterns in bf16 with FusedAdam: exactly N of M at the end, histograms that add up.
+    """Train every importance and both patterns in bf16 with FusedAdam: N of M at the end, histograms that add up.
 
     In one process: what a GPU compiles, in seconds each, is the same at all stages.
     """

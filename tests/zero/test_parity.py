@@ -102,7 +102,7 @@ FP32, BF16, SETTINGS = ({n: replace(case, eps=1e-6) for n, case in cases.items()
 
 
 def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
-    """The same run, in one process; a micro-batch is one part, because the mean over ranks is the mean over rows."""
+    """Return the same run in one process; a micro-batch is one part, as the mean over ranks is the mean over rows."""
     model = MODELS[case.model]()
     input_axes = {weight.name: weight.input_axis for weight in prunable_weights(model, case.sparseforge)}
     model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[case.dtype])
@@ -137,7 +137,7 @@ def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
 
 
 def as_kept(reference: ReferenceForge, name: str) -> Tensor:
-    """The curvature of a weight as the forge keeps it: its elements, or the product of its row and column sums."""
+    """Return the curvature of a weight as the forge keeps it: elements, or the product of row and column sums."""
     part = reference.config["curvature"]
     if not part["per_token"] or part["factored"] is False or reference.config["importance"] == "magnitude":
         return reference.curvature[name].clone()
@@ -189,7 +189,7 @@ def ratio(actual: Tensor, reference: Tensor) -> float:
 
 
 def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> None:
-    """Each mask update, once more by the reference, from the forge's own weights, curvature and mask before."""
+    """Repeat each mask update by the reference, from the forge's own weights, curvature and mask before."""
     from tests.reference import dials_at
 
     block = case.sparseforge.to_dict()

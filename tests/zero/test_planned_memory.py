@@ -40,7 +40,7 @@ def model_of(case: Case, layers: int = 3) -> Any:
 
 
 def planned(case: Case, checkpointing: bool = False, layers: int = 3) -> tuple[Architecture, MemorySettings]:
-    """What the planner knows of a case; on the ranks."""
+    """Return what the planner knows of a case; on the ranks."""
     empty = empty_model(model_of(case, layers).config, case.sparseforge, DTYPES[case.dtype])
     model = architecture_of(empty, prunable_weights(empty, case.sparseforge))
     laid_out = settings(
@@ -62,7 +62,7 @@ def size(tensors: list[Tensor]) -> int:
 
 
 def all_bytes(before: set[int], expected: int) -> int:
-    """Of all tensors that are not in `before`; a thread of gloo lets go of a collective's tensors a moment later."""
+    """Return the bytes of all tensors that are not in `before`, once a thread of gloo has let go of its own."""
     sizes: list[int] = []
     while len(sizes) < 5 and (not sizes or min(sizes) > 1.02 * expected):
         time.sleep(0.1 * len(sizes))
@@ -185,7 +185,7 @@ def mixture() -> Any:
 
 
 def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
-    """The planner's bound, and the most that DeepSpeed has at a time in a step whose order it knows."""
+    """Return the planner's bound, and the most that DeepSpeed has at a time in a step whose order it knows."""
     experts = "leaf_module" in case.zero
     built = mixture() if experts else model_of(case, layers=4)
     if checkpointing:

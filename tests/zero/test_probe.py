@@ -56,7 +56,7 @@ def model_with_dropout() -> Any:
 
 
 def named(kind: str, config: Any) -> Any:
-    """The config with an importance; `weights` is hutchinson's with `per_token` false, `elements` fisher's unsummed."""
+    """Return the config with an importance; `weights` is hutchinson without `per_token`, `elements` unsummed fisher."""
     if kind == "weights":
         return replace(config, importance="hutchinson", curvature=replace(config.curvature, per_token=False))
     if kind == "elements":
@@ -65,7 +65,7 @@ def named(kind: str, config: Any) -> Any:
 
 
 def sampler(kind: str, forge: Any, config: Any) -> Any:
-    """What takes a sample of an importance on an engine: (probe, step, probes) -> one tensor a weight, whole.
+    """Return a function (probe, step, probes) that samples an importance on an engine, one full tensor a weight.
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
@@ -100,7 +100,7 @@ def axis_sums(sample: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def everything(engine: Any, forge: Any) -> dict[str, Any]:
-    """All that a probe could have touched."""
+    """Return all that a probe could have touched."""
     optimizer = engine.optimizer
     state = {f"weight {name}": value for name, value in published(engine).items()}
     for index, flat in enumerate(forge.sharded.layout.flats):
@@ -181,7 +181,7 @@ def test_a_probe_leaves_no_trace(stage: int) -> None:
 def measure(
     case: Case, kind: str, checkpointing: bool | None = None, probes: int = 1, apart: bool = False
 ) -> dict[str, Tensor]:
-    """One refresh before the first step, whole weights; `checkpointing` is use_reentrant, None for none.
+    """Return one refresh before the first step, of full weights; `checkpointing` is use_reentrant, None for none.
 
     `apart`: what follows a linear layer gets a copy of its output, so that nothing is done to the output in place.
     """
@@ -258,7 +258,7 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
 
 
 def with_weight_gradients(self: Probe, passes: Any) -> None:
-    """What `activations` is held against: the same passes, in which weights have gradients as well."""
+    """Make the passes of `activations` in which weights have gradients as well, to compare with."""
     assert self.gradients(passes, lambda _index, _gradient: None)
 
 
@@ -329,7 +329,7 @@ def test_outputs_may_be_changed_in_place() -> None:
 
 
 def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
-    """What ZeRO-3 thinks of its record of the order of modules, from the third step on, per kind and checkpointing."""
+    """Return ZeRO-3's opinion of its record of the order of modules, from the third step on, per kind."""
     records = {}
     for kind in kinds:
         for checkpointing in (False, True):

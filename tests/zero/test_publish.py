@@ -1,4 +1,4 @@
-"""What a step leaves of W by masters in bf16; what scoring leaves behind, and says of curvature that it cannot use."""
+"""Remains of a step on W by masters in bf16, and of scoring; curvature that cannot be used."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dense_of(forge: Any) -> dict[str, Tensor]:
 
 
 def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
-    """Every other weight's mask is 0 and the others' 1; hardening has not begun, so that m_eff is the mask."""
+    """Step with masks of 0 for every other weight and 1 for the rest, before hardening, so that m_eff is the mask."""
     state, method, stepped = forge.sharded.state, forge.method, {}
     for shard in forge.sharded.shards.values():
         state.write_mask(shard, torch.arange(shard.start, shard.stop) % 2)

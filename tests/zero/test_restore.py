@@ -71,7 +71,7 @@ SAVED: dict[str, Saved] = {
 
 
 def there(name: str, shift: int) -> tuple[int, int]:
-    """The stage and the number of ranks that a run is continued with."""
+    """Return the stage and the number of ranks that a run is continued with."""
     stage, ranks = int(name[0]), int(name[-1])
     if shift == 1:
         return (stage + 1) % 4, ranks % 4 + 1
@@ -82,7 +82,7 @@ PAIRS = [(name, *there(name, shift)) for name in SAVED for shift in (1, 2)]
 
 
 def target(name: str, stage: int) -> Case:
-    """The case of a run at another stage, with the opposite of its offload, without what that stage cannot do."""
+    """Return the case of a run at another stage, with the opposite offload, without what that stage cannot do."""
     case = SAVED[name].case
     impossible = {"data_types"}
     impossible |= {"fp16"} if stage == 0 else set()  # no dynamic scale there
@@ -97,7 +97,7 @@ def target(name: str, stage: int) -> Case:
 
 
 def model_of(case: Case, fresh: bool) -> Any:
-    """The case's model with a frozen weight and a persistent buffer; `fresh`: as something else would have left it."""
+    """Return the case's model with a frozen weight and a buffer; `fresh`: as something else would have left it."""
     model = MODELS[case.model]()
     frozen = model.transformer.ln_f.weight if case.model == "gpt2" else model.model.embed_tokens.weight
     frozen.requires_grad_(False)
@@ -152,7 +152,7 @@ def go_on(engine: Any, forge: Any, case: Case, first: int, last: int) -> dict[in
 
 
 def record(engine: Any, forge: Any) -> dict[str, Any]:
-    """What must be the same in another layout right after the change."""
+    """Return what must be the same in another layout right after the change."""
     return {
         "everything": everything(engine, forge),
         "scaler": scaler_of(engine),
@@ -251,7 +251,7 @@ def test_a_restored_run_ends_where_the_unbroken_one_does(
 
 
 def misfits(folder: str) -> dict[str, str]:
-    """What checkpoints that do not fit say on every rank, and whether they change anything."""
+    """Return the messages about checkpoints that do not fit, on every rank, and whether they change anything."""
     saved = SAVED["2 on 3"].case
     results = {}
 
@@ -321,7 +321,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
 
 
 def counted(folder: str) -> dict[str, int]:
-    """How many elements of weights and of their moments this rank reads."""
+    """Count the elements of weights and of their moments that this rank reads."""
     case = target("3 on 4", 2)
     engine, forge = build(case, model_of(case, fresh=True))
     checkpoint = Checkpoint(Path(folder, "3 on 4"))
@@ -359,7 +359,7 @@ BEFORE = {
 
 
 def before_the_first_step(folder: str) -> dict[str, tuple[bool, float]]:
-    """Whether a run saved before its first step starts anew from its weights, and how far it then goes astray."""
+    """Return whether a run saved before its first step starts anew, and how far it then goes astray."""
     results = {}
     for name, case in BEFORE.items():
         engine, forge = build(case, model_of(case, fresh=False))
@@ -392,7 +392,7 @@ OPTIMIZERS: dict[str, tuple[str, Case]] = {
 
 
 def own_optimizers(folder: str) -> dict[tuple[str, str], float]:
-    """How far a run goes astray in one step when another implementation of AdamW continues it, and its step counts."""
+    """Return how far a run goes astray in one step when another AdamW continues it, and its step counts."""
     results = {}
     for before, (kind, case) in OPTIMIZERS.items():
         engine, forge = build(case)

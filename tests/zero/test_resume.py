@@ -118,15 +118,17 @@ def compare(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_resume_is_bit_for_bit(stage: int, tmp_path: Path) -> None:
-    """From every save and in both ways, half of the pairs in fp32 and half in bf16; where a case is about something
-    else, from two saves, each in one way."""
+    """Resume from every save and in both ways, half of the pairs in fp32 and half in bf16.
+
+    A case that is about something else resumes from two saves, each in one way.
+    """
     cases = {name: hardened_sooner(case) for name, case in CASES.items() if case.stage == stage}
     for rank in run_distributed(compare, 2, cases, str(tmp_path)):
         assert rank == {name: [] for name in cases}
 
 
 def foreign(stage: int, folder: str) -> dict[str, str]:
-    """What a checkpoint of another kind of run says."""
+    """Return the message about a checkpoint of another kind of run."""
     case = Case(stage=stage)
     engine, forge = build(case)
     for step in range(3):

@@ -22,7 +22,7 @@ from tests.zero.case import Case, states
 
 
 def counts_tokens(_module: Any, _given: Any, output: Tensor) -> Tensor:
-    """As if a model put the mean of its sequence into every token."""
+    """Put the mean of a sequence into every token, as a model might."""
     return output + output.mean(1, keepdim=True)
 
 
@@ -64,7 +64,7 @@ BATCH, LENGTH = 2, 16
 
 
 def own_loop(source: str) -> dict[str, dict[str, Tensor]]:
-    """A loop around DeepSpeed's own mpu, with loss and curvature in the training step or by labels of a probe."""
+    """Train by a loop around DeepSpeed's own mpu, with loss and curvature in the step or by labels of a probe."""
     parts, rank = dist.get_world_size(), dist.get_rank()
     block = {"curvature": {"source": source}}
     case = Case(stage=3, config=block)

@@ -114,7 +114,7 @@ def _distil(stage: int, config: DistillationConfig, folder: Path, dtype: dict[st
 
 
 def _expected(ranks: int) -> Tensor:
-    """The same three steps by one process with all the ranks' sequences, in plain torch."""
+    """Train the same three steps by one process with all the ranks' sequences, in plain torch."""
     student, teacher = tiny_llama(), tiny_llama(seed=1).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
@@ -222,7 +222,7 @@ def _all_in_head() -> list[dict[str, Any]]:
 
 
 def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
-    """The same by one process, in fp32 and with whole logits: (losses of every rank, norms of gradients)."""
+    """Train the same by one process, in fp32 and with full logits: (losses of every rank, norms of gradients)."""
     student, teacher = _student(tied), tiny_llama(seed=1).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
     losses, norms = [], []

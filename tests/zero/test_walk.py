@@ -39,7 +39,7 @@ def save(engine: Any, forge: Any, run: Path) -> None:
 
 
 def walk(folder: Path) -> list[dict[str, Any]]:
-    """Each case: masks and weights at the end, of the run in one go and of the one that changed its stage."""
+    """Return masks and weights at the end of each case, in one go and with a change of stage."""
     results = []
     for case in CASES:
         engine, forge = build(case)
