@@ -35,7 +35,7 @@ MEASURED = {
     256: (163.8, 333.6),
 }
 """Rows of the input, and microseconds of all three products on an H200, dense by cuBLAS and 2:4 by our kernels, in
-bf16. They are sums over the shapes of the table in docs/results/gpu.md, under "The packed product"."""
+bf16. They are sums over the shapes of the table in studies/gpu.md, under "The packed product"."""
 MEASURED_ON = "h200"
 MEASURED_GAINS = {1: (1.42, 1.38), 8: (1.33, 1.29)}
 """Sequences decoded together, and the speed of 2:4 over dense of 8 layers of Llama-2-7B's shape on an H200, in bf16:

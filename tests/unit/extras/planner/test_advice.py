@@ -27,7 +27,7 @@ from sparseforge_ds.model.model_config import read_model_config
 from tests.conftest import ROOT
 from tests.unit.extras.planner.published_configs import qwen3_14b
 
-RESULTS = (ROOT / "docs" / "results" / "gpu.md").read_text()
+RESULTS = (ROOT / "studies" / "gpu.md").read_text()
 LLAMA = "meta-llama/Llama-2-7b-hf"
 EIGHT_LAYERS = [LLAMA, "--layers", "8", "--gpu", "h200", "--context", "256"]
 
