@@ -71,7 +71,7 @@ class Inputs:
         return run_distributed(_main, ranks, self.command_line(*switches))
 
     def refused(self, *switches: str, ranks: int = 2) -> str:
-        """The one message of a run that ends with code 1 everywhere."""
+        """Return the one message of a run that ends with code 1 everywhere."""
         outcomes = self.train(*switches, ranks=ranks)
         assert [code for code, _ in outcomes] == [1] * ranks
         assert outcomes[0][1].startswith("error: ")
@@ -88,7 +88,7 @@ def inputs(tmp_path):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A finished run, copied by each test that spoils it."""
+    """Train a run to its end, which each test copies before it spoils it."""
     inputs = Inputs(tmp_path_factory.mktemp("finished"))
     inputs.flags["save_every"] = "4"
     assert [code for code, _ in inputs.train()] == [0, 0]
@@ -97,7 +97,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def resumable(finished, tmp_path):
-    """The finished run, gone back to its first checkpoint."""
+    """Copy the finished run, gone back to its first checkpoint."""
     shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
     inputs = object.__new__(Inputs)
     inputs.__dict__.update(finished.__dict__)
@@ -272,7 +272,7 @@ def test_an_unsupported_family(inputs):
 
 
 def _with(inputs, name, **changes):
-    """A command line with another JSON: top-level keys, or `block__key` for a key of a block."""
+    """Return a command line with another JSON: top-level keys, or `block__key` for a key of a block."""
     content = json.loads(json.dumps(inputs.content))
     for key, value in changes.items():
         *block, last = key.split("__")
@@ -487,7 +487,7 @@ def test_random_numbers_of_something_else(resumable):
 
 
 def spoil_final_norm(inputs, value=3e38):
-    """A model whose every logit is NaN: infinities are subtracted."""
+    """Write a model whose every logit is NaN: infinities are subtracted."""
     model = tiny_llama(vocab_size=BYTE_VOCABULARY)
     with torch.no_grad():
         model.model.norm.weight.fill_(value)

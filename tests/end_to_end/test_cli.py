@@ -35,7 +35,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(run_folder: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copy the run, to be damaged."""
     shutil.copytree(run_folder, tmp_path / "run")
     return tmp_path / "run"
 

@@ -24,7 +24,7 @@ def arguments_of(folder: Path) -> list[str]:
 
 
 def study(folder: Path, *only: str) -> str:
-    """What it printed, in a process of its own."""
+    """Run the benchmark in a process of its own, and return what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([*arguments_of(folder), "--only", *only]) == 0
     return printed.getvalue()

@@ -20,7 +20,7 @@ from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_text
 
 WINDOWS = 1100
-"""Of 32 tokens: two passes and a smaller third, which two ranks cannot divide evenly."""
+"""Windows of 32 tokens: two passes and a smaller third, which two ranks cannot divide evenly."""
 
 
 def held_out(folder: Path, **more: Any) -> list[str]:
@@ -37,7 +37,7 @@ def scored(run: Path) -> dict[int, float]:
 
 
 def evaluations(checkpoint: Path) -> dict[str, float]:
-    """What a checkpoint remembers of them, by step."""
+    """Return the evaluations that a checkpoint remembers, by step."""
     content = next(content for name, content in states(checkpoint).items() if "model_states" in name)
     return content["train"]["evaluations"]["losses"]
 

@@ -122,7 +122,7 @@ else:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
-    """The output folder of the script, and what it reports."""
+    """Run the script, and return its output folder and its report."""
     root = tmp_path_factory.mktemp("finetune")
     write_dense(root / "dense", "llama")
     write_sparse(root / "sparse", root / "dense", "llama")

@@ -1,4 +1,4 @@
-"""From real runs, over the command line, to every format, each proved in fresh processes."""
+"""Exports of real runs to every format, over the command line, each proved in fresh processes."""
 
 from __future__ import annotations
 

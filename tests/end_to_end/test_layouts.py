@@ -24,7 +24,7 @@ STEPS = 8
 
 
 def flags(folder: Path, block: dict[str, Any], stage: int, micro: int, run: Path, **more: Any) -> list[str]:
-    """Those of a run of 12 sequences a step; `run` is the last."""
+    """Return the flags of a run of 12 sequences a step; `run` is the last."""
     content = deepspeed_json(stage, batch=12, max_steps=STEPS, **block)
     return flags_of(
         folder, content, global_batch=12, micro_batch=micro, save_every=3, keep_checkpoints=0, output_dir=run, **more
@@ -51,7 +51,7 @@ def assert_same(run: Path, expected: dict[str, tuple[Tensor, Tensor]], bound: fl
 
 
 def taken_back(run: Path, step: int, to: Path) -> Path:
-    """A copy of a run as it was after `step`."""
+    """Copy a run as it was after `step`."""
     shutil.copytree(run, to)
     for path in (to / "checkpoints").glob("step_*"):
         if int(path.name.removeprefix("step_")) > step:
@@ -92,7 +92,7 @@ def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
 
 
 def divisors(command_line: list[str]) -> list[float | None]:
-    """By what the losses of each sample of the curvature were divided."""
+    """Return the divisors of the losses of each sample of the curvature."""
     from sparseforge_ds.curvature import FisherSums
     from sparseforge_ds.train.trainer import main
 

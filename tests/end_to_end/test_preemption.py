@@ -40,7 +40,7 @@ def torchrun() -> list[str]:
 
 @contextlib.contextmanager
 def launched(command: list[str], *flags: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A command and flags in a session of its own, like a terminal's; nothing of it survives."""
+    """Start a command in a session of its own, like a terminal's; nothing of it survives."""
     process = subprocess.Popen(
         [*command, *flags],
         cwd=ROOT,
@@ -67,7 +67,7 @@ def heeds_ctrl_c() -> None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The processes that it has started; those of torchrun have sessions of their own."""
+    """Return the processes that a process has started; those of torchrun have sessions of their own."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -83,7 +83,7 @@ def family(process: subprocess.Popen[str]) -> tuple[psutil.Process, list[psutil.
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes under launch.py which run our script."""
+    """Return the processes under launch.py which run our script."""
     results = []
     for item in descendants(process.pid):
         with contextlib.suppress(psutil.Error):
@@ -101,7 +101,7 @@ def until(process: subprocess.Popen[str], condition: Callable[[], object]) -> No
 
 
 def to_the_group(process: subprocess.Popen[str]) -> None:
-    """What a batch system does: every process gets it, and the ranks get it again from their launcher."""
+    """Signal as a batch system does: every process gets it, and the ranks get it again from their launcher."""
     os.killpg(process.pid, signal.SIGTERM)
 
 
@@ -111,12 +111,12 @@ def to_the_command(process: subprocess.Popen[str]) -> None:
 
 
 def kill_the_command(process: subprocess.Popen[str]) -> None:
-    """As a machine does that is out of memory."""
+    """Kill the command as a machine does that is out of memory."""
     process.kill()
 
 
 def ctrl_c(process: subprocess.Popen[str]) -> None:
-    """What a terminal does: the launcher gets it too, and passes it on in its own way."""
+    """Send Ctrl-C as a terminal does: the launcher gets it too, and passes it on in its own way."""
     os.killpg(process.pid, signal.SIGINT)
 
 
@@ -150,7 +150,7 @@ def stopped(
 
 
 def left_lock(extensions: Path) -> Path:
-    """What a compiler leaves that was killed with `kill -9` some minutes ago, among extensions that are built."""
+    """Leave a lock as a compiler does that was killed with `kill -9` some minutes ago."""
     built = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     shutil.copytree(built, extensions, ignore=shutil.ignore_patterns("lock"))  # with its times: nothing is built again
     lock = extensions / "deepspeed_shm_comm" / "lock"
@@ -267,7 +267,7 @@ def test_while_ranks_import_they_end_with_the_command_that_started_them(command,
 
 
 def with_rank(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes that a launcher has told their rank."""
+    """Return the processes that a launcher has told their rank."""
     results = []
     for item in descendants(process.pid):
         with contextlib.suppress(psutil.Error):
@@ -277,7 +277,7 @@ def with_rank(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def listens(pid: int) -> bool:
-    """Whether a rank has its handlers by now; Ctrl-C has none while the program is read, or where it is ignored."""
+    """Return whether a rank has its handlers; while the program is read Ctrl-C has none, or is ignored."""
     if "libtorch" not in Path(f"/proc/{pid}/maps").read_text():
         return False
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())

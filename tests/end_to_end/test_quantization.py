@@ -1,4 +1,4 @@
-"""Which ways of quantizing keep the zeros of a 2:4 model: the table of docs/guides/quantization.md, measured.
+"""Zeros of a 2:4 model that ways of quantizing keep: the table of docs/guides/quantization.md, measured.
 
 llm-compressor and torchao live in an environment of their own, which SPARSEFORGE_QUANTIZATION_PYTHON names.
 """

@@ -41,7 +41,7 @@ def inputs(folder: Path, stage: int, **block: Any) -> list[str]:
 
 
 def continued(flags: list[str], run: Path, step: int) -> Path:
-    """A copy of the run, taken back to `step`, without its log and without what it came to later."""
+    """Copy the run, taken back to `step`, without its log and without what it came to later."""
     copy = run.with_name(f"from_{step}")
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "tensorboard")
@@ -53,7 +53,7 @@ def continued(flags: list[str], run: Path, step: int) -> Path:
 
 
 def log(run: Path, after: int) -> dict[str, list[tuple[int, float]]]:
-    """What the log says of the training. The flip rate compares with the update before, which is not saved."""
+    """Return the log of the training without the flip rate, which compares with an update that is not saved."""
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     left_out = ("train/tokens_per_second", "train/memory_gib", "checkpoint/seconds", "checkpoint/gib", "mask/flip_rate")

@@ -16,7 +16,7 @@ from tests.tiny_folders import deepspeed_json
 from tests.tiny_streams import texts, write_stream
 
 STEPS = 10
-"""Of 8 windows each, 6 of them of the stream, whose first two chunks have 48 windows."""
+"""Steps of 8 windows each, 6 of them of the stream, whose first two chunks have 48 windows."""
 
 
 def small_sizes(seq_length):
@@ -24,7 +24,7 @@ def small_sizes(seq_length):
 
 
 def main_on_small_chunks(command_line, dies_at):
-    """The launcher's body with chunks of some windows; the process that tokenises dies before it makes a chunk."""
+    """Run the launcher's body with chunks of some windows; the tokenising process dies before it makes a chunk."""
     from sparseforge_ds.data import producer
     from sparseforge_ds.train import open_batches
     from sparseforge_ds.train.trainer import main
@@ -48,7 +48,7 @@ def train(*flags, dies_at=None, exit_code=0):
 
 
 def write_texts(folder):
-    """A folder of files and a saved DatasetDict, both with more than is to be read, and a record without text."""
+    """Write a folder of files and a saved DatasetDict, with more than is read, and a record without text."""
     assert write_stream(folder / "text", texts(300)).name == f"stream:{folder / 'text'}"
     for name in ("test.jsonl", ".0.jsonl"):
         (folder / "text" / name).write_text('{"text": "read"}\n{"text": 4}\n')  # would end the run
@@ -68,7 +68,7 @@ def flags_in(folder, run, **more):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run in one go."""
+    """Train a run in one go."""
     folder = tmp_path_factory.mktemp("mixture")
     train(*flags_in(folder, "run"))
     return folder

@@ -45,12 +45,12 @@ def _main(command_line: list[str]) -> int:
 
 
 def train(*flags: str, ranks: int = 2) -> None:
-    """The same without the launcher's seconds."""
+    """Run the trainer without the launcher's seconds."""
     assert run_distributed(_main, ranks, list(flags)) == [0] * ranks
 
 
 def flags_of(folder: Path, content: dict[str, Any], **more: Any) -> list[str]:
-    """The flags of a run on tiny inputs in `folder`."""
+    """Return the flags of a run on tiny inputs in `folder`."""
     if not (folder / "model").exists():
         write_model(folder / "model")
         write_text(folder / "text.jsonl", documents=200)

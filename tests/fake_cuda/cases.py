@@ -1,4 +1,4 @@
-"""What runs on fake CUDA tensors, how often the host may wait for the device, and where today's code exceeds it."""
+"""Cases that run on fake CUDA tensors, their limits on waits for the device, and known excesses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ ALLOWED = {"attach": 1, "start": 10, "first": 0, "ordinary": 0, "update": 2, "pr
 """Values that the host may wait for, by moment of a run. `start` chooses a first mask; `update` moves masks or reports
 on them; `first` and `ordinary` are steps that do neither."""
 OFFLOADED = {**ALLOWED, "attach": 3, "start": 20, "update": 4}
-"""With shards on the host, factors and scalings come down from the device as well, each in one copy."""
+"""Limits with shards on the host: factors and scalings come down from the device as well, each in one copy."""
 EXCHANGE = "zero/halo.py:exchange (copy to the host)"
-"""What cut groups lack travels between devices: with shards on the host every exchange ends in one copy."""
+"""Copy of the missing members of cut groups: with shards on the host every exchange ends in one."""
 UPLOADS = {"first": 1, "ordinary": 0}
 """Copies from the host in a moment, with the states on the device: the host waits for these as well. The
 first step may be heard, and its numbers of tokens are one."""
@@ -23,9 +23,9 @@ SCHEDULE = {
     "hardening": [0.15, 0.86],
     "mask_rate": 0.4,
 }
-"""Of 7 steps: updates at 2 and 4, hardening from 1, projected at 6, frozen at 7."""
+"""Seven steps: updates at 2 and 4, hardening from 1, projected at 6, frozen at 7."""
 SHORTER = {**SCHEDULE, "hardening": [0.2, 0.8]}
-"""Of 5 steps: an update at 2, hardening from 1, projected at 4, frozen at 5."""
+"""Five steps: an update at 2, hardening from 1, projected at 4, frozen at 5."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ CASES: dict[str, Case] = {
     "maskllm": _other("maskllm", own={"frozen": 0.25}),
     "maskllm, offload": _other("maskllm", own={"frozen": 0.25}, offload=True),
 }
-"""By name; weights of two layers are under the mask unless `include` says otherwise."""
+"""Cases by name; weights of two layers are under the mask unless `include` says otherwise."""
 
 EXCEEDS: dict[str, str] = {
     "ours, elements, offload": "a refresh copies the squares of each layer and pass to the host, where their mean lies",
@@ -128,7 +128,7 @@ EXCEEDS: dict[str, str] = {
     ),
     "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
 }
-"""Where today's code waits more often than it may. Whoever mends it must take the entry out."""
+"""Moments at which today's code waits more often than it may. Whoever mends it must take the entry out."""
 
 FAULTS: dict[str, Case] = {
     fault: _other("naive_retrain", steps=2, fault=fault)

@@ -40,7 +40,7 @@ class Launches:
 
 
 def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A weight of OUTPUTS x INPUTS."""
+    """Return a weight of OUTPUTS x INPUTS."""
     values = torch.empty(OUTPUTS, INPUTS // 2, dtype=dtype, device=CUDA)
     return values, torch.empty(OUTPUTS, -(-INPUTS // 8), dtype=torch.uint8, device=CUDA)
 
@@ -83,7 +83,7 @@ def _launch_of_experts(rows: int) -> dict[str, Any]:
 
 
 def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
-    """Its result, the one launch of it that reads the weight, and what the host waited for."""
+    """Return a product's result, its one launch that reads the weight, and what the host waited for."""
     log: list[dict[str, Any]] = []
     with (
         mock.patch.object(triton_programs, "few_rows", Launches("few", log)),
@@ -105,7 +105,7 @@ def _seen_in(product: Callable[[], Tensor]) -> dict[str, Any]:
 
 
 def _traced() -> dict[str, Any]:
-    """A layer and its gradient as torch.compile traces them, and in eager mode."""
+    """Return a layer and its gradient as torch.compile traces them, and in eager mode."""
     values, positions = packed(torch.bfloat16)
     layer = Packed24Linear(values, positions, torch.nn.Parameter(torch.empty(OUTPUTS, dtype=values.dtype, device=CUDA)))
     x = torch.empty(2, 3, INPUTS, dtype=values.dtype, device=CUDA, requires_grad=True)

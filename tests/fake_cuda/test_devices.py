@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was seen in each run, by its name."""
+    """Return what was seen in each run, by its name."""
     output = tmp_path_factory.mktemp("fake_cuda") / "seen.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.worker", str(output)],

@@ -33,12 +33,12 @@ from tests.zero.case import MODELS
 
 MODE = FakeTensorMode()  # one for all: the package may keep small tensors from one run to the next
 _BROKEN = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What the package, torch or transformers raises where a run cannot go on."""
+"""Errors that the package, torch or transformers raises where a run cannot go on."""
 TWO_LAYERS = ["*q_proj*", "*down_proj*"]
 
 
 def run(case: Case) -> dict[str, Any]:
-    """A run's moments, each with what the host waited for; what a device would have refused; what else went wrong."""
+    """Return a run's moments with their waits, the operations that a device would refuse, and other faults."""
     records: dict[str, Any] = {"moments": [], "faults": [], "error": None}
     rank = Rank(3, 1, case.stage, 1000, getattr(torch, case.master), case.offload, loss_scale=case.loss_scale)
     config = sf.SparseForgeConfig.from_dict({"include": TWO_LAYERS, **case.block, "max_steps": case.steps})

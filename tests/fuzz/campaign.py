@@ -26,14 +26,14 @@ from tests.fuzz.inputs import write_inputs
 GOOD = ("refused", "reported", "same")
 """Refused with one clear error; reported as not in order by a tool that reports; the right result all the same."""
 SUMMARY = pytest.StashKey[str]()
-"""Where the test leaves the counts for the end of the test run."""
+"""Key of the counts, which the test leaves for the end of the test run."""
 SILENCE = 60
 """Seconds without a word from a worker after which it is dead."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a case."""
+    """Outcome of a case."""
 
     case: Case
     kind: str
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """One clear error, or a correct result."""
+        """Return True for one clear error, or a correct result."""
         return self.kind in GOOD
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def run_cases(cases: list[Case], inputs: Path, processes: int = 2) -> list[Outcome]:
-    """Every case in one of `processes` workers; a worker that dies is replaced, and its case is a crash."""
+    """Run every case in one of `processes` workers; a worker that dies is replaced, and its case is a crash."""
     results: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         workers = [_Worker(Path(name) / str(i), cases[i::processes], inputs) for i in range(processes)]
@@ -77,7 +77,7 @@ class _Worker:
         self._start()
 
     def poll(self) -> bool:
-        """Whether all is done."""
+        """Return whether all is done."""
         if self.process.poll() is None:
             if time.time() - self._heard() < SILENCE:
                 return False
@@ -126,7 +126,7 @@ class _Worker:
 
 
 def counts(outcomes: Iterable[Outcome]) -> str:
-    """One line: how many of each kind."""
+    """Return one line: how many of each kind."""
     totals = Counter(outcome.kind for outcome in outcomes)
     order = [*GOOD, *sorted(set(totals) - set(GOOD))]
     return f"{sum(totals.values())} damaged inputs: " + ", ".join(f"{totals[kind]} {kind}" for kind in order)

@@ -1,4 +1,4 @@
-"""Which damage is done to what and read by which tool: a plan that is the same for the same seed."""
+"""Plan of the damage that is done to folders, and of the tools that read them; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUNS = [*_EVERYWHERE, *(mutation for module in _MODULES for mutation in module.
 
 
 def mutations_of(subject: str) -> list[Mutation]:
-    """The damage that can be done to a folder."""
+    """Return the damage that can be done to a folder."""
     if subject not in RUNS:
         return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS]
     return _RUNS if RUNS[subject]["stage"] == 0 else [*_RUNS, *damaged_files.SHARDED_MUTATIONS]
@@ -37,7 +37,7 @@ class Case:
 
 
 def plan(count: int, seed: int) -> list[Case]:
-    """The first `count` cases: all damage is used about equally often, on changing subjects and tools."""
+    """Return the first `count` cases: all damage about equally often, on changing subjects and tools."""
     rng = random.Random(seed)
     subjects = [(subject, target) for subject, targets in TARGETS.items() for target in targets]
     cases: list[Case] = []
@@ -50,10 +50,10 @@ def plan(count: int, seed: int) -> list[Case]:
 
 
 def target_of(case: Case) -> Target:
-    """The tool of a case."""
+    """Return the tool of a case."""
     return TARGETS[case.subject][case.target]
 
 
 def kind_of(mutation: str) -> str:
-    """The file in which a mutation is."""
+    """Return the file in which a mutation is."""
     return MUTATIONS[mutation].__module__.rpartition(".")[2]

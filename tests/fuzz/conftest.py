@@ -8,7 +8,7 @@ from tests.fuzz.campaign import SUMMARY
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One line of counts, and a few that divide them."""
+    """Print one line of counts, and a few that divide them."""
     if text := config.stash.get(SUMMARY, None):
         terminalreporter.section("fuzzer")
         terminalreporter.write_line(text)

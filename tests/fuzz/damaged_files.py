@@ -50,7 +50,7 @@ def flip_head(scene: Scene) -> None:
 
 
 def flip_directory(scene: Scene) -> None:
-    """In the central directory of a zip file, which lies at its end."""
+    """Flip a bit in the central directory of a zip file, which lies at its end."""
     path = scene.pick_pt()
     _flip(scene, path, 1 - 2000 / path.stat().st_size, 1.0, scene.rng.choice([1, 1, 3]))
 
@@ -73,7 +73,7 @@ def _flip(scene: Scene, path: Path, low: float, high: float, count: int) -> None
 
 
 def zero_sector(scene: Scene) -> None:
-    """What a file system leaves where a block was never written."""
+    """Zero a sector, as a file system does where a block was never written."""
     path = scene.pick("*.pt", "*.safetensors")
     content = bytearray(path.read_bytes())
     at = scene.rng.randrange(0, len(content), 512)
@@ -184,14 +184,14 @@ def file_of_another_step(scene: Scene) -> None:
 
 
 def half_of_another_step(scene: Scene) -> None:
-    """All files of one kind: a copy that was interrupted, or a restore of one of two archives."""
+    """Take all files of one kind from another step: an interrupted copy, or one of two archives restored."""
     kind = scene.rng.choice(["*_optim_states.pt", "*_model_states.pt"])
     for path in sorted(scene.checkpoint().glob(kind)):
         _replace(scene.touch(path), scene.folder / "checkpoints" / "step_000003" / path.name)
 
 
 def file_of_another_run(scene: Scene) -> None:
-    """Same stage and sizes where there is such a run, and anything else where there is none."""
+    """Take a file of another run: of the same stage and sizes where there is such a run, or of any other."""
     path = scene.pick_pt()
     stage = scene.subject[:6]
     same = [name for name in ("stage2_other_seed", "stage3_other_seed") if name.startswith(stage)]
@@ -199,7 +199,7 @@ def file_of_another_run(scene: Scene) -> None:
 
 
 def file_of_another_layout(scene: Scene) -> None:
-    """Of another stage, dtype or world size."""
+    """Take a file of another stage, dtype or world size."""
     path = scene.pick_pt()
     donors = sorted(run.name for run in scene.inputs.iterdir() if (run / path.relative_to(scene.folder)).is_file())
     donors = [name for name in donors if name != scene.subject]
@@ -224,7 +224,7 @@ def latest_is_nonsense(scene: Scene) -> None:
 
 
 def newest_is_gone(scene: Scene) -> None:
-    """As whoever goes back to the checkpoint before removes it."""
+    """Remove the newest checkpoint, as whoever goes back to the one before does."""
     shutil.rmtree(scene.touch(scene.checkpoint()))
 
 
@@ -245,7 +245,7 @@ MUTATIONS: list[Mutation] = [
     device_instead,
     rename,
 ]
-"""Of any folder."""
+"""Damage to any folder."""
 RUN_MUTATIONS: list[Mutation] = [
     truncate_newest,
     flip_bit_of_newest,
@@ -260,11 +260,11 @@ RUN_MUTATIONS: list[Mutation] = [
     latest_is_nonsense,
     newest_is_gone,
 ]
-"""Of a run."""
+"""Damage to a run."""
 SHARDED_MUTATIONS: list[Mutation] = [
     rename_rank,
     swap_ranks,
     copy_rank,
     two_files_of_a_rank,
 ]
-"""Of a run with a file per rank."""
+"""Damage to a run with a file per rank."""

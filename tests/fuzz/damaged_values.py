@@ -37,7 +37,7 @@ WRONG: list[Any] = [
 
 
 def places(content: Any) -> list[Place]:
-    """Every value inside of nested dicts and lists."""
+    """Return the place of every value inside of nested dicts and lists."""
     results: list[Place] = []
     stack = [content]
     while stack:
@@ -130,7 +130,7 @@ def _any_pt(scene: Scene) -> Path:
 
 
 def without_manifest(scene: Scene) -> None:
-    """As from a loop that does not use our trainer: nothing but DeepSpeed's files."""
+    """Remove all but DeepSpeed's own files, which is what a loop without our trainer leaves."""
     scene.unlisted = True
     (scene.checkpoint() / "checkpoint.json").unlink(missing_ok=True)
     for file in scene.checkpoint().glob("random_*.json"):
@@ -242,7 +242,7 @@ MUTATIONS: list[Mutation] = [
     json_list_grown,
     json_root,
 ]
-"""Of any folder."""
+"""Damage to any folder."""
 RUN_MUTATIONS: list[Mutation] = [
     pt_value,
     pt_value,
@@ -254,4 +254,4 @@ RUN_MUTATIONS: list[Mutation] = [
     pt_tensor_kind,
     pt_not_finite,
 ]
-"""Of a run."""
+"""Damage to a run."""

@@ -72,7 +72,7 @@ def hostile_plain_pickle(scene: Scene) -> None:
 
 
 def hostile_state(scene: Scene) -> None:
-    """In the middle of otherwise good content: among optimizer states, hyperparameters or client state."""
+    """Put a hostile object among optimizer states, hyperparameters or client state that are otherwise good."""
     path = scene.pick_pt()
     _unlisted(scene)
 
@@ -94,7 +94,7 @@ def hostile_client_state(scene: Scene) -> None:
 
 
 def hostile_random_state(scene: Scene) -> None:
-    """A pickle where a JSON file is expected."""
+    """Put a pickle where a JSON file is expected."""
     scene.pick("random_*.json").write_bytes(pickle.dumps(_payload(scene)))
 
 
@@ -131,14 +131,14 @@ def deep_lists(scene: Scene) -> None:
 
 
 def zip_bomb(scene: Scene) -> None:
-    """A pickle that unpacks to a thousand times its size."""
+    """Write a pickle that unpacks to a thousand times its size."""
     path = scene.pick_pt()
     _unlisted(scene)
     _replace_pickle(path, lambda old: old + bytes(BOMB_BYTES), zipfile.ZIP_DEFLATED)
 
 
 def compressed_records(scene: Scene) -> None:
-    """The same content, compressed, as torch never writes it."""
+    """Compress the same content, as torch never writes it."""
     path = scene.pick_pt()
     _unlisted(scene)
     _replace_pickle(path, lambda old: old, zipfile.ZIP_DEFLATED)
@@ -217,7 +217,7 @@ def header_text(scene: Scene) -> None:
 MUTATIONS: list[Mutation] = [
     hostile_weights_beside,
 ]
-"""Of any folder."""
+"""Attacks on any folder."""
 RUN_MUTATIONS: list[Mutation] = [
     hostile_file,
     hostile_legacy_file,
@@ -231,11 +231,11 @@ RUN_MUTATIONS: list[Mutation] = [
     zip_bomb,
     compressed_records,
 ]
-"""Of a run."""
+"""Attacks on a run."""
 SAFETENSORS_MUTATIONS: list[Mutation] = [
     header_length,
     header_content,
     header_content,
     header_text,
 ]
-"""Of a folder with safetensors."""
+"""Attacks on a folder with safetensors."""

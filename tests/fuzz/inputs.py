@@ -1,4 +1,4 @@
-"""What the fuzzer damages: run folders as the trainer writes them, and what the tools make of them, all of it real."""
+"""Folders that the fuzzer damages: runs as the trainer writes them, and what the tools make of them, all of it real."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_model_and_text(folder: Path) -> None:
-    """What `train_all` trains: about ten thousand parameters, and more text than it reads."""
+    """Write what `train_all` trains: about ten thousand parameters, and more text than it reads."""
     model = tiny_llama(
         vocab_size=BYTE_VOCABULARY,
         hidden_size=16,
@@ -74,7 +74,7 @@ def write_model_and_text(folder: Path) -> None:
 
 
 def train_all(folder: str, runs: dict[str, dict[str, Any]]) -> None:
-    """The trainer's own main function, once for every run, in one process group."""
+    """Run the trainer's own main function, once for every run, in one process group."""
     from sparseforge_ds.train import trainer
 
     torch.distributed.destroy_process_group = _stay  # main() ends with it; the next run needs the group

@@ -9,20 +9,20 @@ from pathlib import Path
 
 
 class NotApplicable(Exception):
-    """This damage has nothing to damage in this folder."""
+    """The damage has nothing to damage in this folder."""
 
 
 @dataclass
 class Scene:
-    """What a mutation may use."""
+    """Folder and random numbers that a mutation may use."""
 
     folder: Path
     """The copy that is damaged."""
     rng: random.Random
     inputs: Path
-    """Where the good folders are, those of other runs too."""
+    """Folder of the good folders, those of other runs too."""
     subject: str
-    """Which of them was copied."""
+    """Name of the one that was copied."""
     canary: Path
     """The file that hostile code would create."""
     touched: set[str] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Scene:
     """The manifest was removed and checksums are right: what was changed consistently, nobody can know."""
 
     def pick(self, *patterns: str) -> Path:
-        """A random file below the folder, and note that it is going to be damaged."""
+        """Return a random file below the folder, and note that it is going to be damaged."""
         paths = sorted({path for pattern in patterns for path in self.folder.rglob(pattern) if path.is_file()})
         paths = [path for path in paths if path.name not in _UNREAD and path.parent.name != "data"]
         newest = [path for path in paths if path.parent.name != "step_000003"]
@@ -45,14 +45,14 @@ class Scene:
         return path
 
     def checkpoint(self) -> Path:
-        """The folder of the checkpoint that tools look at: the newest one."""
+        """Return the folder of the checkpoint that tools look at: the newest one."""
         paths = sorted(self.folder.glob("checkpoints/step_*"))
         if not paths:
             raise NotApplicable
         return paths[-1]
 
     def pick_pt(self, pattern: str = "*_states.pt") -> Path:
-        """A random `.pt` file of the newest checkpoint."""
+        """Return a random `.pt` file of the newest checkpoint."""
         paths = sorted(self.checkpoint().glob(pattern))
         if not paths:
             raise NotApplicable
@@ -61,5 +61,5 @@ class Scene:
 
 Mutation = Callable[[Scene], None]
 _UNREAD = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "ds_config.json"}
-"""What no tool looks into; it is copied as it is."""
+"""Files that no tool reads; they are copied as they are."""
 ANY_FILE = ("*.pt", "*.json", "latest", "*.safetensors")

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """What a tool made of a folder."""
+    """Result of a tool on a folder."""
 
     model: str
     facts: str = ""
@@ -88,7 +88,7 @@ def result_of(checkpoint: Checkpoint) -> Result:
 
 
 def _masks_move(state: dict[str, Any]) -> bool:
-    """Whether a checkpoint holds masks: they are frozen, and gone, from a step on that its configuration says."""
+    """Return whether a checkpoint holds masks that move; its configuration has the step at which they freeze."""
     try:
         return bool(state["step"] < SparseForgeConfig.from_dict(state["config"]).release_step)
     except (KeyError, TypeError, ValueError, AttributeError):
@@ -116,7 +116,7 @@ def digest_folder(folder: Path, adapter: bool = True) -> str:
 
 
 def reader(folder: Path, out: Path, inputs: Path) -> Result:
-    """Every weight and state of a checkpoint, after its checksums."""
+    """Read every weight and state of a checkpoint, after its checksums."""
     checkpoint = Checkpoint(folder)
     for file in checkpoint.files:
         file.check_bytes()
@@ -124,7 +124,7 @@ def reader(folder: Path, out: Path, inputs: Path) -> Result:
 
 
 def exported(format: str) -> Target:
-    """An export of a run, or of a folder that was exported before; without the proof, which costs seconds."""
+    """Export a run, or a folder that was exported before, without the proof, which costs seconds."""
 
     def write(folder: Path, out: Path, inputs: Path) -> Result:
         export(open_source(folder), out, format, skip_proof=True)
@@ -134,7 +134,7 @@ def exported(format: str) -> Target:
 
 
 def inspected(folder: Path, out: Path, inputs: Path) -> Result:
-    """What `sparseforge inspect --check` says."""
+    """Run `sparseforge inspect --check`."""
     report = inspect(folder, checksums=True)
     content = report.to_dict()
     json.dumps(content)
@@ -143,7 +143,7 @@ def inspected(folder: Path, out: Path, inputs: Path) -> Result:
 
 
 def verified(folder: Path, out: Path, inputs: Path) -> Result:
-    """What `sparseforge verify` says, and the model that it says it of; of an adapter it checks the tensors alone."""
+    """Run `sparseforge verify`, and digest the model that it speaks of; of an adapter the tensors alone."""
     report = check_folder(folder)
     if not report.ok:
         return Result("", accepted=False)
@@ -170,7 +170,7 @@ _SPECS: dict[str, RunSpec] = {}
 
 
 def resumed(folder: Path, out: Path, inputs: Path) -> Result:
-    """The trainer's checks before it loads anything, and what it would load."""
+    """Run the trainer's checks before it loads anything, and return what it would load."""
     name = folder.name
     if name not in _SPECS:
         flags = json.loads((inputs / "flags" / f"{name}.json").read_text())
@@ -189,6 +189,6 @@ TARGETS: dict[str, dict[str, Target]] = {
     **{name: {**_READ, **_EXPORT, "resume": resumed} for name in RUNS},
     **{name: {"verify": verified, **_EXPORT} for name in EXPORTS},
 }
-"""By subject, the tools that read such a folder."""
+"""Tools that read such a folder, by subject."""
 for _subject in ("stage1_bf16", "hf_whole"):
     TARGETS[_subject]["export packed24"] = exported("packed24")

@@ -28,9 +28,9 @@ from tests.fuzz.targets import Result
 SECONDS = 15
 """After which a tool hangs."""
 ADDRESS_SPACE = 3 << 30
-"""What a process may map beyond what it has mapped before its first case."""
+"""Bytes that a process may map beyond those mapped before its first case."""
 RESIDENT = 256 << 20
-"""By how much the peak memory may grow in one case: the largest bomb, unpacked a few times."""
+"""Bytes by which the peak memory may grow in one case: the largest bomb, unpacked a few times."""
 LONGEST_MESSAGE = 600
 
 
@@ -39,7 +39,7 @@ class Hang(BaseException):
 
 
 def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str], list[Result]]) -> dict[str, str]:
-    """One outcome: kind (refused, reported, same, or a failure of the tool) and what was said."""
+    """Run one case and return its kind (refused, reported, same, or a failure of the tool) and the message."""
     folder, canary, outs = scratch / case.subject, scratch / "canary", scratch / "outs"
     outs.mkdir()
     scene = Scene(folder, random.Random(case.seed), inputs, case.subject, canary)
@@ -129,7 +129,7 @@ def _limit(seconds: float) -> Iterator[None]:
 
 
 def good_results(cases: list[Case], inputs: Path, scratch: Path) -> dict[tuple[str, str], list[Result]]:
-    """What each tool makes of each undamaged folder: of its newest checkpoint, and of the one before."""
+    """Return the results of each tool on each undamaged folder: its newest checkpoint, and the one before."""
     good: dict[tuple[str, str], list[Result]] = {}
     for case in cases:
         if (case.subject, case.target) in good:

@@ -1,4 +1,4 @@
-"""Who may import whom (CONTRIBUTING has the table for people), and which file names do not exist."""
+"""Table of who may import whom (CONTRIBUTING has it for people), and file names that do not exist."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _module(path: Path) -> str:
 
 
 def _imports(path: Path, types: bool = True) -> set[str]:
-    """Every module a file names in an import, at its top or inside a function; ours without the `sparseforge_ds.`.
+    """Return every module a file names in an import, at its top or inside a function; ours without `sparseforge_ds.`.
 
     DeepSpeed counts where it is imported in fact, and not for types alone; the others do without `types`.
     """

@@ -1,4 +1,4 @@
-"""What people read first: the README is short and true, and what any page names exists."""
+"""Pages that people read first: the README is short and true, and what any page names exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No code of a model's folder runs: no load without `trust_remote_code=False`, and planted files that stay files."""
+"""No code of a model's folder runs: no load without `trust_remote_code=False`, and planted files stay files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PICKLES = {"pickle.load", "pickle.loads", "hub.load", "joblib.load", "dill.load"
 
 
 def unsafe_loads(code: str) -> Iterator[str]:
-    """Every call in Python code that could run what lies beside a model."""
+    """Return every call in Python code that could run what lies beside a model."""
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.Call):
             continue
@@ -87,7 +87,7 @@ def test_datasets_run_no_scripts() -> None:
 
 @pytest.fixture
 def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model folder, and a user who says yes to every question."""
+    """Write a model folder, for a user who says yes to every question."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(YES))
     return write_model(tmp_path / "dense")
 

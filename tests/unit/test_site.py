@@ -27,7 +27,7 @@ from sparseforge_ds.model.family_table import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}
-"""What a browser fetches by itself."""
+"""Attributes of elements that a browser fetches by itself."""
 
 
 class Page(HTMLParser):
@@ -73,7 +73,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
-    """Every page of a fresh build, by its file."""
+    """Build the site, and return every page by its file."""
     folder = tmp_path_factory.mktemp("site")
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, by every byte of small ones that have a manifest, or nothing but their files."""
+"""Judgement of checkpoints as intact, by every byte of small ones with a manifest, or with nothing but their files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_checkpoint(folder: Path, manifest: bool = True) -> Path:
 
 
 def flip(folder: Path) -> None:
-    """A bit in the middle of the file, among the weights."""
+    """Flip a bit in the middle of the file, among the weights."""
     content = bytearray((folder / FILE).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / FILE).write_bytes(content)

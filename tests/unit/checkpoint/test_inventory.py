@@ -1,4 +1,4 @@
-"""What lies in a `checkpoints` folder, by names, sizes and manifests."""
+"""Inventory of a `checkpoints` folder, by names, sizes and manifests."""
 
 from __future__ import annotations
 

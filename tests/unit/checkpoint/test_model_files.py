@@ -51,7 +51,7 @@ def sparse(dense: Path) -> Path:
 
 @pytest.fixture
 def cloned(sparse: Path, tmp_path: Path) -> Path:
-    """A model as it was cloned from somewhere, beside a secret of this machine."""
+    """Clone a model, beside a secret of this machine."""
     (tmp_path / "secret").write_text("TOP-SECRET")
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "id_rsa").write_text("KEY")
@@ -59,7 +59,7 @@ def cloned(sparse: Path, tmp_path: Path) -> Path:
 
 
 def _readers(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
-    """Every way to read a model's folder, as a call that raises, or returns the exit code of a command."""
+    """Return every way to read a model's folder, as a call that raises, or returns the exit code of a command."""
     text = ["--text", str(folder / "config.json")]
     return {
         "export": lambda: main(["export", str(folder), str(out / "export"), "--skip_proof"]),
@@ -102,7 +102,7 @@ def test_a_link_within_the_folder_counts_as_a_file(cloned: Path, tmp_path: Path)
 
 
 def _in_cache(folder: Path, cache: Path) -> Path:
-    """A folder as the cache of the hub has it."""
+    """Lay a folder out as the cache of the hub has it."""
     snapshot = cache / "models--owner--name" / "snapshots" / "abc"
     blobs = cache / "models--owner--name" / "blobs"
     for path in (snapshot, blobs):

@@ -1,4 +1,4 @@
-"""What is no model is told so by every command that takes one, before its tokenizer or its config is looked for."""
+"""Refusal of what is no model by every command, before its tokenizer or its config is looked for."""
 
 from __future__ import annotations
 

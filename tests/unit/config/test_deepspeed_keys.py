@@ -133,7 +133,7 @@ def put(path: str, value: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def without_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nobody had installed wandb or comet beside the tests."""
+    """Pretend that nobody has installed wandb or comet beside the tests."""
     import importlib.util
 
     find = importlib.util.find_spec

@@ -1,4 +1,4 @@
-"""From fractions of a run to optimizer steps: one setting means one thing in short runs and in long ones."""
+"""Conversion of fractions of a run to steps: one setting means one thing in short runs and in long ones."""
 
 from __future__ import annotations
 

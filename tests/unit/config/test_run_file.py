@@ -36,7 +36,7 @@ sparseforge:
 
 @pytest.fixture
 def run_file(tmp_path):
-    """A function that writes a run file, with the path of a DeepSpeed JSON in place of {json}."""
+    """Return a function that writes a run file, with the path of a DeepSpeed JSON in place of {json}."""
     write_json(tmp_path / "ds.json", deepspeed_json(batch=4))
 
     def write(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, held against the run that resumes it."""
+"""Comparison of the run in a checkpoint with the run that resumes it."""
 
 from __future__ import annotations
 

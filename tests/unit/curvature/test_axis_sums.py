@@ -50,7 +50,7 @@ def literal(name: str) -> list[tuple[list[float], list[float]]]:
 
 
 def of_rank(cuts: dict[str, list[int]], rank: int) -> tuple[AxisSums, dict[str, Shard]]:
-    """The sums that a rank adds, on a layout that adds nothing of other ranks."""
+    """Return the sums that a rank adds, on a layout that adds nothing of other ranks."""
     layout: Any = SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table)
     shards, counts = {}, {}
     for name, (shape, stacked) in WEIGHTS.items():

@@ -1,4 +1,4 @@
-"""What probes at outputs take of the memory that the planner counts on."""
+"""Memory that probes at outputs take, of which the planner knows."""
 
 from __future__ import annotations
 

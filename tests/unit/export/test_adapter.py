@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, tuple[int, int, int]]] = {
 def branches_of(
     branch: dict[str, Tensor], layers: dict[str, Any], input_axis: int, dtype: torch.dtype, learned: bool = False
 ) -> Source:
-    """A source that has these tensors of branches, and of its weights only their shapes."""
+    """Return a source that has these tensors of branches, and of its weights only their shapes."""
     source = object.__new__(ModelSource)
     source.branches = {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()}
     source.prunable, source.dtype = {}, dtype

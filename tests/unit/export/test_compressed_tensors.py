@@ -24,7 +24,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def quantized(folder: Path, format: str, violations: int = 0) -> Path:
-    """A 2:4 Llama, its layers rounded to nearest, as llm-compressor saves it; some groups filled up before."""
+    """Write a 2:4 Llama rounded to nearest, as llm-compressor saves it; some groups are filled up before."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: pip install '.[quantized]'")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -69,7 +69,7 @@ def all_keys(content: Any) -> set[str]:
 
 @pytest.fixture
 def padded(tmp_path: Path) -> Path:
-    """A sparse folder with a tokenizer and an embedding of more rows than it has tokens."""
+    """Write a sparse folder with a tokenizer and an embedding of more rows than it has tokens."""
     model = MODELS["llama"](vocab_size=BYTE_VOCABULARY).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "dense")
     byte_tokenizer().save_pretrained(tmp_path / "dense")
@@ -196,7 +196,7 @@ def test_a_folder_changed_since_its_export_is_no_source(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A sparse bf16 folder with a tokenizer, and the texts to measure on."""
+    """Write a sparse bf16 folder with a tokenizer, and the texts to measure on."""
     folder = tmp_path_factory.mktemp("rounded")
     model = MODELS["llama"](vocab_size=BYTE_VOCABULARY).to(torch.bfloat16)
     model.save_pretrained(folder / "dense")

@@ -46,7 +46,7 @@ RECORD = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a card reads of an export."""
+    """Write what a card reads of an export."""
     made = tmp_path / "made"
     made.mkdir()
     write_json(made / "sparsity.json", RECORD)
@@ -262,7 +262,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
 
 @contextlib.contextmanager
 def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
-    """A hub of models: its address, the files that were committed, and the paths that were asked for."""
+    """Serve a hub of models: its address, the files that were committed, and the paths that were asked for."""
     files: dict[str, bytes] = {}
     asked: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Which tensors of a model's files are no part of it."""
+"""Tensors in a model's files that are no part of it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def is_prunable(name: str) -> bool:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A 2:4 Llama as transformers saves it, with a sparsity.json."""
+    """Write a 2:4 Llama as transformers saves it, with a sparsity.json."""
     model = tiny_llama()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

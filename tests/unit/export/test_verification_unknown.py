@@ -26,7 +26,7 @@ def pruned(weight: Tensor, pattern: Pattern, axis: int) -> Tensor:
 
 
 def check(folder: Path, *weights: Tensor, pattern: Pattern | None = None) -> FolderReport:
-    """The report of a folder of an unknown family with one matrix in each layer."""
+    """Return the report of a folder of an unknown family with one matrix in each layer."""
     (folder / "config.json").write_text('{"model_type": "unheard_of"}')
     tensors = {f"layers.{i}.w": weight for i, weight in enumerate(weights)} | {"embedding": torch.randn(8, 8)}
     save_file(tensors, folder / "model.safetensors")

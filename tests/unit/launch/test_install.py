@@ -14,7 +14,7 @@ from tests.distributed import PATIENCE, ROOT
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with nothing installed."""
+    """Make a checkout with nothing installed."""
     (tmp_path / "launch").mkdir()
     for name in ("launch/install.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)

@@ -16,7 +16,7 @@ ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 
 def grid_of(dtype: torch.dtype) -> Tensor:
-    """Every value of a grid, in fp64."""
+    """Return every value of a grid, in fp64."""
     values = ALL_CODES.view(dtype).double()
     return values[values.isfinite() & (values.abs() <= LARGEST[dtype])].unique()
 

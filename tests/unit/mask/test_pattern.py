@@ -14,7 +14,7 @@ from tests.reference import groups_of, winners
 
 @st.composite
 def patterned_shapes(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
-    """A pattern, a shape that carries it (2-D or fused experts), and the input axis."""
+    """Draw a pattern, a shape that carries it (2-D or fused experts), and the input axis."""
     if draw(st.booleans()):
         m = draw(st.integers(2, 9))
         pattern: Pattern = NM(draw(st.integers(1, m - 1)), m)

@@ -14,7 +14,7 @@ from sparseforge_ds.mask.shift import best_shift, removed_by
 
 
 def least(run_K: Tensor, kept: int, members: int) -> float:
-    """The smallest sum of squares that a pattern and a shift leave: of each choice of removed weights, their spread."""
+    """Return the least sum of squares that a pattern and a shift leave: the spread of the removed weights."""
     of_group = list(itertools.combinations(range(members), members - kept))
     groups = len(run_K) // members
     sums = []

@@ -1,4 +1,4 @@
-"""What is said of how much is under a mask: of all linear weights, whether the family table knows them or not."""
+"""Share of all linear weights that is under a mask, whether the family table knows them or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers an importance can be measured in is known from a config, and true: tried with hooks on real models."""
+"""Layers in which an importance can be measured, known from a config and tried with hooks on real models."""
 
 from __future__ import annotations
 
@@ -91,20 +91,20 @@ def measured(model: PreTrainedModel, names: list[str]) -> set[str]:
 
 
 def pasted(message: str) -> dict[str, Any]:
-    """The keys that a message tells to paste."""
+    """Return the keys that a message tells to paste."""
     keys = re.findall(r'"(?:include|exclude|allow_dense)": \[[^]]*\]', message.partition("aste ")[2])
     return {key: tuple(value) for key, value in json.loads("{" + ", ".join(keys) + "}").items()}
 
 
 def weights_to_prune(model: Any, block: SparseForgeConfig) -> list[PrunableWeight]:
-    """The prunable weights of a model, all of which can be measured."""
+    """Return the prunable weights of a model, all of which can be measured."""
     weights = prunable_weights(model, block)
     check_measurable(model, weights, block)
     return weights
 
 
 def pasted_until_accepted(config: Any, block: SparseForgeConfig) -> SparseForgeConfig:
-    """A block with what the first refusal says to paste, and with what later ones add."""
+    """Return a block with what the first refusal says to paste, and with what later ones add."""
     for _ in range(3):
         try:
             weights_to_prune(bare_model(config), block)

@@ -94,7 +94,7 @@ def _rows_of(name: str, family: Family) -> list[str]:
 
 
 def _published(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors as `save_pretrained` writes them: one entry per expert."""
+    """Return the tensors as `save_pretrained` writes them: one entry per expert."""
     return revert_weight_conversion(model, model.state_dict())
 
 

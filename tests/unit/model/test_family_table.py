@@ -19,7 +19,7 @@ BLANK = sf.SparseForgeConfig()
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """A registration is of the process."""
+    """Take registrations back, which are of the process."""
     kept = dict(FAMILIES)
     yield
     FAMILIES.clear()

@@ -46,7 +46,7 @@ def _found(student: PreTrainedModel, teacher: PreTrainedModel, config: Distillat
 
 
 def _textbook(student: PreTrainedModel, teacher: PreTrainedModel, every: int | None) -> Tensor:
-    """The mean distance by plain autograd, on the states that plain hooks see, token by token."""
+    """Return the mean distance by plain autograd, on the states that plain hooks see, token by token."""
     ids, labels = _batch()
     trained = next_labels(labels).view_as(labels) != IGNORED
     result = [_states(model, ids) for model in (student, teacher)]

@@ -1,4 +1,4 @@
-"""Which models are none that can be trained here, and a hub that does not answer."""
+"""Refusal of models that cannot be trained here, and a hub that does not answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_vocabulary_inside_of_the_text_config(tmp_path: Path) -> None:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
-    """An endpoint that takes connections and says nothing, as some firewalls make of the hub; and those it took."""
+    """Serve an endpoint that takes connections and says nothing, as some firewalls do; and return those it took."""
     taken: list[socket.socket] = []
     server = socket.create_server(("127.0.0.1", 0))
 

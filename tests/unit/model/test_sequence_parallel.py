@@ -1,4 +1,4 @@
-"""Which models' sequences can be divided, and what a rank then holds of them."""
+"""Models whose sequences can be divided, and the part that a rank then holds."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ CONFIGS = {
     "gpt2": GPT2Config(),
 }
 FRAMES = {"llama2": (1, None), "qwen": (None, 151643), "deepseek_llm": (100000, None), "gpt2": (50256, None)}
-"""What stands before and after every document."""
+"""Tokens before and after every document."""
 
 
 @pytest.fixture
 def folder(assets, tmp_path):
-    """A folder with the bare tokenizer file of a family and the model's config, nothing else."""
+    """Write the bare tokenizer file of a family and the model's config, nothing else."""
 
     def build(name, **files):
         path = tmp_path / name

@@ -33,7 +33,7 @@ PRUNABLE = 18432
 
 
 def pasted(message: str) -> dict[str, Any]:
-    """The keys that an error says to paste into the block."""
+    """Return the keys that an error says to paste into the block."""
     start = min(at for at in map(message.find, ('"include": [', '"allow_dense": [')) if at >= 0)
     text = message[start : message.rindex("]") + 1]
     return {key: tuple(globs) for key, globs in json.loads(f"{{{text}}}").items()}

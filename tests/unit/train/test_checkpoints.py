@@ -1,4 +1,4 @@
-"""What counts as a checkpoint that can be resumed, and which are removed; tests/zero/test_kill.py saves some."""
+"""Checkpoints that can be resumed, and those that are removed; tests/zero/test_kill.py saves some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the run says reaches a pipe that other processes share."""
+"""Output of a run in a pipe that other processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run is scored, and which checkpoint counts as its best."""
+"""Steps at which a run is scored, and the checkpoint that counts as its best."""
 
 from __future__ import annotations
 

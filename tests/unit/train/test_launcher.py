@@ -17,7 +17,7 @@ from tests.distributed import run_distributed
 
 
 def _shared_buffers() -> dict[str, bool]:
-    """Which buffers have a name before and after, and whether they still work."""
+    """Return the buffers that have a name before and after, and whether they still work."""
     os.environ["LOCAL_SIZE"] = str(dist.get_world_size())  # as DeepSpeed's launcher does
     shared = get_accelerator().create_op_builder("ShareMemCommBuilder").load()
     shared.initialize(dist.get_world_size(), dist.get_rank())
@@ -50,7 +50,7 @@ PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment without a launcher; what `set_default_environment` sets is taken back."""
+    """Remove a launcher from the environment; what `set_default_environment` sets is taken back."""
     for name in (*PLACE, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

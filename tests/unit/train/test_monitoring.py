@@ -1,4 +1,4 @@
-"""What a run says."""
+"""Messages of a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_resumed_run_hides_what_it_repeats(tmp_path):
 
 @pytest.fixture
 def console(monkeypatch):
-    """What `set_up_console` makes of the loggers, undone after the test."""
+    """Set up the console's loggers, and undo that after the test."""
     logger = logging.getLogger("sparseforge_ds")
     before = logger.level, logger.handlers
     yield lambda rank: (monkeypatch.setenv("RANK", str(rank)), set_up_console())

@@ -1,4 +1,4 @@
-"""From the flags of a run to the windows that it reads."""
+"""Windows that a run reads, from its flags."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.distributed import PATIENCE
 
 @pytest.fixture(autouse=True)
 def in_a_terminal():
-    """What a script starts in the background ignores Ctrl-C, and these tests may be part of that."""
+    """Restore Ctrl-C, which a script's background processes ignore; these tests may be one of them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

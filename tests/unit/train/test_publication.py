@@ -51,7 +51,7 @@ def checkpoints_in(folder: Path) -> Checkpoints:
 
 
 def publish(folder: Path) -> None:
-    """What rank 0 does when every file of step 300 is written and checked."""
+    """Publish step 300 as rank 0 does when every file of it is written and checked."""
     temporary = folder / "step_000300.tmp"
     written = Manifest.read(temporary)
     (temporary / "checkpoint.json").unlink()
@@ -71,7 +71,7 @@ def two_before(folder: Path) -> None:
 
 
 def newest(folder: Path) -> int | None:
-    """The step that a start goes on from, every byte of it checked; None where there is no checkpoint."""
+    """Return the step that a start goes on from, every byte of it checked; None without a checkpoint."""
     checkpoints = checkpoints_in(folder)
     checkpoints.recover()
     assert not list(folder.glob("*.tmp"))

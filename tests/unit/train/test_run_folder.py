@@ -1,4 +1,4 @@
-"""What a run writes about itself, and in which folders it may run."""
+"""Files that a run writes about itself, and folders in which it may run."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_model_whose_weights_were_changed_in_place_is_not_resumed(spec, tmp_pa
 
 
 def change(folder, name):
-    """One element of a weight, its last."""
+    """Change one element of a weight, its last."""
     index = folder / "model.safetensors.index.json"
     path = folder / (json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors")
     tensors = load_file(path)

@@ -162,7 +162,7 @@ def _hidden_of(model: PreTrainedModel, token_BS: Tensor) -> Tensor:
 
 
 def allocated_by(run: Callable[[], object]) -> int:
-    """The most that the allocator gave at a time."""
+    """Return the most that the allocator gave at a time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

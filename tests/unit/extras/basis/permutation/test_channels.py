@@ -46,7 +46,7 @@ def shuffled(stored: Dimension, seed: int = 0) -> Tensor:
 
 
 def reorder(model: PreTrainedModel, which: str) -> dict[str, Dimension]:
-    """All channels of a model in a random order."""
+    """Reorder all channels of a model at random."""
     parameters = dict(model.named_parameters())
     by_name = dimensions(model.config.model_type, model.config.get_text_config(), shapes_of(parameters), which)
     with torch.no_grad():

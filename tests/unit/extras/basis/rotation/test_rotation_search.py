@@ -31,7 +31,7 @@ def search(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -
 
 
 def removed(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> float:
-    """What 2:4 removes of a model in the basis that it has, from its weights and moments alone."""
+    """Return what 2:4 removes of a model in its own basis, from its weights and moments alone."""
     parameters, total = dict(model.named_parameters()), 0.0
     for stored in scored:
         if not (stored.inputs.dimension or stored.outputs.dimension):
