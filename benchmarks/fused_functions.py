@@ -66,7 +66,8 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
     before = pack(torch.rand(elements, device=device) > 0.5)
     curvature = RankOne(torch.rand(outputs, device=device), torch.rand(inputs, device=device), 0)
     scaling = scalings(score_moments(dense, curvature)[None], 1e-4)[0]
-    pattern, shape = NM(2, 4), (outputs, inputs)
+    pattern = NM(2, 4)
+    shape = (outputs, inputs)
     update = update_mask_in_place(dense, codes, curvature, scaling, DIALS, pattern, shape, -1)
     kept = mask_stats(codes, update.target, update.kept, before).kept
     assert kept is not None
@@ -107,7 +108,8 @@ def _measure(name: str, size: float, elements: int, call: Callable[[], Any], dev
     for _ in range(3):
         call()
     milliseconds = median(_milliseconds(call, device) for _ in range(CALLS))
-    rate, host = elements * size / milliseconds / 1e9, _host_microseconds(call, device)
+    rate = elements * size / milliseconds / 1e9
+    host = _host_microseconds(call, device)
     print(f"{name:36} {milliseconds:9.4f} ms {rate:7.3f} TB/s {host:8.0f} us host", flush=True)
     return {"name": name, "ms": milliseconds, "terabytes_a_second": rate, "host_us": host}
 

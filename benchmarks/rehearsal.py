@@ -196,7 +196,8 @@ def _depth(word: str, arguments: argparse.Namespace) -> int:
             "--experts, more --ranks, or on a CPU a larger --memory"
         )
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    free, needed = shutil.disk_usage(arguments.folder).free, planned.checkpoint + 4 * planned.model.total
+    free = shutil.disk_usage(arguments.folder).free
+    needed = planned.checkpoint + 4 * planned.model.total
     if free < needed:
         raise ValueError(
             f"{arguments.folder}: {needed / GIB:.1f} GiB are needed on its disk, {free / GIB:.1f} are free"

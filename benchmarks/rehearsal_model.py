@@ -65,7 +65,8 @@ def rehearsal_config(name: str, layers: int, vocabulary: int, experts: int | Non
     if layers == 1 and "first_k_dense_replace" in values:
         changes["first_k_dense_replace"] = 0
     if experts is not None:
-        most, least = values.get("n_routed_experts"), values.get("num_experts_per_tok", 1)
+        most = values.get("n_routed_experts")
+        least = values.get("num_experts_per_tok", 1)
         if most is None or not least <= experts <= most:
             allowed = "it has none" if most is None else f"use {least} to {most}"
             raise ValueError(f"--experts {experts}: {name} cannot have so many: {allowed}")

@@ -56,7 +56,8 @@ def train(arguments: argparse.Namespace, folder: Path) -> Trained:
     memory = RankMemory(running.pid)
     memory.start()
     messages: list[str] = []
-    before, marks = 0, [("start", time.perf_counter())]
+    before = 0
+    marks = [("start", time.perf_counter())]
     assert running.stdout is not None
     try:
         for text in running.stdout:

@@ -135,7 +135,9 @@ def _optimizer_file(
     seed: int,
 ) -> dict[str, Any]:
     """Return a rank's optimizer file with its partition of every group; pruned elements are +0.0."""
-    masters, states, settings = [], {}, []
+    masters = []
+    states = {}
+    settings = []
     for number, (group, stored) in enumerate(zip(groups, shapes, strict=True)):
         prunable = group.get("sparseforge") == "prunable"
         sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in stored.items()}

@@ -178,7 +178,8 @@ def run_block(variant: Variant, data: list[Batch], arguments: argparse.Namespace
 
 def count_messages(variant: Variant, data: list[Batch], arguments: argparse.Namespace, phases: Phases) -> Messages:
     """Collectives of `forge.step` in one block of steps: those of one mask update."""
-    messages, forge = Messages(phases), variant.forge
+    messages = Messages(phases)
+    forge = variant.forge
     assert forge is not None
     original = forge.step
 

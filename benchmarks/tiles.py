@@ -126,7 +126,8 @@ def graph_us(calls: Sequence[Callable[[], Any]], turns: int = 3) -> float:
             call()
     results = []
     for _ in range(turns + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         graph.replay()
         end.record()
@@ -146,7 +147,8 @@ def product(x: Tensor, packed: tuple[Tensor, Tensor], tile: Tile) -> Tensor:
 
 def error_of(y: Tensor, exact: Tensor, size: Tensor, inputs: int) -> float:
     """Return the largest error relative to the bound of one rounding and of sums in fp32; up to 1 is right."""
-    rounding, summing = torch.finfo(y.dtype).eps * exact.abs(), inputs * torch.finfo(torch.float32).eps * size
+    rounding = torch.finfo(y.dtype).eps * exact.abs()
+    summing = inputs * torch.finfo(torch.float32).eps * size
     return float(((y.double() - exact).abs() / (rounding + summing)).max())
 
 

@@ -80,7 +80,8 @@ def updated_mask(
 ) -> tuple[list[float], list[float]]:
     """Eqs. 3 to 9 for one matrix: the new mask and the target."""
     score = standardized(weight, curvature, damping)
-    new, target = list(mask), [0.0] * len(mask)
+    new = list(mask)
+    target = [0.0] * len(mask)
     for group in groups:
         order = winners([score[e] for e in group], len(group))
         last_in, first_out = score[group[order[n - 1]]], score[group[order[n]]]
@@ -226,7 +227,8 @@ class ReferenceForge:
 
     def forge_step(self, probes: list[Batch]) -> bool:
         """Update or project the mask after an optimizer step, when due."""
-        step, dials = self.step_count, self._dials(self.step_count)
+        step = self.step_count
+        dials = self._dials(self.step_count)
         if self._is_update(step):
             self._refresh(probes)
             self._update()
@@ -254,7 +256,8 @@ class ReferenceForge:
 
     def _hears(self, step: int) -> bool:
         """Return True for the last training steps before a mask update, whose passes give the curvature."""
-        every, part = self._dials(step)["every"], self.config["curvature"]
+        every = self._dials(step)["every"]
+        part = self.config["curvature"]
         update = step
         while update % every:
             update += 1
@@ -264,7 +267,8 @@ class ReferenceForge:
     @property
     def _listens(self) -> bool:
         """Return True if the curvature is that of training steps, at their own weights."""
-        part, soft = self.config["curvature"], self._dials(0)["freeze"] > 0
+        part = self.config["curvature"]
+        soft = self._dials(0)["freeze"] > 0
         summed = part["per_token"] if part["factored"] is None else part["factored"] and part["per_token"]
         return self.config["importance"] == "fisher" and soft and summed and part["source"] == "training"
 
@@ -376,7 +380,8 @@ class ReferenceForge:
         parameters = dict(self.model.named_parameters())
         published = {name: parameters[name].detach().clone() for name in self.mask}
         relative = self.config["curvature"]["radius"] or {torch.float32: 1e-3, torch.bfloat16: 1e-1}[self.dtype]
-        sign, radius = {}, {}
+        sign = {}
+        radius = {}
         for name, weight in published.items():
             key = counter_key(self.config["seed"], self.step_count, probe, name)
             sign[name] = rademacher(key, 0, weight.numel(), weight.device).view_as(weight)

@@ -223,7 +223,8 @@ class BareLayout(ShardLayout):
         return everyone
 
     def _read(self) -> None:
-        partitions, parameters = self.engine.partitions, dict(self.engine.module.named_parameters())
+        partitions = self.engine.partitions
+        parameters = dict(self.engine.module.named_parameters())
         self.flats, self.group_of_flat = self.optimizer.flats, partitions.group_of_flat
         for shard in partitions.shards(partitions.rank.number):
             self.shards[shard.name] = shard

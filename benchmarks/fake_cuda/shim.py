@@ -33,7 +33,8 @@ def built() -> Path:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("torch is not installed")
-    torch_folder, version = Path(spec.origin).parent, importlib.metadata.version("torch")
+    torch_folder = Path(spec.origin).parent
+    version = importlib.metadata.version("torch")
     key = hashlib.sha256(SOURCE.read_bytes() + f"{version} {torch_folder}".encode()).hexdigest()[:16]
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(tempfile.gettempdir()) / f"fake_cuda_{os.getuid()}")
     folder.mkdir(parents=True, exist_ok=True)

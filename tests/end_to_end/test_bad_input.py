@@ -284,7 +284,8 @@ def _with(inputs, name, **changes):
 
 def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
     """Many starts in one pair of processes: none gets as far as a process group."""
-    good, block = inputs.command_line(), inputs.content["sparseforge"]
+    good = inputs.command_line()
+    block = inputs.content["sparseforge"]
     (inputs.folder / "a file").write_text("")
     short = {key: value for key, value in block.items() if key not in ("method", "max_steps")}
     offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(inputs.folder / "no_disk")}}

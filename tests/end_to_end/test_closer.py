@@ -28,7 +28,8 @@ def test_everything_that_brings_a_model_closer_goes_together(
     for line in ("low rank   a learned branch", "teacher    "):
         assert f"\n  {line}" in done.stdout
     assert json.loads((run / "result.json").read_text())["last_step"]["loss/hidden"] > 0
-    text, folders = str(tmp_path / "text.jsonl"), [str(tmp_path / "2to4"), str(tmp_path / "packed24")]
+    text = str(tmp_path / "text.jsonl")
+    folders = [str(tmp_path / "2to4"), str(tmp_path / "packed24")]
     assert main(["consolidate", str(run), folders[0]]) == 0
     assert main(["export", str(run), folders[1], "--format", "packed24"]) == 0
     assert main(["verify", *folders[:1]]) == 0

@@ -116,7 +116,8 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
     text = tmp_path / "pairs.jsonl"
     lines = ({"prompt": f"What is {i}? " * (i % 12 + 1), "completion": f"{i * i} " * (i % 3)} for i in range(200))
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    completions, expected = {"dataset": text, "loss_on": "completion"}, None
+    completions = {"dataset": text, "loss_on": "completion"}
+    expected = None
     heard = run_distributed(divisors, 1, flags(tmp_path, block, 0, 4, tmp_path / "1x4-0", **completions))[0]
     for ranks, micro, stage in LAYOUTS[:3]:
         run = tmp_path / f"{ranks}x{micro}-{stage}"

@@ -48,17 +48,21 @@ def logits(folder: Path) -> Tensor:
 )
 def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int, by_activations: bool) -> None:
     """The run starts from the folder like from any other, and its export has the order beside it."""
-    dense, run, out = dense_model(tmp_path, family), tmp_path / "run", tmp_path / "out"
+    dense = dense_model(tmp_path, family)
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     text = ("--text", str(tmp_path / "text.jsonl"), "--sequences", "4", "--seq_length", "32")
     permuted_folder = permuted(dense, *(text if by_activations else ()))
     torch.testing.assert_close(logits(permuted_folder), logits(dense), rtol=1e-4, atol=2e-5)
     train(*flags_of(tmp_path, deepspeed_json(stage, **ONE_STEP), model=permuted_folder, learning_rate=NO_TRAINING))
     assert main(["consolidate", str(run), str(out)]) == 0
     assert main(["verify", str(out)]) == 0
-    expected, exported = TensorFolder(permuted_folder), TensorFolder(out)
+    expected = TensorFolder(permuted_folder)
+    exported = TensorFolder(out)
     rows = json.loads((out / "sparsity.json").read_text())["weights"]
     for name in exported.specs:
-        value, of_dense = exported.read(name), expected.read(name)
+        value = exported.read(name)
+        of_dense = expected.read(name)
         assert torch.equal(value, torch.where(value != 0, of_dense, 0.0)), name
         if name in rows:
             group_GM = NM(2, 4).to_groups(value.reshape(-1), tuple(value.shape), rows[name]["input_axis"])

@@ -13,7 +13,9 @@ from tests.tiny_folders import write_model, write_text
 
 
 def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
-    planted, run, text = tmp_path / "planted", tmp_path / "run", write_text(tmp_path / "text.jsonl")
+    planted = tmp_path / "planted"
+    run = tmp_path / "run"
+    text = write_text(tmp_path / "text.jsonl")
     mark = plant_model(planted, write_model(tmp_path / "dense"))
     launch = [sys.executable, "launch/train.py", "--deepspeed", "ds_configs/zero3.json"]
     commands = [

@@ -20,14 +20,16 @@ SMALL = ("--seq_length", "32", "--sequences", "4", "--steps", "20")
 
 
 def rotated(folder: Path, family: str, *more: str) -> Path:
-    dense, out = dense_model(folder, family), folder / "rotated"
+    dense = dense_model(folder, family)
+    out = folder / "rotated"
     assert main(["rotate", str(dense), str(out), "--text", str(folder / "text.jsonl"), *SMALL, *more]) == 0
     return out
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_the_folder_computes_the_same_and_is_of_the_same_family(tmp_path: Path, family: str) -> None:
-    out, dense = rotated(tmp_path, family), tmp_path / "model"
+    out = rotated(tmp_path, family)
+    dense = tmp_path / "model"
     torch.testing.assert_close(logits(out), logits(dense), rtol=1e-3, atol=1e-4)
     ours, reference = (json.loads((folder / "config.json").read_text()) for folder in (out, dense))
     differing = {key for key in ours.keys() | reference.keys() if ours.get(key) != reference.get(key)}
@@ -95,7 +97,8 @@ def test_a_teacher_in_another_basis_has_no_hidden_states_to_give(
 def test_what_cannot_be_is_refused_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, more: tuple[str, ...], message: str
 ) -> None:
-    dense, out = dense_model(tmp_path, family), tmp_path / "rotated"
+    dense = dense_model(tmp_path, family)
+    out = tmp_path / "rotated"
     assert main(["rotate", str(dense), str(out), "--text", str(tmp_path / "text.jsonl"), *SMALL, *more]) != 0
     assert message in capsys.readouterr().err
     assert not out.exists()

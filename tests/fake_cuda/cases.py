@@ -46,7 +46,8 @@ class Case:
 
 
 def _ours(more: dict[str, Any] | None = None, **case: Any) -> Case:
-    more, steps = more or {}, case.pop("steps", 5)
+    more = more or {}
+    steps = case.pop("steps", 5)
     method = {**(SCHEDULE if steps == 7 else SHORTER), **more.get("method", {})}
     return Case({**more, "method": method}, steps=steps, **case)
 

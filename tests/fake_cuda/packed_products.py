@@ -77,7 +77,8 @@ def _launch_of_experts(rows: int) -> dict[str, Any]:
     values, positions = packed(torch.bfloat16)
     experts = 6
     of_all = [tensor.expand(experts, -1, -1).contiguous() for tensor in (values, positions)]
-    x, ends = torch.empty(rows, INPUTS, dtype=values.dtype, device=CUDA), torch.empty(experts, dtype=int, device=CUDA)
+    x = torch.empty(rows, INPUTS, dtype=values.dtype, device=CUDA)
+    ends = torch.empty(experts, dtype=int, device=CUDA)
     result = _seen_in(lambda: triton_kernel.triton_experts24(x, *of_all, ends))
     return {"rows": rows, "experts": experts, **result}
 

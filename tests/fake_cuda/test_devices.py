@@ -43,7 +43,8 @@ def too_many(run: dict[str, Any], offload: bool = False) -> list[str]:
         kinds = [("syncs", OFFLOADED)] if offload else [("syncs", ALLOWED), ("uploads", UPLOADS)]
         for kind, limits in kinds:
             counted = {place: count for place, count in moment[kind].items() if not (offload and place == EXCHANGE)}
-            count, limit = sum(counted.values()), limits.get(moment["moment"])
+            count = sum(counted.values())
+            limit = limits.get(moment["moment"])
             if limit is not None and count > limit:
                 found.append(f"{moment['moment']}: {count} {kind}, {limit} allowed: {moment[kind]}")
     return found

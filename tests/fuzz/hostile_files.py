@@ -168,7 +168,8 @@ def header_content(scene: Scene) -> None:
     path = scene.pick("*.safetensors")
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
-    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    header = json.loads(content[8 : 8 + length])
+    data = content[8 + length :]
     names = [name for name in header if name != "__metadata__"]
     single = header[scene.rng.choice(names)]
     other = header[scene.rng.choice(names)]

@@ -82,7 +82,8 @@ def _imports(path: Path, types: bool = True) -> set[str]:
 
     DeepSpeed counts where it is imported in fact, and not for types alone; the others do without `types`.
     """
-    result, for_types = set(), set()
+    result = set()
+    for_types = set()
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":

@@ -64,7 +64,8 @@ def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> N
 
 def test_curvature_numbers() -> None:
     health, shard = metrics_of(0, 32)
-    average, sample = torch.randn(32), torch.randn(32)
+    average = torch.randn(32)
+    sample = torch.randn(32)
     health.add_refresh(average, sample)
     curvature = torch.tensor([-1.0, 3.0]).repeat(16)
     health.add_update(shard, torch.ones(32), torch.ones(32, dtype=torch.bool))

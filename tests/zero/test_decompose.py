@@ -100,9 +100,11 @@ def decompose(case: Case) -> tuple[list[str], bool]:
         after = engine(**batch).logits.detach().float()
         if not torch.allclose(before, after, atol=10 * rounding):
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
-    dense, target = gathered(forge, "dense"), gathered(forge, "mask")
+    dense = gathered(forge, "dense")
+    target = gathered(forge, "mask")
     for weight in forge.weights:
-        name, stored = weight.name, full[weight.name].view(weight.shape)
+        name = weight.name
+        stored = full[weight.name].view(weight.shape)
         as_stored = part[name] if weight.input_axis == -1 else part[name].T
         outputs = weight.numel // weight.shape[weight.input_axis]
         rank = branch_rank(outputs, weight.shape[weight.input_axis], case.sparseforge.low_rank.k, learned=True)

@@ -166,7 +166,8 @@ def test_experts_that_nobody_listens_to_are_computed_as_before() -> None:
 def test_expert_fisher_is_token_fisher_of_each_run(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparseforge_ds.mask.kernels.fisher.EXPERT_BYTES", together * 4 * 3 * 5 + 1)
     torch.manual_seed(0)
-    grad_SO, x_SI = torch.randn(7, 3), torch.randn(7, 5)
+    grad_SO = torch.randn(7, 3)
+    x_SI = torch.randn(7, 5)
     parts = list(expert_fisher(grad_SO, x_SI, torch.tensor([2, 2, 7]), 4.0))
     assert [first for first, _ in parts] == list(range(0, 3, together))
     assert all(len(part) <= together for _, part in parts)

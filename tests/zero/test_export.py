@@ -116,7 +116,8 @@ def save_runs(folder: str) -> dict[str, Any]:
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
-        saved, hard = states(forge, "mask", "dense"), {}
+        saved = states(forge, "mask", "dense")
+        hard = {}
         if name in UNFINISHED:
             republish(forge, hard=True)
             hard = published(engine)
@@ -198,7 +199,8 @@ def test_a_branch_is_exported_as_a_peft_adapter(runs: dict[str, Run], exported: 
 def test_an_export_with_branches_is_a_source_too(
     runs: dict[str, Run], exported: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    run, folder = open_source(runs[name].folder, dtype="float32"), open_source(exported[name])
+    run = open_source(runs[name].folder, dtype="float32")
+    folder = open_source(exported[name])
     assert run.branch_specs == folder.branch_specs and len(run.branches) == len(run.prunable)
     assert len(run.branch_specs) == len(run.branches) * (2 if "learned" in name else 1)
     assert all(torch.equal(run.read_branch(key), folder.read_branch(key)) for key in run.branch_specs)

@@ -156,7 +156,9 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         logits = engine(input_ids=batch["input_ids"]).logits
         return distillation_loss(logits, teacher(batch["input_ids"]), batch["labels"], distillation).total
 
-    losses, updates, first_curvature = [], 0, {}
+    losses = []
+    updates = 0
+    first_curvature = {}
     for step in range(case.steps):
         loss = loss_of(step)
         engine.backward(loss)

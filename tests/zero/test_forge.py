@@ -284,7 +284,8 @@ def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tup
             forge.step(probe_of(engine, case, step))
         forge.finish()
 
-    message, weights = message_of(whole_life), published(engine)
+    message = message_of(whole_life)
+    weights = published(engine)
     groups = [
         (weights[w.name].flatten()[torch.tensor(groups_of("2:4", w.shape, w.input_axis))] != 0).sum(1)
         for w in forge.weights
@@ -349,7 +350,8 @@ def untouched(stage: int) -> list[bool]:
     for step in range(4):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
-        dense, weights = gathered(forge, "dense"), published(engine)
+        dense = gathered(forge, "dense")
+        weights = published(engine)
         same.append(all(torch.equal(dense[name], weights[name].flatten()) for name in dense))
     return same
 

@@ -53,7 +53,8 @@ def train(case: Case, forged: bool) -> tuple[list[float], dict[str, Any], dict[s
 
 
 def both(case: Case) -> list[str]:
-    plain, forged = train(case, forged=False), train(case, forged=True)
+    plain = train(case, forged=False)
+    forged = train(case, forged=True)
     problems = []
     if plain[0] != forged[0]:
         problems.append(f"losses {plain[0]} {forged[0]}")

@@ -41,7 +41,8 @@ def test_masks_do_not_depend_on_ranks_or_stage(alone: list[dict[str, Any]], worl
     records = iter(results)
     for stage in stages:
         for importance, expected in zip(IMPORTANCES, alone, strict=True):
-            record, where = next(records), f"{importance}, stage {stage}, world {world_size}"
+            record = next(records)
+            where = f"{importance}, stage {stage}, world {world_size}"
             assert len(record["updates"]) == len(expected["updates"]) == 3
             for actual, reference in zip(record["updates"], expected["updates"], strict=True):
                 for name, mask in actual["mask"].items():

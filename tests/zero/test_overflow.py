@@ -48,7 +48,8 @@ def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
     result: dict[str, Any] = {"updated": []}
     for step in range(4):
         train_step(engine, case, step)
-        before, scale = published(engine), forge.sharded.layout.loss_scale
+        before = published(engine)
+        scale = forge.sharded.layout.loss_scale
         factor = 1e30 if step == 1 else 1.0
         batch = my_part(batch_at(step))
         result["updated"].append(forge.step(lambda factor=factor, batch=batch: engine(**batch).loss * factor))
@@ -75,7 +76,8 @@ def never_a_probe(stage: int) -> None:
 
 def accumulated_probe(stage: int) -> tuple[list[bool], dict[str, Any], dict[str, Any]]:
     """Probe with accumulation, as far from overflow as a micro-batch of training, and with the same curvature."""
-    plain, scaled = Case(stage=stage, gas=1), fp16(stage, initial_scale_power=12)
+    plain = Case(stage=stage, gas=1)
+    scaled = fp16(stage, initial_scale_power=12)
     curvature = []
     updated: list[bool] = []
     for case in (plain, dataclasses.replace(scaled, gas=8)):

@@ -77,7 +77,8 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
         for step in range(6):
             train_step(engine, case, step)
             forge.step()
-        mask, dense = gathered(forge, "mask"), gathered(forge, "dense")
+        mask = gathered(forge, "mask")
+        dense = gathered(forge, "dense")
         largest[name] = {key: dense[key][mask[key] == 0].abs().max().item() for key in mask}
     refused = []
     for kind, method in (("Adamax", WORN), ("Adafactor", "naive_retrain")):

@@ -69,7 +69,8 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
 
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
-    config, shards = named(kind, config), forge.curvature.context
+    config = named(kind, config)
+    shards = forge.curvature.context
     if config.keeps_sums:
         summed = sums_of(shards, config)
 
@@ -162,7 +163,8 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
 def with_and_without(cases: dict[str, Case]) -> dict[str, list[str]]:
     result = {}
     for name, case in cases.items():
-        plain, probed = train(case, False), train(case, True)
+        plain = train(case, False)
+        probed = train(case, True)
         later = [f"later: {key}" for key in differences(plain[1], probed[1])]
         result[name] = probed[2] + later + ([] if plain[0] == probed[0] else [f"losses {plain[0]} {probed[0]}"])
     return result
@@ -408,7 +410,8 @@ def samples_at_outputs() -> list[dict[str, Tensor]]:
 
 def test_probes_at_outputs_are_unbiased() -> None:
     """Within five standard errors, which the samples tell, of what every token's own curvature adds up to."""
-    samples, expected = run_distributed(samples_at_outputs, 1)[0], exact_token_diagonal()
+    samples = run_distributed(samples_at_outputs, 1)[0]
+    expected = exact_token_diagonal()
     errors = []
     for name, exact in expected.items():
         item = torch.stack([sample[name] for sample in samples]).double()

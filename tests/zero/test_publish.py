@@ -25,7 +25,9 @@ def dense_of(forge: Any) -> dict[str, Tensor]:
 
 def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     """Step with masks of 0 for every other weight and 1 for the rest, before hardening, so that m_eff is the mask."""
-    state, method, stepped = forge.sharded.state, forge.method, {}
+    state = forge.sharded.state
+    method = forge.method
+    stepped = {}
     for shard in forge.sharded.shards.values():
         state.write_mask(shard, torch.arange(shard.start, shard.stop) % 2)
     publish = method.publish

@@ -72,7 +72,8 @@ SAVED: dict[str, Saved] = {
 
 def there(name: str, shift: int) -> tuple[int, int]:
     """Return the stage and the number of ranks that a run is continued with."""
-    stage, ranks = int(name[0]), int(name[-1])
+    stage = int(name[0])
+    ranks = int(name[-1])
     if shift == 1:
         return (stage + 1) % 4, ranks % 4 + 1
     return (stage + 2) % 4, (ranks + 1) % 4 + 1
@@ -297,7 +298,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
     folder = runs[0]
     shutil.copytree(folder / "2 on 3", folder / "damaged")
     masters = Checkpoint(folder / "2 on 3").slice("model.layers.0.mlp.up_proj.weight", None, 556, 560)  # of rank 1
-    needle, damaged = masters.numpy().tobytes(), 0
+    needle = masters.numpy().tobytes()
+    damaged = 0
     for file in sorted((folder / "damaged").glob("*_optim_states.pt")):
         content = file.read_bytes()
         if (at := content.find(needle)) >= 0:
@@ -306,7 +308,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
     assert damaged == 1
     ranks = run_distributed(misfits, 2, str(folder))
     assert ranks[0] == ranks[1]  # also where one rank alone has read the damage
-    messages, where = ranks[0], str(folder / "2 on 3")
+    messages = ranks[0]
+    where = str(folder / "2 on 3")
     for key, text in {
         "pattern": 'sparseforge.pattern was "2:4", is "1:4"',
         "thawed": "model.embed_tokens.weight, which is trained here",

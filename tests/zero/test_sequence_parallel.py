@@ -65,7 +65,8 @@ BATCH, LENGTH = 2, 16
 
 def own_loop(source: str) -> dict[str, dict[str, Tensor]]:
     """Train by a loop around DeepSpeed's own mpu, with loss and curvature in the step or by labels of a probe."""
-    parts, rank = dist.get_world_size(), dist.get_rank()
+    parts = dist.get_world_size()
+    rank = dist.get_rank()
     block = {"curvature": {"source": source}}
     case = Case(stage=3, config=block)
     model = sf.prepare(tiny_llama(), case.sparseforge)
@@ -83,7 +84,8 @@ def own_loop(source: str) -> dict[str, dict[str, Tensor]]:
     inputs: dict[str, Any] = {}
 
     def loss() -> Tensor:
-        trained, shifted = BATCH * (LENGTH - 1) / parts, {"shifted": True}
+        trained = BATCH * (LENGTH - 1) / parts
+        shifted = {"shifted": True}
         return sf.loss_in_head(engine, inputs["next"], None, None, trained, **shifted, **inputs["model"])[0].total
 
     def whole_logits() -> Tensor:

@@ -90,7 +90,9 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         after = engine(**batch).logits.detach().float()
         if not torch.allclose(before, after, atol=10 * rounding):
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
-    dense, b, kept = gathered(forge, "dense"), branch_of(engine), forge.pattern
+    dense = gathered(forge, "dense")
+    b = branch_of(engine)
+    kept = forge.pattern
     target = gathered(forge, "mask")  # of a fixed mask nothing is left where it pruned
     for weight in forge.weights:
         name, k = weight.name, case.sparseforge.low_rank.k

@@ -115,7 +115,8 @@ def _distil(stage: int, config: DistillationConfig, folder: Path, dtype: dict[st
 
 def _expected(ranks: int) -> Tensor:
     """Train the same three steps by one process with all the ranks' sequences, in plain torch."""
-    student, teacher = tiny_llama(), tiny_llama(seed=1).eval()
+    student = tiny_llama()
+    teacher = tiny_llama(seed=1).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     for step in range(3):
@@ -203,7 +204,8 @@ def _in_head(stage: int, config: DistillationConfig, tied: bool, more: dict[str,
 def _gathering() -> Iterator[dict[str, int]]:
     """Counts what all coordinators of ZeRO-3 gather."""
     name = "_PartitionedParameterCoordinator__all_gather_params_"
-    real, result = getattr(PartitionedParameterCoordinator, name), {"elements": 0}
+    real = getattr(PartitionedParameterCoordinator, name)
+    result = {"elements": 0}
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         before = self._PartitionedParameterCoordinator__n_available_params
@@ -223,7 +225,8 @@ def _all_in_head() -> list[dict[str, Any]]:
 
 def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
     """Train the same by one process, in fp32 and with full logits: (losses of every rank, norms of gradients)."""
-    student, teacher = _student(tied), tiny_llama(seed=1).eval()
+    student = _student(tied)
+    teacher = tiny_llama(seed=1).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
     losses, norms = [], []
     for step in range(2):

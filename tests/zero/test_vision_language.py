@@ -111,7 +111,8 @@ def test_an_export_is_the_whole_model(
     config = json.loads((folder / "dense" / "config.json").read_text())
     config["text_config"]["dtype"] = config.pop("dtype")
     (folder / "dense" / "config.json").write_text(json.dumps(config))
-    out, checkpoint = folder / "out", str(folder / "qwen3_vl")
+    out = folder / "out"
+    checkpoint = str(folder / "qwen3_vl")
     assert main(["consolidate", checkpoint, str(out), "--model", str(folder / "dense")]) == 0
     assert "proved: loaded by transformers, logits bit-equal" in capsys.readouterr().out
     model, report = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)

@@ -64,7 +64,8 @@ def test_the_kernel_is_built_before_the_clock_starts(
 
 def test_the_cache_is_static_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers must be able to compile the whole model; --eager leaves it out."""
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    cuda = torch.device("cuda")
+    cpu = torch.device("cpu")
     static = {"cache_implementation": "static"}
     assert generate.cache_settings(SimpleNamespace(device=cuda, _can_compile_fullgraph=True)) == static
     assert generate.cache_settings(SimpleNamespace(device=cuda, _can_compile_fullgraph=False)) == {}

@@ -32,7 +32,8 @@ def test_published_files_of_every_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
-    folder, out = write_model(tmp_path / "dense", model), tmp_path / "out"
+    folder = write_model(tmp_path / "dense", model)
+    out = tmp_path / "out"
     assert main(["permute", str(folder), str(out), "--max_shard_size", "50KB"]) == 0
     printed = capsys.readouterr().out
     assert "mlp: 2:4 keeps" in printed and "residual: 2:4 keeps" in printed
@@ -47,7 +48,8 @@ def test_published_files_of_every_family(
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 def test_scores_by_activations(family: str, tmp_path: Path) -> None:
     model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
-    folder, text = write_model(tmp_path / "dense", model), tmp_path / "text.txt"
+    folder = write_model(tmp_path / "dense", model)
+    text = tmp_path / "text.txt"
     text.write_text("Once there was a model that wanted to be small. " * 20)
     options = ["--text", str(text), "--seq_length", "32", "--sequences", "4", "--dimensions", "mlp+heads"]
     assert main(["permute", str(folder), str(tmp_path / "out"), *options]) == 0
@@ -65,7 +67,8 @@ def test_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = write_model(tmp_path / "dense"), tmp_path / "out"
+    folder = write_model(tmp_path / "dense")
+    out = tmp_path / "out"
 
     def error(*words: str) -> str:
         assert main(["permute", *words]) == 2
@@ -90,9 +93,11 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("command", ["permute", "rotate"])
 def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_llama(vocab_size=BYTE_VOCABULARY, max_position_embeddings=64)
-    dense, text = write_model(tmp_path / "dense", model), write_text(tmp_path / "text.jsonl")
+    dense = write_model(tmp_path / "dense", model)
+    text = write_text(tmp_path / "text.jsonl")
     prune_by_magnitude(model, NM(2, 4))
-    pruned, out = write_model(tmp_path / "pruned", model), tmp_path / "out"
+    pruned = write_model(tmp_path / "pruned", model)
+    out = tmp_path / "out"
     steps = ["--steps", "2"] if command == "rotate" else []
     for folder, options, message in (
         (dense, ["--seq_length", "65"], "--seq_length 65: the model has 64 positions; use 1 to 64"),
@@ -111,7 +116,8 @@ def test_what_can_be_seen_before_the_search(command: str, tmp_path: Path, capsys
 
 def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = randomized(BUILDERS["glm4_moe"](vocab_size=BYTE_VOCABULARY))
-    folder, out = write_model(tmp_path / "dense", model), tmp_path / "out"
+    folder = write_model(tmp_path / "dense", model)
+    out = tmp_path / "out"
     tensors = load_file(folder / "model.safetensors")
     last = model.config.num_hidden_layers
     behind = {name: value for name, value in tensors.items() if f"layers.{last - 1}." in name}
@@ -137,7 +143,8 @@ def test_an_unknown_tensor_ends_it_before_the_search(tmp_path: Path, capsys: pyt
 
 def test_excluded_names_are_those_in_memory_with_and_without_text(tmp_path: Path) -> None:
     model = randomized(BUILDERS["qwen3_moe"](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
-    folder, text = write_model(tmp_path / "dense", model), write_text(tmp_path / "text.jsonl")
+    folder = write_model(tmp_path / "dense", model)
+    text = write_text(tmp_path / "text.jsonl")
     exclude = ["--exclude", "*mlp.experts.gate_up_proj"]
     assert main(["permute", str(folder), str(tmp_path / "a"), *exclude]) == 0
     assert main(["permute", str(folder), str(tmp_path / "b"), *exclude, "--text", str(text)]) == 0

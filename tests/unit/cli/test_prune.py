@@ -37,7 +37,8 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folders_of_every_kind(family: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = write_model(tmp_path / "dense", _model(family).bfloat16()), tmp_path / "out"
+    folder = write_model(tmp_path / "dense", _model(family).bfloat16())
+    out = tmp_path / "out"
     (folder / "LICENSE").write_text("free")
     assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK]) == 0
     assert "verified" in capsys.readouterr().out
@@ -116,7 +117,8 @@ def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypat
 
 def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> None:
     """GPT-2 was published so; and beside the weights there are buffers that nobody loads."""
-    folder, out = write_model(tmp_path / "dense", _model("gpt2")), tmp_path / "out"
+    folder = write_model(tmp_path / "dense", _model("gpt2"))
+    out = tmp_path / "out"
     tensors = {
         name.removeprefix("transformer."): value for name, value in load_file(folder / "model.safetensors").items()
     }
@@ -143,14 +145,16 @@ def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, te
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "mask"), [("llama", "sparsegpt"), ("gpt2", "wanda"), ("mixtral", "annealed")])
 def test_on_a_gpu(family: str, mask: str, tmp_path: Path, text: Path) -> None:
-    folder, out = write_model(tmp_path / "dense", _model(family).bfloat16()), tmp_path / "out"
+    folder = write_model(tmp_path / "dense", _model(family).bfloat16())
+    out = tmp_path / "out"
     words = ["prune", str(folder), str(out), "--text", str(text), "--mask", mask, *_QUICK[:-1], "cuda"]
     assert main(words) == 0
     assert check_folder(out).ok
 
 
 def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, out = write_model(tmp_path / "dense"), tmp_path / "out"
+    folder = write_model(tmp_path / "dense")
+    out = tmp_path / "out"
 
     def error(*words: str, model: Path = folder) -> str:
         assert main(["prune", str(model), str(out), "--text", str(text), *_QUICK, *words]) == 2

@@ -17,12 +17,15 @@ FRACTIONS = [0.02, 0.05, 0.1, 0.15, 0.19]
 def _curve(max_steps: int) -> Tensor:
     """(fractions, n) effective masks of a run of static weights and curvature, as far as `FRACTIONS` of it."""
     generator = torch.Generator().manual_seed(0)
-    dense, curvature = torch.randn(64, 64, generator=generator), torch.rand(64, 64, generator=generator)
+    dense = torch.randn(64, 64, generator=generator)
+    curvature = torch.rand(64, 64, generator=generator)
     config = SparseForgeConfig(max_steps=max_steps)
     schedule, pattern = config.resolved_schedule, config.parsed_pattern
     known = curvature.flatten()
     row = scalings(score_moments(dense.flatten(), known)[None], config.curvature.damping)[0]
-    mask, result, ends = torch.ones(dense.numel()), [], [round(fraction * max_steps) for fraction in FRACTIONS]
+    mask = torch.ones(dense.numel())
+    result = []
+    ends = [round(fraction * max_steps) for fraction in FRACTIONS]
     for step in range(1, ends[-1] + 1):
         if schedule.is_update(step):
             update_mask_in_place(dense.flatten(), mask, known, row, schedule.dials(step), pattern, dense.shape, 1)
@@ -36,7 +39,8 @@ def _curve(max_steps: int) -> Tensor:
 @pytest.mark.parametrize("max_steps", [1_200, 20_000])
 def test_long_runs_take_masks_along_the_curve_of_short_ones(max_steps: int) -> None:
     """An update more or less by a fraction moves a mask by at most its rate."""
-    short, long = _curve(300), _curve(max_steps)
+    short = _curve(300)
+    long = _curve(max_steps)
     assert short[0].mean() > 0.9 and ((short[-1] < 0.1) | (short[-1] > 0.9)).float().mean() > 0.9
     assert (short - long).abs().mean(1).max() < 0.05, (short - long).abs().mean(1)
 

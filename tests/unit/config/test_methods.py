@@ -63,7 +63,8 @@ def test_masks_freeze_at_the_step_of_their_method() -> None:
 
 
 def test_masks_move_after_a_start_as_they_do_without_it() -> None:
-    config, plain = build(start={}, max_steps=100), build(max_steps=100)
+    config = build(start={}, max_steps=100)
+    plain = build(max_steps=100)
     assert config.resolved_schedule == plain.resolved_schedule and config.keeps_curvature and config.starts_by_block
     assert config.from_training_step == plain.from_training_step
     assert build(start={}, pattern="block16", importance="wanda").keeps_curvature

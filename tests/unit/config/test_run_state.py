@@ -24,7 +24,8 @@ def saved(**block: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper_like"}, {"method": "ast"}])
 def test_a_state_is_read_as_it_was_written(block: dict[str, Any]) -> None:
-    run, result = run_of(**block), RunState.parse(saved(**block), "here")
+    run = run_of(**block)
+    result = RunState.parse(saved(**block), "here")
     assert result == RunState(run.config, tuple(WEIGHTS), 3, 1)
     assert result.changes(run) == []
 

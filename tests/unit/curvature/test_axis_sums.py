@@ -52,7 +52,8 @@ def literal(name: str) -> list[tuple[list[float], list[float]]]:
 def of_rank(cuts: dict[str, list[int]], rank: int) -> tuple[AxisSums, dict[str, Shard]]:
     """Return the sums that a rank adds, on a layout that adds nothing of other ranks."""
     layout: Any = SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table)
-    shards, counts = {}, {}
+    shards = {}
+    counts = {}
     for name, (shape, stacked) in WEIGHTS.items():
         size = math.prod(shape)
         bounds = [0, *(min(cut, size) for cut in cuts[name]), size]

@@ -62,7 +62,8 @@ def test_peft_computes_the_branch_of_the_paper(tmp_path: Path, family: str, lear
     source = branches_of(branch, layers, -2 if family == "gpt2" else -1, torch.float32, learned)
     write_adapter(source, tmp_path)
     build: Any = {"llama": tiny_llama, "gpt2": tiny_gpt2}[family]
-    ours, ids = build().eval(), torch.arange(16)[None]
+    ours = build().eval()
+    ids = torch.arange(16)[None]
     with torch.no_grad():
         for name in layers:
             added: Tensor = branch[f"{name}.low_rank_b"] @ p_of[name]

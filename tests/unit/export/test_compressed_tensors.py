@@ -32,7 +32,8 @@ def quantized(folder: Path, format: str, violations: int = 0) -> Path:
     made = write_sparse(folder / "sparse", write_dense(folder / "dense", "llama"), "llama")
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(symmetric=True, **FORMATS[format]))
     compressor = BaseCompressor.get_value_from_registry(format)
-    tensors, stored = load_file(made / "model.safetensors"), {}
+    tensors = load_file(made / "model.safetensors")
+    stored = {}
     tensors[DOWN].view(-1, 4)[:violations] = 1.0
     for name, weight in tensors.items():
         if "_proj" not in name:
@@ -74,7 +75,8 @@ def test_verify_counts_groups_that_quantization_broke(
 
 def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = quantized(tmp_path, "pack-quantized")
-    config, tensors = (made / "config.json").read_text(), load_file(made / "model.safetensors")
+    config = (made / "config.json").read_text()
+    tensors = load_file(made / "model.safetensors")
     packed = DOWN + "_packed"
     save_file({**tensors, packed: tensors[packed][:, :1].contiguous()}, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2

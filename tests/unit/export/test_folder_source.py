@@ -25,7 +25,8 @@ def prune(folder: Path, names: list[str], axis: int = -1) -> dict[str, Tensor]:
     """Magnitude 2:4 as Wanda's code does it, by a product with the mask: half of the pruned entries become -0.0."""
     tensors = load_file(folder / "model.safetensors")
     for name in names:
-        weight, pattern = tensors[name], NM(2, 4)
+        weight = tensors[name]
+        pattern = NM(2, 4)
         group_GM = pattern.to_groups(weight.reshape(-1), tuple(weight.shape), axis)
         mask = pattern.from_groups(top_n(group_GM.abs(), 2), tuple(weight.shape), axis).view(weight.shape)
         tensors[name] = (weight * mask).contiguous()

@@ -225,7 +225,8 @@ def test_8_bit_values_are_rounded_proved_measured_and_verified(
         assert "what rounding costs was not measured; give --text TEXT" in told
 
     # Five bits a weight, and a scale a row; what is unpacked is what was hashed.
-    stored, exact = TensorFolder(out), open_source(sparse)
+    stored = TensorFolder(out)
+    exact = open_source(sparse)
     for name, row in record["weights"].items():
         codes, positions, scale = (stored.read(name + part) for part in ("", "_positions", "_scale"))
         assert codes.nbytes + positions.nbytes == 5 / 8 * exact.read(name).numel()
@@ -263,7 +264,8 @@ def test_8_bit_values_are_rounded_proved_measured_and_verified(
 def test_flags_of_8_bit_values_that_do_not_fit(
     rounded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sparse, out = str(rounded[0]), str(tmp_path / "out")
+    sparse = str(rounded[0])
+    out = str(tmp_path / "out")
     for flags, message in (
         (["--values", "int8"], "--values int8: the hf format stores no 8-bit values; give --format packed24"),
         (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),

@@ -111,7 +111,8 @@ def test_workers_write_the_same_bytes(
 def test_one_file_is_shared_by_all_workers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single file must not mean a single worker: some moment finds all of them inside of `read`."""
     barrier = threading.Barrier(3, timeout=60)
-    original, met = RunSource.read, threading.Event()
+    original = RunSource.read
+    met = threading.Event()
 
     def read(self: RunSource, name: str) -> Tensor:
         if not met.is_set():

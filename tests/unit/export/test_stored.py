@@ -88,7 +88,8 @@ def test_a_dequantized_model_is_saved_as_an_ordinary_one(tmp_path: Path) -> None
     model.dequantize()
     model.save_pretrained(tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
-    first, again = load_file(sparse / "model.safetensors"), load_file(tmp_path / "again" / "model.safetensors")
+    first = load_file(sparse / "model.safetensors")
+    again = load_file(tmp_path / "again" / "model.safetensors")
     assert first.keys() == again.keys()
     assert all(torch.equal(bits(first[name]), bits(again[name])) for name in first)
 
@@ -147,7 +148,8 @@ def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[s
 @pytest.mark.parametrize(("family", "dtype"), [("llama-odd", "float16"), ("gpt2", "bfloat16")])
 def test_packed_weights_are_read_without_a_model(tmp_path: Path, family: str, dtype: str) -> None:
     sparse, packed = pack(tmp_path, family, dtype)
-    expected, stored = TensorFolder(sparse), stored_in(packed)
+    expected = TensorFolder(sparse)
+    stored = stored_in(packed)
     assert stored.packed and stored.specs == expected.specs
     assert all(torch.equal(bits(stored.read(name)), bits(expected.read(name))) for name in expected.specs)
 

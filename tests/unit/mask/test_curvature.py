@@ -28,7 +28,8 @@ def test_the_mean_of_hutchinson_samples_is_the_diagonal() -> None:
 
 
 def test_token_fisher_is_the_sum_of_squared_outer_products() -> None:
-    grad, inputs = torch.randn(7, 3), torch.randn(7, 5)
+    grad = torch.randn(7, 3)
+    inputs = torch.randn(7, 5)
     kept = grad.clone(), inputs.clone()
     expected = sum(torch.outer(g, x).square() for g, x in zip(grad, inputs, strict=True))
     torch.testing.assert_close(token_fisher(grad, inputs), expected)
@@ -46,7 +47,8 @@ def test_an_expert_average_weighs_every_token_alike() -> None:
     """An average of per-token means by `token_rate` is a faded sum over tokens by the faded count of tokens."""
     decay, tokens = 0.8, [5, 0, 40, 1, 0, 7]
     means = [torch.tensor([float(3 * k - 4), 2.0**k]) for k in range(len(tokens))]
-    average, recent = torch.zeros(2), torch.zeros(1, dtype=torch.float64)
+    average = torch.zeros(2)
+    recent = torch.zeros(1, dtype=torch.float64)
     for count, mean in zip(tokens, means, strict=True):
         before = average.clone(), recent
         rate, recent = token_rate(torch.tensor([float(count)]), recent, decay)

@@ -32,7 +32,9 @@ def test_ends_are_exact() -> None:
 
 @given(st.lists(UNIT, min_size=8, max_size=8))
 def test_a_weight_follows_by_its_share(shares: list[float]) -> None:
-    before, dense, effective = torch.randn(8), torch.randn(8), torch.tensor(shares)
+    before = torch.randn(8)
+    dense = torch.randn(8)
+    effective = torch.tensor(shares)
     followed = followed_step(dense, before, effective)
     torch.testing.assert_close(followed, before + effective * (dense - before), atol=1e-6, rtol=1e-5)
     assert torch.equal(followed[effective == 1], dense[effective == 1])

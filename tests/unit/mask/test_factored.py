@@ -31,7 +31,8 @@ def factors(row_R: torch.Tensor, column_C: torch.Tensor) -> tuple[torch.Tensor, 
 @given(st.lists(st.integers(0, R * C), max_size=4))
 def test_sums_of_any_split_add_up(cuts: list[int]) -> None:
     flat = matrix().view(-1)
-    row_R, column_C = torch.zeros(R, dtype=torch.float64), torch.zeros(C, dtype=torch.float64)
+    row_R = torch.zeros(R, dtype=torch.float64)
+    column_C = torch.zeros(C, dtype=torch.float64)
     bounds = [0, *sorted(cuts), R * C]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         add_sums(flat[start:stop], start, row_R, column_C)

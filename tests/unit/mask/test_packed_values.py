@@ -56,7 +56,8 @@ def test_every_value_is_the_nearest(
     assert bool((scale > 0).all() and scale.isfinite().all())
 
     # What is rounded is a quotient in fp32.
-    result, target = codes.float().double(), (values.float() / scale).double()
+    result = codes.float().double()
+    target = (values.float() / scale).double()
     nearest = (target[..., None] - grid_of(dtype)).abs().amin(-1)
     assert bool(((target - result).abs() == nearest).all())
 

@@ -18,11 +18,13 @@ def patterned_shapes(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     if draw(st.booleans()):
         m = draw(st.integers(2, 9))
         pattern: Pattern = NM(draw(st.integers(1, m - 1)), m)
-        fit, other = m * draw(st.integers(1, 4)), draw(st.integers(1, 7))
+        fit = m * draw(st.integers(1, 4))
+        other = draw(st.integers(1, 7))
     else:
         size = draw(st.sampled_from([2, 4]))
         pattern = Block(size, 0.5)
-        fit, other = size * draw(st.integers(1, 3)), size * draw(st.integers(1, 3))
+        fit = size * draw(st.integers(1, 3))
+        other = size * draw(st.integers(1, 3))
     axis = draw(st.sampled_from([-1, -2]))
     matrix = (other, fit) if axis == -1 else (fit, other)
     experts = draw(st.sampled_from([(), (3,)]))
@@ -58,7 +60,8 @@ def test_any_run_of_whole_spans_can_be_grouped_alone(
     case: tuple[Pattern, tuple[int, ...], int], data: st.DataObject
 ) -> None:
     pattern, shape, axis = case
-    numel, span = torch.Size(shape).numel(), pattern.span(shape, axis)
+    numel = torch.Size(shape).numel()
+    span = pattern.span(shape, axis)
     assert numel % span == 0 and span % pattern.members == 0
     start = data.draw(st.integers(0, numel // span - 1)) * span
     stop = data.draw(st.integers(start // span + 1, numel // span)) * span

@@ -53,7 +53,8 @@ def test_ends_of_the_schedule_are_exact() -> None:
     """The target itself at beta = alpha = 1; nothing moves at alpha = 0; a decided mask stays exactly 0 or 1."""
     dense, mask, _ = problem((8, 40), "none")
     scaling = scalings(score_moments(dense, None)[None], 1e-3)[0]
-    dense_GM, mask_GM = dense.view(-1, 4), mask.view(-1, 4)
+    dense_GM = dense.view(-1, 4)
+    mask_GM = mask.view(-1, 4)
 
     def update(start_GM: Tensor, **dials: float) -> tuple[Tensor, Tensor]:
         return update_mask(dense_GM, start_GM, None, scaling, replace(DIALS, **dials), NM(2, 4))
@@ -140,6 +141,7 @@ def test_alpha_zero_moves_nothing() -> None:
 
 
 def test_the_penalty_pulls_a_mask_toward_its_target() -> None:
-    mask, score = torch.tensor([0.6, 0.4]), torch.tensor([0.2, 0.1])
+    mask = torch.tensor([0.6, 0.4])
+    score = torch.tensor([0.2, 0.1])
     plain, pulled = (moved(mask, score, 1, dials(mid=mid, eta=0.5))[0] for mid in (0.0, 1.0))
     assert pulled[0] > plain[0] and pulled[1] < plain[1]

@@ -32,7 +32,8 @@ def architecture(
 def test_full_size_models_have_their_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = read_model_config(name)
-    result, model = architecture(config), bare_model(config)
+    result = architecture(config)
+    model = bare_model(config)
     of = coverage(model, prunable_weights(model, FORGE))
     assert result.total == PUBLISHED[name]
     assert result.active == (2_828_650_496 if "moe" in name else result.total)

@@ -174,7 +174,8 @@ def _paper(ids: list[int], tensors: dict[str, Tensor], K: int = 2, normalized: b
     """(S, V) logits of one sequence, and the scores of every mixture: a list of (S, E)."""
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
     layers = 1 + max(int(name.split(".")[2]) for name in tensors if ".layers." in name)
-    x_SH, scores = [tensors["model.embed_tokens.weight"][i] for i in ids], []
+    x_SH = [tensors["model.embed_tokens.weight"][i] for i in ids]
+    scores = []
     for layer in range(layers):
         at = f"model.layers.{layer}"
         normed = [_norm(x, tensors[f"{at}.input_layernorm.weight"]) for x in x_SH]
@@ -316,7 +317,8 @@ def test_a_balanced_router_has_balance_loss_one() -> None:
 
 
 def test_the_balance_loss_reaches_the_router_through_activation_checkpointing() -> None:
-    batch, gradients = token_batch(), []
+    batch = token_batch()
+    gradients = []
     for kwargs in (None, {"use_reentrant": False}):
         model = _tiny(aux_loss_alpha=10.0).train()
         if kwargs:
@@ -332,7 +334,8 @@ def test_the_balance_loss_reaches_the_router_through_activation_checkpointing() 
 
 
 def test_labels_loss_is_the_shifted_cross_entropy() -> None:
-    model, batch = _tiny().eval(), token_batch()
+    model = _tiny().eval()
+    batch = token_batch()
     batch["labels"][1, :5] = -100
     output = model(**batch)
     expected = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -348,7 +351,8 @@ def test_bf16_routes_in_the_dtype_that_is_asked_for() -> None:
 
 
 def test_a_cache_changes_nothing() -> None:
-    model, ids = _tiny().eval(), token_batch(batch=1)["input_ids"]
+    model = _tiny().eval()
+    ids = token_batch(batch=1)["input_ids"]
     with torch.no_grad():
         full = model(input_ids=ids).logits
         cache = DynamicCache(config=model.config)

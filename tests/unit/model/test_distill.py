@@ -121,7 +121,8 @@ def test_chunks_change_no_bit(temperature: float) -> None:
 
 
 def test_cross_entropy_is_the_models_own() -> None:
-    model, batch = tiny_llama(), token_batch()
+    model = tiny_llama()
+    batch = token_batch()
     batch["labels"][1, :5] = -100
     output = model(**batch)
     result = distillation_loss(output.logits, torch.randn_like(output.logits), batch["labels"], DistillationConfig())
@@ -261,7 +262,8 @@ REPLICATED = DistillationConfig(hold="replicated")
 
 
 def test_a_replicated_teacher_is_the_model_frozen() -> None:
-    model, batch = tiny_llama(attention_dropout=0.5).train(), token_batch()
+    model = tiny_llama(attention_dropout=0.5).train()
+    batch = token_batch()
     expected = tiny_llama().eval()(input_ids=batch["input_ids"]).logits
     random_state = torch.get_rng_state()
     teacher = Teacher(model, REPLICATED, {})
@@ -273,7 +275,8 @@ def test_a_replicated_teacher_is_the_model_frozen() -> None:
 
 
 def test_padding_reaches_the_teacher() -> None:
-    model, ids = tiny_llama(), token_batch()["input_ids"]
+    model = tiny_llama()
+    ids = token_batch()["input_ids"]
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
     expected = tiny_llama().eval()(input_ids=ids, attention_mask=mask).logits

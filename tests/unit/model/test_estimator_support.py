@@ -136,7 +136,8 @@ def test_what_is_proposed_can_be_measured_and_nothing_else_could(family: str) ->
 
 @pytest.mark.parametrize("family", NOT_PASSED)
 def test_layers_that_no_token_passes_are_named_with_the_cure(family: str) -> None:
-    config, dense = tiny_config(family), ("*A_log", "*.conv1d.weight")
+    config = tiny_config(family)
+    dense = ("*A_log", "*.conv1d.weight")
     if "moe" in family or family == "jamba":
         dense = ("*.experts.*", *(dense if family == "jamba" else ()))
     block = SparseForgeConfig(include=("*",), allow_dense=dense, exclude=("*.0.*in_proj.weight",) * (family == "mamba"))
@@ -154,7 +155,8 @@ def test_layers_that_no_token_passes_are_named_with_the_cure(family: str) -> Non
 @pytest.mark.parametrize("importance", ["fisher", "wanda", "hutchinson"])
 def test_every_family_with_rows_is_measured_everywhere(importance: str) -> None:
     for family, build in BUILDERS.items():
-        model, block = build(), SparseForgeConfig(importance=importance)
+        model = build()
+        block = SparseForgeConfig(importance=importance)
         if importance == "hutchinson" and family in MIXTURES:
             with pytest.raises(ValueError, match="displaces outputs of layers that every token passes"):
                 weights_to_prune(bare_model(model.config), block)

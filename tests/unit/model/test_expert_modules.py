@@ -23,7 +23,8 @@ class Block(nn.Module):
 
 def test_every_expert_has_a_gradient_and_those_of_the_called_do_not_change() -> None:
     torch.manual_seed(0)
-    alone, joined = Block(), Block()
+    alone = Block()
+    joined = Block()
     joined.load_state_dict(alone.state_dict())
     model = nn.Sequential(nn.Linear(4, 4), joined)
     sync_expert_gradients(model, {"1.experts": "1"})
@@ -37,7 +38,8 @@ def test_every_expert_has_a_gradient_and_those_of_the_called_do_not_change() -> 
 
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
-    model, lists = nn.Sequential(Block()), {"0.experts": "0"}
+    model = nn.Sequential(Block())
+    lists = {"0.experts": "0"}
     with pytest.raises(ValueError, match=r"0\.experts: .*prepare\(model, config\) before"):
         refuse_unprepared(model, lists)
     sync_expert_gradients(model, lists)

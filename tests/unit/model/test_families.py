@@ -177,7 +177,8 @@ def _sum_of_kept(x_TI: Tensor, weight: Tensor, input_axis: int, pattern: NM) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_groups_run_along_the_axis_that_the_layer_contracts(family: str) -> None:
-    model, pattern = BUILDERS[family](), NM(2, 4)
+    model = BUILDERS[family]()
+    pattern = NM(2, 4)
     generator = torch.Generator().manual_seed(0)
     weights = prunable_weights(model, SparseForgeConfig())
     for weight in weights:
@@ -196,7 +197,8 @@ def test_groups_run_along_the_axis_that_the_layer_contracts(family: str) -> None
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, implementation: str) -> None:
-    model, pattern = BUILDERS[family](), NM(2, 4)
+    model = BUILDERS[family]()
+    pattern = NM(2, 4)
     if family != "llama4_text":  # which has one of its own
         model.set_experts_implementation(implementation)
     weights = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
@@ -221,12 +223,14 @@ def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, impl
             result = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
             if family != "gpt_oss":
                 bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
-    gate_up, down_proj = layer.gate_up_proj.detach(), layer.down_proj.detach()
+    gate_up = layer.gate_up_proj.detach()
+    down_proj = layer.down_proj.detach()
     expected = []
     for x_I, expert in zip(x_TI.double(), expert_T1[:, 0].tolist(), strict=True):
         pair = _sum_of_kept(x_I[None], gate_up[expert], up.input_axis, pattern) + bias["gate_up_proj"][expert]
         if family == "gpt_oss":
-            gate, value = pair[:, ::2].clamp(max=7), pair[:, 1::2].clamp(-7, 7)
+            gate = pair[:, ::2].clamp(max=7)
+            value = pair[:, 1::2].clamp(-7, 7)
             inner = gate * torch.sigmoid(1.702 * gate) * (value + 1)
         else:
             gate, value = pair.chunk(2, dim=-1)
@@ -375,7 +379,8 @@ def test_coverage_counts_elements() -> None:
 
 
 def test_tied_parameters_count_once() -> None:
-    tied, untied = tiny_qwen3(), tiny_qwen3(tie_word_embeddings=False)
+    tied = tiny_qwen3()
+    untied = tiny_qwen3(tie_word_embeddings=False)
     totals = [coverage(m, prunable_weights(m, SparseForgeConfig())).total for m in (tied, untied)]
     assert totals[1] - totals[0] == 64 * 32
 

@@ -49,7 +49,8 @@ def test_the_rows_of_the_guide_cover_their_model() -> None:
 
 
 def test_registered_rows_of_experts_are_those_of_the_table() -> None:
-    family, model = FAMILIES["gpt_oss"], BUILDERS["gpt_oss"]()
+    family = FAMILIES["gpt_oss"]
+    model = BUILDERS["gpt_oss"]()
     expected = prunable_weights(model, BLANK)
     model.config.model_type = "new"
     rows = [Row(**dataclasses.asdict(row)) for row in family.prunable]

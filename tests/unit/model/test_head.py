@@ -99,7 +99,8 @@ def test_a_teacher_may_have_another_width() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_agree_to_rounding(dtype: torch.dtype) -> None:
-    student, teacher = tiny_llama().to(dtype), tiny_llama(seed=1).to(dtype)
+    student = tiny_llama().to(dtype)
+    teacher = tiny_llama(seed=1).to(dtype)
     expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
     assert result.total.dtype == torch.float32
     torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-5, atol=1e-6)
@@ -109,7 +110,8 @@ def test_sixteen_bits_agree_to_rounding(dtype: torch.dtype) -> None:
 
 
 def test_autocast_agrees_to_rounding() -> None:
-    student, teacher = tiny_llama(), tiny_llama(seed=1)
+    student = tiny_llama()
+    teacher = tiny_llama(seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
     torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-3, atol=1e-4)  # the teacher's are fp32
@@ -130,7 +132,8 @@ def test_blocks_are_no_part_of_the_loss() -> None:
 
 
 def test_without_a_graph_and_as_it_was_afterwards() -> None:
-    student, teacher = tiny_llama(), tiny_llama(seed=1)
+    student = tiny_llama()
+    teacher = tiny_llama(seed=1)
     ids, _ = _batch()
     before = student(input_ids=ids).logits
     with torch.no_grad():
@@ -227,7 +230,9 @@ def test_a_non_finite_weight_gives_a_non_finite_loss(value: float) -> None:
 def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | None) -> None:
     """Losses over a common number of trained tokens; a part without any gives zeros, and its backward pass runs."""
     config = replace(SEVERAL, hidden=hidden)
-    student, teacher, ids = tiny_llama(), tiny_llama(seed=1).eval(), _batch()[0]
+    student = tiny_llama()
+    teacher = tiny_llama(seed=1).eval()
+    ids = _batch()[0]
     labels = ids.clone()
     labels[0], labels[1, 3:] = -100, -100
 

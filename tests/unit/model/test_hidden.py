@@ -54,7 +54,8 @@ def _textbook(student: PreTrainedModel, teacher: PreTrainedModel, every: int | N
     wanted = [n for n in range(last + 1) if (n == last if every is None else (last - n) % every == 0)]
     distances = []
     for layer in wanted:
-        actual, other = result[0][layer], result[1][layer].detach()
+        actual = result[0][layer]
+        other = result[1][layer].detach()
         tokens = [
             ((actual[b, s] - other[b, s]) ** 2).sum() / (other[b, s] ** 2).sum()
             for b in range(ids.shape[0])
@@ -86,7 +87,8 @@ def _gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", [family for family in BUILDERS if family not in SCALED])
 def test_it_is_the_textbook_for_every_family(family: str) -> None:
-    student, teacher = BUILDERS[family](), BUILDERS[family](seed=1).eval()
+    student = BUILDERS[family]()
+    teacher = BUILDERS[family](seed=1).eval()
     config = _config()
     plain = DistillationConfig(task_weight=0.4, chunk_tokens=5)
     student.eval()  # no dropout; training mode is below
@@ -107,7 +109,8 @@ def test_it_is_the_textbook_for_every_family(family: str) -> None:
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("block", [1, 7, 1024])
 def test_any_layers_and_blocks_give_the_textbook_distance(build: Any, every: int | None, block: int) -> None:
-    student, teacher = build().eval(), build(seed=1).eval()
+    student = build().eval()
+    teacher = build(seed=1).eval()
     distance = _textbook(student, teacher, every)
     result = _found(student, teacher, _config(every, chunk_tokens=block))
     torch.testing.assert_close(result.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
@@ -118,7 +121,8 @@ def test_any_layers_and_blocks_give_the_textbook_distance(build: Any, every: int
 def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -> None:
     results = []
     for checkpointing in (False, True):
-        student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
+        student = tiny_llama().train()
+        teacher = tiny_llama(seed=1).eval()
         if checkpointing:
             checkpoint_activations(student, reentrant)
         results.append(_gradients(student, _found(student, teacher, _config(every)).total))
@@ -129,7 +133,8 @@ def test_activation_checkpointing_changes_nothing(reentrant: bool, every: int) -
 
 def test_a_graph_that_checkpointing_keeps_away_is_no_loss_of_zero_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.20 checkpoints a layer's call, hooks included, where 5.23 checkpoints its forward."""
-    student, teacher = tiny_llama().train(), tiny_llama(seed=1).eval()
+    student = tiny_llama().train()
+    teacher = tiny_llama(seed=1).eval()
     student.enable_input_require_grads()
 
     def call(layer: nn.Module, hidden: Tensor, **more: Any) -> Any:
@@ -145,7 +150,9 @@ def test_a_graph_that_checkpointing_keeps_away_is_no_loss_of_zero_gradient(monke
 
 def test_a_batch_may_be_divided() -> None:
     """The mean over equal parts is that of the whole, which an own normalisation of a batch would not give."""
-    student, teacher, config = tiny_llama().eval(), tiny_llama(seed=1).eval(), _config()
+    student = tiny_llama().eval()
+    teacher = tiny_llama(seed=1).eval()
+    config = _config()
     ids = token_batch(4)["input_ids"]
     parts = [
         loss_in_head(student, part, config, _target(teacher, part, config), input_ids=part)[0].hidden
@@ -156,7 +163,9 @@ def test_a_batch_may_be_divided() -> None:
 
 def test_the_gradient_of_a_layer_exists_when_the_backward_pass_gets_there() -> None:
     """Formed after the pass, the gradients of all layers' distances would wait for their layers side by side."""
-    student, teacher, config = tiny_llama().train(), tiny_llama(seed=1).eval(), _config()
+    student = tiny_llama().train()
+    teacher = tiny_llama(seed=1).eval()
+    config = _config()
     losses = _found(student, teacher, config)
     order: list[str] = []
     for node in _nodes(losses.total):
@@ -180,7 +189,9 @@ def _nodes(tensor: Tensor) -> set[Any]:
 
 
 def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None:
-    student, teacher, config = tiny_llama().train(), tiny_llama(seed=1).eval(), _config()
+    student = tiny_llama().train()
+    teacher = tiny_llama(seed=1).eval()
+    config = _config()
     ids, labels = _batch()
     before = student(input_ids=ids, use_cache=False).logits
     loss_in_head(student, labels, config, _target(teacher, ids, config), input_ids=ids)  # and no backward pass of it
@@ -200,7 +211,8 @@ def test_other_passes_see_nothing_and_states_go_with_the_backward_pass() -> None
 
 
 def test_a_copy_is_at_no_distance_and_has_no_gradient() -> None:
-    student, teacher = tiny_llama().eval(), tiny_llama().eval()
+    student = tiny_llama().eval()
+    teacher = tiny_llama().eval()
     config = DistillationConfig(weight=1e-30, task_weight=0.0, hidden=HiddenConfig())
     losses = _found(student, teacher, config)
     assert losses.hidden == 0
@@ -208,7 +220,9 @@ def test_a_copy_is_at_no_distance_and_has_no_gradient() -> None:
 
 
 def test_states_and_layers_that_do_not_fit_are_refused() -> None:
-    student, teacher, config = tiny_llama(), tiny_llama(seed=1).eval(), _config()
+    student = tiny_llama()
+    teacher = tiny_llama(seed=1).eval()
+    config = _config()
     ids, labels = _batch()
     target = _target(teacher, ids, config)
     with pytest.raises(ValueError, match="no hidden states of the teacher"):
@@ -222,7 +236,8 @@ def test_states_and_layers_that_do_not_fit_are_refused() -> None:
         distillation_loss(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.long), config)
     with pytest.raises(ValueError, match="Linear has no layers"):
         compared_layers(nn.Linear(2, 2), HiddenConfig())
-    states, next_T = [torch.zeros(1)], torch.zeros(1, dtype=torch.long)
+    states = [torch.zeros(1)]
+    next_T = torch.zeros(1, dtype=torch.long)
     with (
         pytest.raises(ValueError, match="0 of 1 layers ran"),
         compare_hidden(student, states, next_T, _config(every=None)),

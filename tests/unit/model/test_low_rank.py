@@ -137,7 +137,8 @@ def test_an_enabled_branch_is_equation_13(which: int, k: int, leading: tuple[int
     layer.enabled = True
     x = torch.randn(*leading, 12, dtype=torch.float64, requires_grad=True)
     y = layer(x)
-    w, b = _out_in(layer.weight, layer), layer.low_rank_b
+    w = _out_in(layer.weight, layer)
+    b = layer.low_rank_b
     expected = x @ (w.T + _projection(math.ceil(12 / k), k)[:, :12].double().T @ b.T) + layer.bias
     torch.testing.assert_close(y, expected)
 
@@ -302,7 +303,8 @@ def test_a_layer_of_another_class_keeps_its_forward() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
-    layer, x = Doubled(8, 3), torch.randn(2, 8)
+    layer = Doubled(8, 3)
+    x = torch.randn(2, 8)
     expected = layer(x)
     branch = add_branch(layer, 4)
     assert torch.equal(branch(x), expected) and isinstance(branch, Doubled)
@@ -340,7 +342,8 @@ def test_a_learned_branch_has_a_number_for_k_weights(outputs: int, inputs: int, 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_learned_branches_are_prepared(family: str) -> None:
     config = SparseForgeConfig(low_rank=LowRankConfig(k=4, learned=True))
-    model, batch = BUILDERS[family](), token_batch()
+    model = BUILDERS[family]()
+    batch = token_batch()
     expected = model(**batch).logits
     before = prunable_weights(model, config)
     prepare(model, config)

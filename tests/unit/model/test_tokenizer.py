@@ -55,7 +55,8 @@ def stories(assets, count=60):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_documents_are_framed_once_and_the_export_gives_the_same_tokens(folder, assets, tmp_path, name):
-    path, texts = folder(name), stories(assets)
+    path = folder(name)
+    texts = stories(assets)
     tokenizer = read_tokenizer(path)
     check_vocabulary(tokenizer, CONFIGS[name])
     assert token_dtype(tokenizer) == ("uint32" if name in ("qwen", "deepseek_llm") else "uint16")
@@ -80,7 +81,8 @@ def test_documents_are_framed_once_and_the_export_gives_the_same_tokens(folder, 
 
 def test_tokens_of_a_sentencepiece_model_are_sentencepieces(folder, assets):
     """transformers 5 alone reads such a folder without the space before a text, in silence."""
-    path, texts = folder("llama2"), stories(assets)
+    path = folder("llama2")
+    texts = stories(assets)
     pieces = SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
     tokenizer = read_tokenizer(path)
     assert tokenizer(texts, add_special_tokens=False)["input_ids"] == [pieces.encode(text) for text in texts]

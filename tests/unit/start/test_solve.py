@@ -75,7 +75,8 @@ def test_training_lowers_the_error_of_every_mask(build: Any, pattern: str, mask:
 @torch.no_grad()
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: Any) -> None:
-    model, expected = build(), build().eval()
+    model = build()
+    expected = build().eval()
     _solve_all(model, StartConfig(mask="sparsegpt", epochs=0))
     weights = prunable_weights(expected, SparseForgeConfig())
     for block in ("0", "1"):
@@ -96,7 +97,8 @@ def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: An
             )
             value.copy_(updated.t() if transposed else updated)
     for weight in weights:
-        ours, reference = model.get_parameter(weight.name), expected.get_parameter(weight.name)
+        ours = model.get_parameter(weight.name)
+        reference = expected.get_parameter(weight.name)
         assert torch.equal(ours == 0, reference == 0), weight.name
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-4)
 
@@ -105,7 +107,8 @@ def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: An
 @pytest.mark.parametrize("mask", [None, "wanda", "magnitude"])
 def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) -> None:
     """64 tokens are enough for experts with 16 or 32 inputs, if they come."""
-    model, dense = tiny_mixture(config), tiny_mixture(config)
+    model = tiny_mixture(config)
+    dense = tiny_mixture(config)
     solved = _solve_all(model, StartConfig(mask=mask, epochs=6), batches=8)
     _require_pattern(model, solved, NM(2, 4))
     masked = {weight.name for weight in prunable_weights(dense, SparseForgeConfig())}
@@ -121,7 +124,8 @@ def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) 
 
 @pytest.mark.parametrize("mask", ["annealed", "magnitude"])
 def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -> None:
-    model, dense = tiny_mixture(OlmoeConfig), tiny_mixture(OlmoeConfig)
+    model = tiny_mixture(OlmoeConfig)
+    dense = tiny_mixture(OlmoeConfig)
     for network in (model, dense):  # no token chooses expert 3
         for layer in network.model.layers:
             layer.mlp.gate.weight.data[3] = 0

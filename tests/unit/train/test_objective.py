@@ -78,7 +78,8 @@ def test_a_student_that_caps_its_logits_trains_on_whole_logits() -> None:
 
 
 def test_the_task_loss_of_probes_makes_no_logits() -> None:
-    student, token_BS = tiny_llama(), _micro_batches()[0]
+    student = tiny_llama()
+    token_BS = _micro_batches()[0]
     objective = Objective(Engine(student), None, CONFIG)
     assert objective.why_whole_logits(token_BS[:1, :1]) is None
     outputs: list[Tensor] = []
@@ -89,7 +90,8 @@ def test_the_task_loss_of_probes_makes_no_logits() -> None:
 
 
 def test_padding_reaches_the_task_loss_of_probes() -> None:
-    student, token_BS = tiny_llama(), _micro_batches()[0]
+    student = tiny_llama()
+    token_BS = _micro_batches()[0]
     mask_BS = torch.ones_like(token_BS)
     mask_BS[:, :4] = 0
     label_BS = token_BS.masked_fill(mask_BS == 0, -100)
@@ -103,7 +105,8 @@ def test_padding_reaches_the_task_loss_of_probes() -> None:
 
 def test_the_balance_of_experts_is_added() -> None:
     student = tiny_mixture(OlmoeConfig, output_router_logits=True, router_aux_loss_coef=0.1)
-    objective, token_BS = Objective(Engine(student), None, CONFIG), _micro_batches()[0]
+    objective = Objective(Engine(student), None, CONFIG)
+    token_BS = _micro_batches()[0]
     total, parts = objective.loss(MicroBatch(token_BS, token_BS), None)
     output = student(input_ids=token_BS)
     torch.testing.assert_close(parts[4], (0.1 * output.aux_loss).detach())
@@ -151,7 +154,8 @@ def test_hidden_losses_agree_in_the_head_and_with_whole_logits(cap: float | None
     hidden = HiddenConfig(weight=2.0)
     distillation = DistillationConfig(weight=1e-30, task_weight=0.0, hold="replicated", hidden=hidden)
     config = replace(CONFIG, distillation=distillation)
-    student, teacher = _gemma(cap), Teacher(_gemma(cap, seed=1), distillation, {})
+    student = _gemma(cap)
+    teacher = Teacher(_gemma(cap, seed=1), distillation, {})
     objective = Objective(Engine(student), teacher, config)
     assert (objective.why_whole_logits(_micro_batches()[0][:1, :1]) is None) == (cap is None)
     assert objective.one_at_a_time

@@ -25,7 +25,8 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
     monkeypatch.setattr(open_batches, "ChunkSizes", lambda seq_length: ChunkSizes(seq_length, 64 * SEQ, 64 * SEQ))
     for name in ("whole", "stream"):
         write_stream(tmp_path / name)
-    model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
+    model = write_model(tmp_path / "model")
+    config = write_json(tmp_path / "ds.json", deepspeed_json())
     states = {}
     for frame in ("both", "auto"):
         arguments = RunArguments(

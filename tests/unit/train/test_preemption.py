@@ -129,10 +129,12 @@ def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
     assert process.stdout.read() == "ended at once by SIGINT; --resume continues from the newest checkpoint\n"
 
 
-INIT, BASH = Ancestor(1, ("/sbin/init",)), Ancestor(77, ("bash",))
+INIT = Ancestor(1, ("/sbin/init",))
+BASH = Ancestor(77, ("bash",))
 LAUNCH = ("python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30=")
 RUNNER = Ancestor(70, ("/usr/bin/python3", "/usr/bin/deepspeed", "launch/train.py"))
-IN_LAUNCH, IN_TORCHRUN = {"CROSS_RANK": "0", "CROSS_SIZE": "1"}, {"TORCHELASTIC_RUN_ID": "none"}
+IN_LAUNCH = {"CROSS_RANK": "0", "CROSS_SIZE": "1"}
+IN_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.mark.parametrize(

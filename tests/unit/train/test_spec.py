@@ -132,7 +132,8 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
     def memory(stage, world_size, **block):
         return memory_per_rank(make_spec(arguments(deepspeed_json(stage, **block)), world_size))
 
-    first, four = memory(3, 1), memory(3, 4)
+    first = memory(3, 1)
+    four = memory(3, 4)
     assert first == {name: 4 * size for name, size in four.items()}
     assert first["dense"] + first["mask"] == 6 * masked and first["curvature sums"] < masked
     assert memory(3, 1, curvature={"factored": False})["curvature"] == 4 * masked

@@ -47,7 +47,8 @@ def test_settings_of_the_compiler_are_made_once() -> None:
 
 def sums_in_backward(device: str) -> list[Tensor]:
     torch.manual_seed(0)
-    layer, arguments = nn.Linear(24, 16, bias=False).to(device), torch.randn(12, 24, device=device)
+    layer = nn.Linear(24, 16, bias=False).to(device)
+    arguments = torch.randn(12, 24, device=device)
     result = [torch.zeros(size, dtype=torch.float64, device=device) for size in (16, 24)]
 
     def hear(_name: str, grad_TO: Tensor, input_TI: Tensor) -> None:

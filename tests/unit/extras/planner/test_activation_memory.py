@@ -117,7 +117,8 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
     assert forge.distillation is not None and forge.distillation.hidden is not None
     model, token_BS = real(family, checkpointing)
     other = real(family, False)[0].eval()
-    layer, layers = head_of(other), compared_layers(other, forge.distillation.hidden)
+    layer = head_of(other)
+    layers = compared_layers(other, forge.distillation.hidden)
 
     def target() -> Target:
         with capture_states(layers) as states:
@@ -127,7 +128,8 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
         loss_in_head(model, token_BS, forge.distillation, told, input_ids=token_BS)[0].total.backward()
 
     run(target())
-    told, trace = target(), traced(model, checkpointing, True, forge)
+    told = target()
+    trace = traced(model, checkpointing, True, forge)
     assert told.states is not None
     assert trace.states == sum(state.numel() * state.element_size() for state in told.states)
     assert trace.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
@@ -143,7 +145,8 @@ def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
     def found(every: int | None) -> Activations:
         return traced(model, False, True, SparseForgeConfig.from_dict({"distillation": {"hidden": {"every": every}}}))
 
-    last, every = found(None), found(1)
+    last = found(None)
+    every = found(1)
     assert every.states == 6 * last.states
     assert 0 < every.teacher + every.states - last.teacher - last.states <= 5 * last.states
 

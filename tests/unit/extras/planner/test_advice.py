@@ -85,7 +85,8 @@ def test_memory_is_what_was_resident(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64}
     config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, num_attention_heads=4, head_dim=16)
-    first, many = model_bytes(config, 1, 8), model_bytes(config, 64, 8)
+    first = model_bytes(config, 1, 8)
+    many = model_bytes(config, 64, 8)
     experts = 2 * 8 * 3 * 64 * 32
     assert first.pruned - first.pruned_read == pytest.approx(experts * 6 / 8)
     assert many.pruned_read == pytest.approx(many.pruned)

@@ -31,7 +31,8 @@ def test_an_accelerator_gets_long_runs() -> None:
 def test_scores_do_not_depend_on_runs(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     elements = 3 * members * ELEMENTS_PER_THREAD * torch.get_num_threads() + members
-    dense, curvature = torch.randn(elements, generator=generator), torch.rand(elements, generator=generator)
+    dense = torch.randn(elements, generator=generator)
+    curvature = torch.rand(elements, generator=generator)
     moments = score_moments(dense, curvature)
     scaling = scalings(moments[None], 1e-4)[0]
     score = standardized_score(dense, curvature, scaling)

@@ -77,7 +77,8 @@ def test_a_compiled_step_is_the_readable_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_binary_publication_is_the_readable_one(dtype: torch.dtype) -> None:
-    dense, effective = torch.randn(1003), (torch.rand(1003) * 2 - 0.5).clamp(0, 1)
+    dense = torch.randn(1003)
+    effective = (torch.rand(1003) * 2 - 0.5).clamp(0, 1)
     out = torch.full((1003,), 9.0, dtype=dtype)
     publish(dense, effective, out)
     assert_same_bits([out], [published(dense, effective).to(dtype)])

@@ -75,7 +75,8 @@ def test_logits_stay_within_rounding(family: str, which: str, biased: bool) -> N
     if biased and family not in BIASES:
         pytest.skip("the family has no biases to switch on")
     model = randomized(BUILDERS[family](**(BIASES[family] if biased else {})))
-    before, weights = logits(model), {name: p.clone() for name, p in model.named_parameters()}
+    before = logits(model)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
     result = reorder(model, which)
     assert {stored.part for stored in result.values()} == set(PARTS[which])
     assert any(not torch.equal(p, weights[name]) for name, p in model.named_parameters())

@@ -32,7 +32,8 @@ def search(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -
 
 def removed(model: PreTrainedModel, stream: Stream, scored: list[ScoredWeight]) -> float:
     """Return what 2:4 removes of a model in its own basis, from its weights and moments alone."""
-    parameters, total = dict(model.named_parameters()), 0.0
+    parameters = dict(model.named_parameters())
+    total = 0.0
     for stored in scored:
         if not (stored.inputs.dimension or stored.outputs.dimension):
             continue
