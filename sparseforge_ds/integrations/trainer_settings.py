@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_clas
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
 WITHOUT_BRANCHES = "transformers would load the model without its low-rank branches (sparseforge.low_rank)"
+_REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
+"""Modules whose `compute_loss` is the cross-entropy, in whose place the loss with a teacher can stand."""
 _ADAPTER = (
     "PEFT adapters train small matrices beside frozen weights, while a mask is found by training the weights that it "
     "prunes; leave the adapter out, or train it on the sparse model afterwards"
@@ -44,12 +47,15 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
         )
 
 
-def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) -> None:
+def refuse_settings(
+    trainer: Any, teacher: str | Path | PreTrainedModel | None, compute_loss: Callable[..., Any]
+) -> None:
     """Reject settings after a trainer was made, and before it trains.
 
     Args:
         trainer: a `transformers.Trainer`.
         teacher: the teacher of the mixin; with one, the loss is the mixin's.
+        compute_loss: the method of the class that the mixin stands before.
 
     Raises:
         ValueError: a setting cannot go with a mask, or with a teacher.
@@ -90,6 +96,8 @@ def refuse_settings(trainer: Any, teacher: str | Path | PreTrainedModel | None) 
             "teacher is the model that is trained; give the dense model once more, as a folder, a hub id or a copy"
         )
     losses = {
+        compute_loss.__qualname__: compute_loss.__module__ not in _REPLACED_LOSSES,
+        "ref_model": getattr(trainer, "ref_model", None) is not None,
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),
         "use_liger_kernel": args.use_liger_kernel,

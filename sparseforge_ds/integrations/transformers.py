@@ -101,7 +101,7 @@ class SparseForgeMixin(_Trainer):
         # Make the trainer between two checks, and check model and teacher against the block.
         refuse_arguments(kwargs)
         super().__init__(*args, **kwargs)
-        refuse_settings(self, teacher)
+        refuse_settings(self, teacher, super().compute_loss)
         self._teacher = teacher
         self._config = resolve_block(self, sparseforge, teacher is not None)
         if self.model is not None:
