@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingArguments
 
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as users do
+from sparseforge_ds import keep_mask
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.formats import export
@@ -214,14 +215,17 @@ def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> Non
     assert not Packed24Quantizer(Packed24Config(semi_structured=True)).is_compileable
 
 
-def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, tmp_path: Path) -> None:
-    packed = load(folders["llama-odd"][1])
+@pytest.mark.parametrize("name", ["llama-odd", "llama-odd int8"])
+def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+    """As in QLoRA; then it is merged into the unpacked weights, and projected onto their zeros."""
+    packed = load(folders[name][1])
     arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
     with pytest.raises(ValueError, match="Please attach trainable adapters"):
         Trainer(packed, arguments, train_dataset=rows)
-    with pytest.raises(ValueError, match="a packed 2:4 weight cannot be trained; make the model dense"):
-        load(folders["llama-odd"][1]).requires_grad_(True)(IDS)
+    refusal = "a packed 2:4 weight cannot be trained; make the model dense|only Tensors of floating point dtype"
+    with pytest.raises((ValueError, RuntimeError), match=refusal):
+        load(folders[name][1]).requires_grad_(True)(IDS)
     before = logits(packed)
     held = {name: value.clone() for name, value in packed.state_dict().items()}
     adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
@@ -229,8 +233,17 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, tmp_pa
     assert (logits(adapted.eval()) - before).abs().max() > 1e-3
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), before)
+    adapted.save_pretrained(tmp_path / "adapter")
     state = adapted.unload().state_dict()
     assert all(torch.equal(state[name], value) for name, value in held.items())
+    base = load(folders[name][1]).dequantize()
+    keeper = keep_mask(base, [])
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    errors = keeper.project()
+    keeper.check()
+    layers = base.model.layers
+    assert all((layer.self_attn.q_proj.weight.view(-1, 4) != 0).sum(1).le(2).all() for layer in layers)
+    assert {key.split(".")[-2] for key, error in errors.items() if error > 0} == {"q_proj", "down_proj"}
 
 
 def test_the_trainer_of_this_package_refuses(folders: FOLDERS) -> None:
