@@ -80,6 +80,9 @@ class SparseForge:
         masked = mask_before_norm(self.sharded.state, self.sharded.shards)
         self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
+        has_leaves = getattr(self.sharded.layout.optimizer, "leaf_parameters", None)
+        if self.curvature.estimator is not None or (self.needs_probe and has_leaves):
+            self.sharded.require_gradients("a curvature that takes gradients of weights (curvature.factored, source)")
         self.ready = not self._needs_start
         """True if the first step may be made; otherwise call `start` first."""
         # From here on a checkpoint of the engine has the forge's state.

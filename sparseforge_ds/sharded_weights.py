@@ -17,6 +17,7 @@ from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of
 from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
 from sparseforge_ds.zero.matrices import Matrices
+from sparseforge_ds.zero.refuse import uses_muon
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.state import ShardState
 
@@ -67,6 +68,14 @@ class ShardedWeights:
                     f'method "{method}" works on the moments of Adam, which {type(inner).__name__} does not keep; '
                     'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
                 )
+
+    def require_gradients(self, what: str) -> None:
+        """Refuse Muon, which orthogonalizes gradients before a step sees them, for `what`."""
+        if uses_muon(self.layout.inner):
+            raise ValueError(
+                f"{what} with Muon, which orthogonalizes gradients before a step sees them; use AdamW, or the default "
+                "method and curvature"
+            )
 
     def chunks(self, names: Collection[str] | None = None) -> Iterator[Shard]:
         """Yield all shards of this rank, or those of the named weights, a bounded chunk at a time."""

@@ -15,7 +15,11 @@ EXPERTS_DIVIDED = (
     '{"stage": 3}) divides the experts over the ranks too'
 )
 """Reason and cure for expert parallelism, which cannot be pruned."""
-MUON = "Muon orthogonalizes whole matrices before the step hooks see the gradient; use AdamW"
+MUON = (
+    "Muon orthogonalizes gradients before those of pruned weights can be masked, but at ZeRO stage 3, or stage 0 in "
+    "fp32, without offload_optimizer and zero_quantized_gradients; use one of these, or AdamW"
+)
+"""Reason and cure where Muon is not exact."""
 COMPRESSED = {"onebitadam": "OneBitAdam", "onebitlamb": "OneBitLamb", "zerooneadam": "ZeroOneAdam"}
 """Optimizers whose ranks exchange compressed moments, by their names in lower case."""
 
@@ -96,6 +100,19 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             name in COMPRESSED,
             f"optimizer {COMPRESSED.get(name)} communicates compressed moments inside its step; use AdamW",
         ),
-        (name == "muon", MUON),
+        (
+            name == "muon"
+            and (
+                optimizer_device == "cpu"
+                or bool(zero.zero_quantized_gradients)
+                or stage in (1, 2)
+                or (stage == 0 and (config.float16_config.enabled or config.bfloat16_config.enabled))
+            ),
+            MUON,
+        ),
+        (
+            name == "muon" and stage == 3 and zero.reduce_scatter,
+            "zero_optimization.reduce_scatter = true: DeepSpeed's Muon reduces whole gradients; set it to false",
+        ),
     ]
     return next((message for is_set, message in refusals if is_set), None)

@@ -7,11 +7,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
+from sparseforge_ds.sharded_weights import ShardedWeights
 
 
 class SrSte(PeriodicMagnitudeMask):
     """SR-STE: the gradient of W is g(m W) + lambda (1 - m) W, and Adam's moments see both terms."""
+
+    def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
+        super().__init__(weights, ranking)
+        weights.require_gradients('steps of method "sr_ste"')
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:

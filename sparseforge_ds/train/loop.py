@@ -86,7 +86,7 @@ def train(
     while forge.step_count < spec.steps:
         before = forge.step_count
         for group in engine.basic_optimizer.param_groups:
-            group["lr"] = spec.learning_rate(before)
+            group["lr"] = spec.learning_rate(before) * spec.share_of_rate(group)
 
         # Have the text of this step at hand. Where it cannot be read any further, save the steps until here: all ranks
         # are between two steps, and nothing is half done.

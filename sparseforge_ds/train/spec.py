@@ -144,6 +144,14 @@ class RunSpec:
             arguments.lr_scheduler_kwargs,
         )
 
+    def share_of_rate(self, group: dict[str, Any]) -> float:
+        """Return a param group's learning rate as a share of the run's: that of `muon_lr` or `adam_lr` under Muon."""
+        params = self.deepspeed["optimizer"]["params"]
+        if "use_muon" not in group or not params["lr"]:
+            return 1.0
+        own_rate = params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"])
+        return float(own_rate) / float(params["lr"])
+
 
 def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeConfig]:
     """Return the DeepSpeed configuration of a run and its sparseforge block, with the flags that replace their keys.

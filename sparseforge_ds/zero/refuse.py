@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepspeed import DeepSpeedEngine
 
-from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, MUON, refused_setting
+from sparseforge_ds.config.refused_settings import COMPRESSED, EXPERTS_DIVIDED, refused_setting
 from sparseforge_ds.zero.shard import OTHER_ENGINES
 
 
@@ -24,6 +24,11 @@ def _describe_no_engine(value: object) -> str:
         "--deepspeed_config_file JSON`, or Accelerator(deepspeed_plugin=...)); without one it prepares the model for "
         "something else"
     )
+
+
+def uses_muon(inner: torch.optim.Optimizer) -> bool:
+    """Return True if an engine's inner optimizer is DeepSpeed's Muon."""
+    return any(group.get("use_muon") for group in inner.param_groups)
 
 
 def refuse_unsupported(engine: DeepSpeedEngine) -> None:
@@ -73,7 +78,11 @@ def refuse_unsupported(engine: DeepSpeedEngine) -> None:
             f"optimizer {type(inner).__name__}: ZeRO put another one in its place, past the step hooks that publish "
             "masks; use AdamW",
         ),
-        (any(group.get("use_muon") for group in inner.param_groups), MUON),
+        (
+            uses_muon(inner) and engine._config.optimizer_name != "muon",
+            "Muon that is made by hand, whose weights DeepSpeed does not orthogonalize; choose it by "
+            '"optimizer": {"type": "Muon"} in the DeepSpeed JSON, or use AdamW',
+        ),
     ]
     for is_set, message in refusals:
         if is_set:

@@ -23,6 +23,11 @@ GROUP_KEY = "sparseforge"
 """Key of the optimizer's param groups that hold prunable weights."""
 
 
+def _is_marked(group: dict[str, Any]) -> bool:
+    """Return True if a param group holds prunable weights. Of Muon's groups DeepSpeed keeps no key but the name."""
+    return GROUP_KEY in group or ("use_muon" in group and str(group.get("name")).startswith("prunable-"))
+
+
 @dataclass(frozen=True)
 class Shard:
     """Consecutive elements of one weight that this rank holds."""
@@ -160,7 +165,7 @@ class ShardLayout(ABC):
                 raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
         # The marks on the param groups agree with the config.
         groups = zip(self.groups, self.inner.param_groups, strict=True)
-        marked = {name for names, group in groups if group.get(GROUP_KEY) for name in names}
+        marked = {name for names, group in groups if _is_marked(group) for name in names}
         if mismatched := sorted(marked ^ prunable.keys()):
             state = "is not prunable by this config" if mismatched[0] in marked else "is prunable"
             raise ValueError(f"{mismatched[0]} {state}, and its param group says otherwise; {cure}")

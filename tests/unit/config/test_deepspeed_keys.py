@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("optimizer", SGD, ["ZeRO stage 3 was not made for it", '"AdamW"', "zero_allow_untested_optimizer"]),
     ("optimizer", {"type": "Adagrad"}, ["past the step hooks", "or stage 0"]),
     ("optimizer", {"type": "OneBitAdam"}, ["OneBitAdam communicates compressed moments", "use AdamW"]),
-    ("optimizer", {"type": "Muon"}, ["Muon", "use AdamW"]),
+    ("optimizer", {"type": "Muon"}, ["reduce_scatter = true: DeepSpeed's Muon", "set it to false"]),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, ['"legacy_fusion"', "remove it"]),
     ("optimizer", {"type": "AdamW", "params": None}, ["optimizer.params = null"]),
     ("optimizer", {"type": "AdamW", "params": {"fused": "auto"}}, ["FusedAdam has no", 'add "torch_adam": true']),
