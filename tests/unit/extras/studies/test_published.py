@@ -118,14 +118,14 @@ def test_tables_of_methods_have_the_numbers_of_the_rows(page: str) -> None:
     budgets = [int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps", table[0].splitlines()[0])]
     measured = {
         (method, steps): spread(*value)
-        for study in ("stories_start", "stories_short", "defaults", "defaults_long")
+        for study in ("stories_start", "stories_short", "stories_others", "defaults", "defaults_long")
         for (method, steps), value in on_the_test_text(study).items()
     }
     for line in table[1].splitlines():
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         method = "block_start" if "start" in label else label.split("`")[1]
         assert dict(zip(budgets, cells, strict=True)) == {b: measured.get((method, b), "") for b in budgets}, label
-    assert len(table[1].splitlines()) <= 7
+    assert len(table[1].splitlines()) <= (7 if page == "README.md" else 10)
 
 
 def test_the_pages_say_no_more_than_the_tables() -> None:
