@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PLANNED = "--model Qwen/Qwen3-14B --gpus 16 --deepspeed ds_configs/zero3.json --global_batch 64 --micro_batch 2"
 """The run of memory.svg: launch/qwen3_14b.sh."""
-SHORT_TO_LONG = ("stories_start", "stories_short", "defaults", "defaults_long")
+SHORT_TO_LONG = ("stories_start", "stories_start_long", "stories_short", "defaults", "defaults_long")
 """Studies of results.svg."""
 _COLOURS = [
     "#4c72b0",

@@ -118,7 +118,14 @@ def test_tables_of_methods_have_the_numbers_of_the_rows(page: str) -> None:
     budgets = [int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps", table[0].splitlines()[0])]
     measured = {
         (method, steps): spread(*value)
-        for study in ("stories_start", "stories_short", "stories_others", "defaults", "defaults_long")
+        for study in (
+            "stories_start",
+            "stories_start_long",
+            "stories_short",
+            "stories_others",
+            "defaults",
+            "defaults_long",
+        )
         for (method, steps), value in on_the_test_text(study).items()
     }
     for line in table[1].splitlines():
