@@ -35,6 +35,8 @@ def register(commands: Any) -> None:
         help="results of this model, as `sparseforge evaluate --json` writes them",
     )
     parser.add_argument("--license", metavar="NAME", help="licence of the model, as the hub names it, like apache-2.0")
+    base = "dense model on the hub, where the command that made the folder was given a folder of its own"
+    parser.add_argument("--base_model", metavar="OWNER/NAME", help=base)
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to the hub, as this model")
     parser.add_argument("--private", action="store_true", help="with --push: make a new model private")
     parser.set_defaults(run=run)
@@ -47,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.model)
     if args.private and args.push is None:
         raise ValueError("--private: it belongs to --push")
-    if write_card(folder, read_results(args.results, folder, args.push), args.license, args.push):
+    results = read_results(args.results, folder, args.push)
+    if write_card(folder, results, args.license, args.push, args.base_model):
         print(f"{folder / NAME}: written")
     else:
         print(f"{folder / NAME}: was written or changed by somebody else, and stays as it is")

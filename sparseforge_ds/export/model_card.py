@@ -137,7 +137,11 @@ def _means_folder(model: Any, folder: Path, name: str | None) -> bool:
 
 
 def make_card(
-    folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
+    folder: Path,
+    results: Sequence[EvalResult] = (),
+    license: str | None = None,
+    name: str | None = None,
+    base_model: str | None = None,
 ) -> ModelCard:
     """Make the card of a folder that `consolidate` or `export` wrote.
 
@@ -146,10 +150,13 @@ def make_card(
         results: scores beside that of the run.
         license: of the model.
         name: owner/name on the hub.
+        base_model: owner/name of the dense model there; None takes what `sparsity.json` names.
 
     Raises:
-        ValueError: `sparsity.json` is missing or damaged.
+        ValueError: `sparsity.json` is missing or damaged, or `base_model` is no name on the hub.
     """
+    if base_model is not None and not _REPOSITORY.fullmatch(base_model):
+        raise ValueError(f"--base_model {base_model}: give owner/name, as the hub has it")
     record = _record(folder)
     config = read_json_object(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
@@ -161,11 +168,12 @@ def make_card(
     measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
     all_results = [*of_run, *measured_later]
     # Metadata that the hub reads.
-    title = f"{_plain(Path(run.get('model', 'A model')).name)} {pattern}"
+    model = base_model or run.get("model")
+    title = f"{_plain(Path(model or 'A model').name)} {pattern}"
     texts = run.get("dataset") or []
     data = ModelCardData(
         model_name=title,
-        base_model=run.get("model") if _REPOSITORY.fullmatch(run.get("model", "")) else None,
+        base_model=model if _REPOSITORY.fullmatch(model or "") else None,
         datasets=sorted({text.partition(":")[0] for text in texts if _LINKED.fullmatch(text)}) or None,
         library_name="transformers",
         license=license,
@@ -182,7 +190,7 @@ def make_card(
         template_path=str(_TEMPLATE),
         title=title,
         pattern=pattern,
-        model=run.get("model"),
+        model=model,
         ours="method" in sections["config"],
         finished=record.get("finished"),
         step=record.get("step"),
@@ -226,11 +234,15 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def write_card(
-    folder: Path, results: Sequence[EvalResult] = (), license: str | None = None, name: str | None = None
+    folder: Path,
+    results: Sequence[EvalResult] = (),
+    license: str | None = None,
+    name: str | None = None,
+    base_model: str | None = None,
 ) -> bool:
     """Write README.md, unless there is one that somebody else wrote.
 
-    Without results or a license, those of our card that is there stay. The arguments are those of `make_card`.
+    Without results, a license or a base model, those of our card that is there stay. Arguments are as in `make_card`.
 
     Returns:
         True if the card was written.
@@ -245,7 +257,9 @@ def write_card(
         previous = _metadata(text, path)
         license = license or previous.license
         results = results or previous.eval_results or ()
-    content = str(make_card(folder, results, license, name))
+        if base_model is None and isinstance(previous.base_model, str):
+            base_model = previous.base_model
+    content = str(make_card(folder, results, license, name, base_model))
     with atomic_file(path) as file:
         file.write(content.encode())
     return True
@@ -303,7 +317,7 @@ def _result(task: str, name: str, metric: str, value: float, arguments: dict[str
         task_type=task,
         dataset_type=kind,
         dataset_name=name,
-        metric_type="accuracy" if metric.startswith("acc") else metric,
+        metric_type="accuracy" if metric.startswith("acc") else "kl" if metric == KL else metric,
         metric_name=metric,
         metric_value=round(float(value), 6),
         dataset_args=arguments or None,

@@ -103,6 +103,20 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         assert words in made.text, words
 
 
+def test_the_base_model_of_a_folder_has_its_name_on_the_hub(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(folder / "sparsity.json", {**RECORD, "run": {"model": "smollm2"}})
+    assert main(["card", str(folder)]) == 0
+    assert ModelCard.load(folder / "README.md").data.base_model is None
+    assert main(["card", str(folder), "--base_model", "owner/dense"]) == 0
+    for again in range(2):  # and stays in a new card
+        made = ModelCard.load(folder / "README.md")
+        assert made.data.base_model == "owner/dense" and "of [owner/dense](https" in made.text, again
+        assert main(["card", str(folder), "--license", "mit"]) == 0
+    capsys.readouterr()
+    assert main(["card", str(folder), "--base_model", "models/my dense"]) == 2
+    assert "--base_model models/my dense: give owner/name" in capsys.readouterr().err
+
+
 def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores and licence went with the upload that came after them."""
 
