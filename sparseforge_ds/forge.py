@@ -286,6 +286,8 @@ class SparseForge:
         self._hooks.steps_begun = 0
         self.ready = self.step_count > 0 or not self._needs_start or self._saved.started
         self.method.resume()
+        if self.sharded.quantizer is not None:
+            self._republish()  # a frozen run's masters were read from W
         self._listen()
 
     @property
@@ -297,14 +299,15 @@ class SparseForge:
     def can_save_start(self) -> bool:
         """True if a checkpoint before the first step would hold all that `start` made, none of it beside the masters.
 
-        W waits outside the optimizer's state where masters have 16 bits, and where a starting mask or a shift took a
-        part of it from the masters.
+        W waits outside the optimizer's state where masters have 16 bits or are quantized, and where a starting mask or
+        a shift took a part of it from the masters.
         """
         state = self.sharded.state
         masters = self.sharded.layout.flats
         nothing_removed = self.config.soft is not None and not self.config.moves_weights_into_branches
         in_32_bits = all(flat.dtype == torch.float32 for flat in masters)
-        return not state.has_waiting_state or (nothing_removed and in_32_bits)
+        are_whole = in_32_bits and not self.config.is_quantized(0)
+        return not state.has_waiting_state or (nothing_removed and are_whole)
 
     def _listen(self) -> None:
         """Measure the curvature in the next step's passes if a mask update needs it; drop what was not taken."""
@@ -324,7 +327,7 @@ class SparseForge:
         if self.step_count == self.config.release_step:
             self.sharded.state.release()
             self.sharded.metrics.forget_targets()
-            self.sharded.layout.push()
+            self._republish()
 
     def _switch_on_branches(self, step: int) -> bool:
         """Start every B of SLoRB from what the mask removes, and switch the branches on, if it is their step."""

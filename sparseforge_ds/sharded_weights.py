@@ -12,11 +12,13 @@ from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of
 from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
 from sparseforge_ds.zero.matrices import Matrices
+from sparseforge_ds.zero.quantized_masters import QuantizedMasters
 from sparseforge_ds.zero.refuse import uses_muon
 from sparseforge_ds.zero.shard import Shard
 from sparseforge_ds.zero.state import ShardState
@@ -52,11 +54,26 @@ class ShardedWeights:
         self.layout = layout_of(engine)
         self.shards = self.layout.require_own_partitions(self.prunable)
         self.layout.check(self.shards)
-        self.state = ShardState(self.layout, self.shards, getattr(torch, config.mask_storage), config.state_keys)
+        mask_dtype = getattr(torch, config.mask_storage)
+        is_quantized = config.quantize is not None
+        self.state = ShardState(self.layout, self.shards, mask_dtype, config.state_keys, is_quantized)
         spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.prunable.items()}
         self.halo = HaloExchange(self.layout, self.shards, spans)
         self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.prunable.items()})
         self.metrics = MaskMetrics(self.matrices, self.pattern)
+        self.quantizer = self._quantizer()
+        """Quantization of the published weights; None for none."""
+
+    def _quantizer(self) -> QuantizedMasters | None:
+        settings = self.config.quantize
+        if settings is None:
+            return None
+        axes = {name: weight.input_axis for name, weight in self.prunable.items()}
+        groups = {
+            name: scale_group(self.pattern, settings.group, weight.shape[weight.input_axis])
+            for name, weight in self.prunable.items()
+        }
+        return QuantizedMasters(self.layout, self.shards, groups, axes, settings.bits)
 
     def require_adam(self, method: str) -> None:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""

@@ -16,7 +16,7 @@ from typing import Any
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config import refused_settings as refused_settings_module
 from sparseforge_ds.config.method_config import OPTIONAL
-from sparseforge_ds.config.strict import dataclass_options
+from sparseforge_ds.config.strict import dataclass_options, key_of
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.model.family_table import FAMILIES
 
@@ -81,7 +81,7 @@ def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
             text = text or paragraph((inspect.getdoc(inner[0]) or "").split("\n\n")[0])
             text += f" An object{more}: [its keys](#{_place(inner[0], f'{where}.{field.name}')})."
             default = None if default is None else {}
-        yield f"{where}.{field.name}".lstrip("."), hint, default, text
+        yield f"{where}.{key_of(field.name)}".lstrip("."), hint, default, text
 
 
 def field_docstrings(kind: type) -> dict[str, str]:

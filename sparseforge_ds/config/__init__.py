@@ -6,6 +6,7 @@ from sparseforge_ds.config.block_sections import (
     DistillationConfig,
     HiddenConfig,
     LowRankConfig,
+    QuantizeConfig,
     ReconstructionConfig,
     StartConfig,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "DistillationConfig",
     "HiddenConfig",
     "LowRankConfig",
+    "QuantizeConfig",
     "ReconstructionConfig",
     "SparseForgeConfig",
     "StartConfig",

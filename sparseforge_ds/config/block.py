@@ -21,6 +21,7 @@ from sparseforge_ds.config.block_sections import (
     Importance,
     LowRankConfig,
     MonitorConfig,
+    QuantizeConfig,
     ReconstructionConfig,
     StartConfig,
 )
@@ -31,7 +32,7 @@ from sparseforge_ds.config.methods import METHODS, Method
 from sparseforge_ds.config.presets import PRESETS
 from sparseforge_ds.config.shipped import configuration_file
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
-from sparseforge_ds.config.strict import MOST, build, merge, require
+from sparseforge_ds.config.strict import MOST, build, key_of, merge, require
 from sparseforge_ds.mask.anneal import MaskSchedule
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 
@@ -66,6 +67,7 @@ class SparseForgeConfig:
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     reconstruction: ReconstructionConfig | None = None
+    quantize: QuantizeConfig | None = None
     start: StartConfig | None = None
     """Choose masks block by block before the first step, and train the kept weights of each block; null: do not.
     `naive_retrain` keeps these masks. In `sparseforge` what they prune begins at 0 and can come back while
@@ -175,6 +177,19 @@ class SparseForgeConfig:
         return max(self.resolved_schedule.freeze_step, self.branch_step, 0)
 
     @property
+    def quantize_step(self) -> int:
+        """Return the step from which on published weights are quantized, if they are at all."""
+        assert self.quantize is not None
+        begin = self.quantize.from_
+        return self.resolved_schedule.freeze_step if begin == "freeze" else round(begin * self.max_steps)
+
+    def is_quantized(self, step: int, hard: bool = False) -> bool:
+        """Return True if weights published after step `step` are quantized; `hard` is as if masks froze then."""
+        if self.quantize is None:
+            return False
+        return step >= self.quantize_step or (hard and self.quantize.from_ == "freeze")
+
+    @property
     def resolved_schedule(self) -> MaskSchedule:
         """Return the steps at which masks move and freeze; for `sparseforge` a `Schedule` with all annealed numbers."""
         return self.method.schedule(self.max_steps)
@@ -243,7 +258,8 @@ class SparseForgeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON types with every value resolved; `from_dict` gives an equal config."""
-        return typing.cast(dict[str, Any], json.loads(json.dumps(dataclasses.asdict(self))))
+        fields = dataclasses.asdict(self, dict_factory=lambda items: {key_of(name): value for name, value in items})
+        return typing.cast(dict[str, Any], json.loads(json.dumps(fields)))
 
     def comparable(self) -> dict[str, Any]:
         """Return the part of `to_dict` that a resumed run must not change; values of equal effect are written alike."""

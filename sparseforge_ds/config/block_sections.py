@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sparseforge_ds.config.strict import require
+from sparseforge_ds.mask.quantization import FEWEST_BITS, MOST_BITS
 
 StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
@@ -199,6 +200,31 @@ class ReconstructionConfig:
     def __post_init__(self) -> None:
         require(self.damping > 0, "reconstruction.damping", self.damping, "use a value > 0")
         require(self.block >= 1, "reconstruction.block", self.block, "use an integer >= 1")
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Quantization of the weights under a mask in training (eq. 14): the network sees Q(m_eff W).
+
+    W itself stays in full precision and is trained by the gradient at Q(m_eff W), straight through. The grid is
+    symmetric, so that pruned weights stay 0. docs/guides/quantization.md says what it costs.
+    """
+
+    bits: int = 4
+    """Bits of a weight's code, 2 to 8."""
+    group: int | None = 64
+    """Kept weights of an output that share a scale of 16 bits: with 64, 128 inputs at 2:4. It must divide the kept
+    inputs of every weight. null: one scale for all inputs of an output."""
+    from_: Literal["freeze"] | float = "freeze"
+    """Moment from which on the network sees quantized weights: `freeze`, when masks freeze, or a fraction of
+    max_steps."""
+
+    def __post_init__(self) -> None:
+        require(FEWEST_BITS <= self.bits <= MOST_BITS, "quantize.bits", self.bits, "use 2 to 8")
+        require(self.group is None or self.group >= 1, "quantize.group", self.group, "use null or an integer >= 1")
+        begin = self.from_
+        is_share = not isinstance(begin, str) and 0 <= begin <= 1
+        require(begin == "freeze" or is_share, "quantize.from", begin, 'use "freeze", or a fraction from 0 to 1')
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.quantization import scale_group
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.block import SparseForgeConfig
@@ -53,9 +54,13 @@ def check_method(config: SparseForgeConfig) -> None:
 
 
 def check_removes(config: SparseForgeConfig) -> None:
-    """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison."""
+    """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison.
+
+    A control may be quantized, which is done without training, too.
+    """
     pattern = config.parsed_pattern
-    is_control = config.method.name == "naive_retrain" and config.importance == "magnitude"
+    controls = ("naive_retrain",) if config.quantize is None else ("naive_retrain", "oneshot")
+    is_control = config.method.name in controls and config.importance == "magnitude"
     if pattern.kept == pattern.members and not is_control:
         raise ValueError(
             f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
@@ -136,7 +141,14 @@ def check_combinations(config: SparseForgeConfig) -> None:
         "only sparseforge with a soft mask, importance fisher, per_token and row and column sums listens to the "
         'training step; leave it out, or use "probe"',
     )
-    # 3. Branches.
+    # 3. Groups of inputs that share a scale.
+    if config.quantize is not None and config.quantize.group is not None:
+        group = config.quantize.group
+        try:
+            scale_group(config.parsed_pattern, group, group * config.parsed_pattern.members)
+        except ValueError as error:
+            raise ValueError(f"sparseforge.quantize.group = {group}: {error}") from None
+    # 4. Branches.
     if config.low_rank is not None and config.moves_weights_into_branches:
         pattern = config.parsed_pattern
         _require(

@@ -54,14 +54,20 @@ def build(kind: type, block: dict[str, Any], where: str) -> Any:
         ValueError: a key is unknown or missing, or a value has the wrong type.
     """
     every_hint = typing.get_type_hints(kind)
-    hints = {item.name: every_hint[item.name] for item in dataclasses.fields(kind)}
+    hints = {key_of(item.name): every_hint[item.name] for item in dataclasses.fields(kind)}
     for key in block:
         if key not in hints:
             raise ValueError(f"{where}.{key}: unknown key; did you mean {where}.{_nearest(key, hints)}?")
     for item in dataclasses.fields(kind):
-        if item.name not in block and item.default is item.default_factory is dataclasses.MISSING:
+        if key_of(item.name) not in block and item.default is item.default_factory is dataclasses.MISSING:
             raise ValueError(f"{where}.{item.name}: missing; it has no default")
-    return kind(**{key: convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
+    field_of = {key_of(item.name): item.name for item in dataclasses.fields(kind)}
+    return kind(**{field_of[key]: convert(value, hints[key], f"{where}.{key}") for key, value in block.items()})
+
+
+def key_of(field: str) -> str:
+    """Return the JSON key of a field: its name, without the `_` behind a word of Python like `from`."""
+    return field.rstrip("_")
 
 
 def dataclass_options(hint: Any) -> list[Any]:
@@ -108,8 +114,12 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None
+        kinds = [option for option in options if option is not type(None)]
+        # Text means one of the names, if there are names; else the first type is meant.
+        by_name = isinstance(value, str)
+        kind = next((option for option in kinds if (typing.get_origin(option) is Literal) == by_name), kinds[0])
         try:
-            return convert(value, next(option for option in options if option is not type(None)), where)
+            return convert(value, kind, where)
         except ValueError as error:
             if type(None) in options and ": expected " in str(error) and str(error).startswith(f"{where} = "):
                 raise ValueError(f"{error}, or null") from None

@@ -1,4 +1,4 @@
-"""Source of an export that reads a checkpoint of a run: mask * dense with exact +0.0.
+"""Source of an export that reads a checkpoint of a run: mask * dense with exact +0.0, quantized if the run is.
 
 The mask of an unfinished run is projected as training would do it at that moment: the N largest of each group stay,
 and ties go to the lower index. Before the first mask update all members tie, and the N largest dense weights stay.
@@ -27,6 +27,8 @@ from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.quantization import quantized, scale_group
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.model.hub_access import published_name
 from sparseforge_ds.model.published_names import published_tensors
@@ -74,6 +76,7 @@ class RunSource(Source):
         self.config = saved.config
         self.pattern = self.config.parsed_pattern
         self.step = saved.step
+        self.quantize = self.config.quantize if self.config.is_quantized(self.step, hard=True) else None
         self.released = self.step >= self.config.release_step
         """True if masks are not stored any more: pruned weights are +0.0."""
         self.finished = self.step >= self.config.resolved_schedule.freeze_step
@@ -181,7 +184,7 @@ class RunSource(Source):
         spec = self.specs[name]
         weight = self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
-        span = 1 if weight is None else self.pattern.span(weight.shape, weight.input_axis)
+        span = 1 if weight is None else self._span(weight)
         for start, stop in chunk_ranges(flat.numel(), span):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
@@ -226,13 +229,34 @@ class RunSource(Source):
             )
         return kept, dense
 
+    def _span(self, weight: SparseWeight) -> int:
+        """Return the elements of the smallest part of a weight that can be read by itself."""
+        span = self.pattern.span(weight.shape, weight.input_axis)
+        if self.quantize is None:
+            return span
+        return math.lcm(span, self._scale_group(weight).span(weight.shape, weight.input_axis))
+
+    def _scale_group(self, weight: SparseWeight) -> NM:
+        """Return the inputs of a quantized weight that share a scale."""
+        assert self.quantize is not None
+        return scale_group(self.pattern, self.quantize.group, weight.shape[weight.input_axis])
+
+    def _quantized(self, weight: SparseWeight, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return Q(w), eq. 14, of whole spans as masters of `dtype` have it; w itself if the run is not quantized."""
+        if self.quantize is None:
+            return value
+        group = self._scale_group(weight)
+        value_GI = group.to_groups(value.to(dtype).float(), weight.shape, weight.input_axis)
+        return group.from_groups(quantized(value_GI, self.quantize.bits), weight.shape, weight.input_axis)
+
     def _sparse(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
-        """Return hard(mask) * dense (eq. 11) in fp32 of elements start..stop, with pruned members exactly +0.0."""
+        """Return Q(hard(mask) * dense) (eqs. 11 and 14) in fp32 of elements start..stop; pruned members are 0."""
         kept, dense = self._kept(weight, start, stop)
         value = torch.where(kept, dense, 0.0)
-        if not self.finished:
-            return value * self._scale(weight, start, stop)
         master = self._state(weight.name, None, start, stop)
+        if not self.finished:
+            return self._quantized(weight, value * self._scale(weight, start, stop), master.dtype)
+        value = self._quantized(weight, value, master.dtype)
         if not torch.equal(value.to(master.dtype), master):  # masters may be bf16
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "

@@ -15,6 +15,7 @@ The numbers are those of docs/concepts/equations.md.
 | 9 | mask | `update.move`; all of 3 to 9 in order: `update.update_mask` |
 | 10 | quench | `effective_mask.effective_mask` |
 | 11 | project | `pattern.top_n` of the mask |
+| 14 | quantization | `quantization.quantized` |
 | - | schedules | `anneal.Schedule.dials` |
 
 These functions say what is computed. `mask.kernels` computes the same, bit for bit, on millions of elements at a time.

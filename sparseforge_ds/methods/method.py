@@ -82,21 +82,28 @@ class MaskMethod:
         """Publish as if masks were frozen now."""
         MaskMethod.publish(self, index, dense, None, out, self.weights.step)
 
+    def write_master(self, index: int, dense: Tensor, before: Tensor | None, step: int, hard: bool = False) -> None:
+        """Write a master partition after optimizer step `step`: m_eff W (eq. 1), or Q(m_eff W) (eq. 14).
+
+        Arguments as in `publish`. `hard` is as if masks were frozen now. Collective if weights are quantized.
+        """
+        master = self.weights.layout.flats[index].data
+        if hard:
+            self.publish_hard(index, dense, master)
+        else:
+            self.publish(index, dense, before, master, step)
+        if self.weights.quantizer is not None and self.weights.config.is_quantized(step, hard):
+            self.weights.quantizer.quantize(index)
+
     @torch.no_grad()
     def write_masters(self, hard: bool = False) -> None:
-        """Write master = m_eff W for every prunable partition, outside an optimizer step.
+        """Do `write_master` for every prunable partition, outside an optimizer step. Collective.
 
-        `ShardLayout.push` makes it visible. `hard` is as if masks were frozen now.
+        `ShardLayout.push` makes it visible.
         """
-        state = self.weights.state
-        layout = self.weights.layout
-        for index in state.flats:
-            if (dense := state.separate_dense(index)) is None:
-                continue  # the master is W
-            if hard:
-                self.publish_hard(index, dense, layout.flats[index].data)
-            else:
-                self.publish(index, dense, None, layout.flats[index].data, self.weights.step)
+        for index in self.weights.state.flats:
+            if (dense := self.weights.state.separate_dense(index)) is not None:  # else the master is W
+                self.write_master(index, dense, None, self.weights.step, hard)
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Return the gradient for the optimizer's step of a master partition; None leaves the partition as it is.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.mask.packing import has_packed_weights
+from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import BRANCH as BRANCH
 from sparseforge_ds.model.family_table import FAMILIES, Row
@@ -247,6 +248,13 @@ class _Matrices:
                 f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}; choose another pattern, or "
                 f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
             )
+        # So must the groups that share a scale.
+        if config.quantize is not None:
+            for weight in chosen:
+                try:
+                    scale_group(pattern, config.quantize.group, weight.shape[weight.input_axis])
+                except ValueError as error:
+                    raise ValueError(f"{weight.name}: quantize.group = {config.quantize.group}: {error}") from None
         return chosen
 
     def uncovered(self, config: SparseForgeConfig) -> Uncovered:

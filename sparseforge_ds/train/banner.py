@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparseforge_ds.config import LowRankConfig
+from sparseforge_ds.config import LowRankConfig, QuantizeConfig
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
@@ -66,6 +66,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
         ),
         *_longer_line(spec),
         *([("low rank", _branch_line(config.low_rank))] if config.low_rank else []),
+        *([("quantize", _quantize_line(config.quantize, config.quantize_step))] if config.quantize else []),
         ("rate", str(spec.learning_rate)),
         (
             "batch",
@@ -119,6 +120,11 @@ def _branch_line(branch: LowRankConfig) -> str:
     if branch.learned:
         return f"a learned branch, a number for {branch.k} weights"
     return f"SLoRB, a number for {branch.k} inputs of a pruned weight's output"
+
+
+def _quantize_line(settings: QuantizeConfig, step: int) -> str:
+    shared = "all inputs of an output" if settings.group is None else f"{settings.group} kept weights of an output"
+    return f"{settings.bits} bits from step {step} on, a scale for {shared}"
 
 
 def memory_per_rank(spec: RunSpec) -> dict[str, int]:

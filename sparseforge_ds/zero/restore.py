@@ -222,10 +222,10 @@ class _Reader:
         """Return a flat's optimizer state; empty if no weight in it had a gradient yet."""
         entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.shards[index]]
         keys = {key for entry in entries for key in entry.states}
-        # After the freeze W is a state only beside masters of 16 bits.
+        # After the freeze W is a state only beside masters of fewer bits.
         if index in self.state.flats and self.masks == "frozen":
             keys -= {"dense"}
-            keys |= {"dense"} if self.layout.flats[index].dtype != torch.float32 else set()
+            keys |= {"dense"} if self.state.keeps_dense(index) else set()
         if not keys:
             return {}
         state: dict[str, Any] = self._read_scalars(index)

@@ -4,10 +4,10 @@ While masks move, W, the mask and, for some scores, a curvature lie in the inner
 element for each element of DeepSpeed's flat master partition: DeepSpeed saves, shards and offloads them. Adam creates
 its moments only if a parameter's state is empty, so our tensors wait outside until its first step is over.
 
-Once masks are frozen, pruned elements of W are never used again, and the master is the weight that trains. One bit a
-weight, `kept`, stays in memory, and a checkpoint holds nothing of ours. A pruned weight is +0.0 in it and a kept one
-never is: a kept weight that happens to be 0 is written as -0.0 (`mark_kept_zeros`), so that the mask can be read from
-the weights.
+Once masks are frozen, pruned elements of W are never used again, and the master is the weight that trains, unless it
+has fewer bits than W: 16, or those of a quantized weight. One bit a weight, `kept`, stays in memory, and a checkpoint
+holds nothing else of ours. A pruned weight is +0.0 in it and a kept one never is: a kept weight that happens to be 0 is
+written as -0.0 (`mark_kept_zeros`), so that the mask can be read from the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class ShardState:
     """Our tensors of every master partition that holds prunable weights. Padding is 0."""
 
     def __init__(
-        self, layout: ShardLayout, shards: dict[str, Shard], mask_dtype: torch.dtype, more: tuple[str, ...]
+        self,
+        layout: ShardLayout,
+        shards: dict[str, Shard],
+        mask_dtype: torch.dtype,
+        more: tuple[str, ...],
+        is_quantized: bool = False,
     ) -> None:
         """Attach to the state of the engine's inner optimizer, and to its loading.
 
@@ -40,8 +45,10 @@ class ShardState:
             shards: shards of the prunable weights, by name.
             mask_dtype: dtype in which masks are stored (`mask.kernels.codes`).
             more: names of further states beside `dense` and `mask`; they are fp32 and begin as 0.
+            is_quantized: True if masters are quantized, so that W stays beside them.
         """
         self.layout = layout
+        self.is_quantized = is_quantized
         self.mask_dtype = mask_dtype
         self.keys = ("dense", "mask", *more)
         """Names of our tensors in the optimizer's state, while masks move."""
@@ -141,8 +148,12 @@ class ShardState:
         return shard.slice_of_flat(self.partition(shard.flat)[key])
 
     def separate_dense(self, index: int) -> Tensor | None:
-        """Return W if it is kept beside the master: while masks move, or if masters have 16 bits; else None."""
+        """Return W if it is kept beside the master: while masks move, or if `keeps_dense`; else None."""
         return self.partition(index).get("dense")
+
+    def keeps_dense(self, index: int) -> bool:
+        """Return True if W stays beside the master once masks are frozen: masters have 16 bits, or are quantized."""
+        return self.is_quantized or self.layout.flats[index].dtype != torch.float32
 
     def weights_being_trained(self, index: int) -> Tensor:
         """Return the tensor of a partition that the optimizer trains: W, or the master if there is no separate W."""
@@ -201,7 +212,7 @@ class ShardState:
     def release(self) -> None:
         """Drop pruned elements of W, masks and curvature; `kept` and the moments of kept weights are left.
 
-        From here on the optimizer trains the masters. If they have 16 bits, W stays beside them in fp32, with zeros
+        From here on the optimizer trains the masters. If `keeps_dense`, it trains W beside them, in fp32, with zeros
         where it is pruned. Masks must be projected: 0 or 1.
         """
         for index in self.flats:
@@ -215,7 +226,7 @@ class ShardState:
                 bits.copy_(pack(kept))
                 flat.data.view(-1)[chunk] = dense.view(-1)[chunk].masked_fill_(~kept, 0.0)
             for key in self.keys:
-                if key != "dense" or flat.dtype == dense.dtype:
+                if key != "dense" or not self.keeps_dense(index):
                     del state[key]
             # Moments of pruned weights would move them at the next step.
             for moment in self._moments(index).values():

@@ -38,8 +38,8 @@ class StepMethod(Protocol):
     def after_step(self, index: int, group: dict[str, Any]) -> None:
         """Act on a master partition after the optimizer's step, before it is published."""
 
-    def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        """Write m_eff W of a master partition after optimizer step `step` to `out`."""
+    def write_master(self, index: int, dense: Tensor, before: Tensor | None, step: int) -> None:
+        """Write m_eff W after optimizer step `step` to a master partition, quantized if that has begun."""
 
 
 class StepHooks:
@@ -139,7 +139,7 @@ class StepHooks:
             if (master := self._masters.pop(index, None)) is not None:
                 dense = flat.data
                 _swap_data(flat, master)
-                self.method.publish(index, dense, before, flat.data, self.method.next_step)
+                self.method.write_master(index, dense, before, self.method.next_step)
             # ZeRO-3 calls once for each sub-group; one of them counts the step.
             if index == self.state.flats[0]:
                 self.steps_begun += 1

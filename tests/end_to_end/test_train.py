@@ -229,3 +229,18 @@ def test_runs_with_low_rank_branches_resume_bit_by_bit(tmp_path, learned):
     shutil.rmtree(checkpoints / "step_000008")
     train(*flags, "--resume")
     assert differences(straight, states(checkpoints / "step_000008")) == []
+
+
+def test_a_quantized_run_exports_what_it_trained(tmp_path):
+    """On two ranks of ZeRO-3: a group of an output has 15 values at most, as codes and as ordinary weights."""
+    block = {"quantize": {"bits": 4, "group": 16, "from": "freeze"}, "start": None}
+    flags = flags_of(tmp_path, deepspeed_json(stage=3, **block), max_steps=10)
+    train(*flags)
+    assert command(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    record = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert record["proof"] and record["config"]["quantize"] == block["quantize"]
+    for name in record["weights"]:
+        for group in state[name].reshape(-1, 32):
+            step = group.abs().max() / 7
+            assert torch.allclose(group / step, (group / step).round(), atol=1e-3), name

@@ -22,7 +22,7 @@ pytest.importorskip("mkdocs")
 from sparseforge_ds.cli.main import parser as all_commands
 from sparseforge_ds.config import METHODS, PRESETS, SparseForgeConfig
 from sparseforge_ds.config.command_line import argument_parser
-from sparseforge_ds.config.strict import dataclass_options
+from sparseforge_ds.config.strict import dataclass_options, key_of
 from sparseforge_ds.model.family_table import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -180,6 +180,6 @@ def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         inner = dataclass_options(hints[field.name])
-        yield prefix + field.name, json.dumps({} if inner and default is not None else default)
+        yield prefix + key_of(field.name), json.dumps({} if inner and default is not None else default)
         for item in inner:
             yield from _fields(item, f"{prefix}{field.name}.")

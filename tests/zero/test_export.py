@@ -57,6 +57,9 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage3-deepseek": ("deepseek", Case(stage=3)),
     "stage2-listed": ("olmoe", Case(stage=2)),
     "stage3-one-step": ("llama", Case(stage=3, steps=1)),
+    "stage3-quantized": ("llama", Case(stage=3, config={"quantize": {"group": 8}})),
+    "stage2-quantized-conv1d-bf16": ("gpt2", Case(stage=2, dtype="bf16", config={"quantize": {"group": None}})),
+    "stage1-unfinished-quantized": ("llama", Case(stage=1, steps=5, config={"quantize": {"group": 16}})),
 }
 WEIGHTS = {
     "llama": 14,

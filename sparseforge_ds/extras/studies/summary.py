@@ -133,16 +133,20 @@ DENSE = Cost(1.0, 1.0)
 
 
 def inference_cost(config: SparseForgeConfig) -> Cost:
-    """Count kept values, their positions, and B of a low-rank branch, for the block's pattern and `low_rank`.
+    """Count kept values, their positions, and B of a low-rank branch, for a block.
 
     Positions take the shortest of three codes: the kept members, the pruned ones, or a bit for every member; packed24
     stores as many for 2:4. Products with zeros are skipped, sums of inputs are free, and k divides the inputs of B.
+    Scales of quantized values take 16 bits; one for a whole row counts nothing.
     """
     n = config.parsed_pattern.kept
     m = config.parsed_pattern.members
     position_bits = min(m, min(n, m - n) * math.ceil(math.log2(m)))
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
-    return Cost((16 * n + position_bits) / (16 * m) + branch, n / m + branch)
+    value_bits = 16.0
+    if config.quantize is not None:
+        value_bits = config.quantize.bits + (0.0 if config.quantize.group is None else 16 / config.quantize.group)
+    return Cost((value_bits * n + position_bits) / (16 * m) + branch, n / m + branch)
 
 
 def cost_of(line: Any, config: CompareConfig) -> Cost:
@@ -255,7 +259,7 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
         f"text, at {_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
         "seed.",
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
-        "values of 16 bits and the positions of kept values; products with zeros are skipped.",
+        "values, of 16 bits or quantized, and the positions of kept values; products with zeros are skipped.",
     ]
     if has_costs(lines):
         legend.append(

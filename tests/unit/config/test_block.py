@@ -29,6 +29,18 @@ def test_every_preset_builds_and_survives_a_round_trip(preset: str):
     assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+def test_quantization_begins_where_from_says():
+    block = {"max_steps": 100, "quantize": {"from": 0.5}}
+    config = build(**block)
+    assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config.to_dict()["quantize"] == {"bits": 4, "group": 64, "from": 0.5}
+    assert [step for step in (0, 49, 50, 100) if config.is_quantized(step)] == [50, 100]
+    frozen = build(max_steps=100, quantize={})
+    assert frozen.quantize_step == frozen.resolved_schedule.freeze_step == 20
+    assert frozen.is_quantized(10, hard=True) and not frozen.is_quantized(10) and not config.is_quantized(10, hard=True)
+    assert not build().is_quantized(100) and build(method="naive_retrain", quantize={}).quantize_step == 0
+
+
 def test_given_keys_win_over_the_preset_and_leave_its_neighbours():
     config = build(preset="paper_like", method={"update_every": 7}, low_rank={"k": 32})
     assert config.method.update_every == 7
@@ -83,6 +95,19 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             {"method": "naive_retrain", "importance": "sparsegpt"},
         )
     ),
+    *(
+        ({"quantize": {"bits": bits}}, [f"sparseforge.quantize.bits = {bits} is not valid", "use 2 to 8"])
+        for bits in (1, 9)
+    ),
+    ({"quantize": {"group": 0}}, ["sparseforge.quantize.group = 0 is not valid", "null or an integer >= 1"]),
+    (
+        {"quantize": {"group": 3}},
+        ["sparseforge.quantize.group = 3: 3 kept values are no whole number of groups of 2:4"],
+    ),
+    ({"quantize": {"from": "frozen"}}, ["sparseforge.quantize.from = 'frozen' is not valid: use one of freeze"]),
+    ({"quantize": {"from": 1.5}}, ["sparseforge.quantize.from = 1.5", '"freeze", or a fraction from 0 to 1']),
+    ({"quantize": {"from": True}}, ["sparseforge.quantize.from = True", "expected a number"]),
+    ({"quantize": {"from_": 0.5}}, ["sparseforge.quantize.from_: unknown key", "sparseforge.quantize.from?"]),
     ({"importance": "hessian"}, ["sparseforge.importance", "'hessian'", "hutchinson", "magnitude"]),
     ({"importance": ["fisher"]}, ["sparseforge.importance", "fisher"]),
     ({"method": {"threshold": "median"}}, ["sparseforge.method.threshold", "midpoint, nth"]),

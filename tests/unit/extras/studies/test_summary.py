@@ -158,6 +158,13 @@ def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float,
     assert (found.bytes, found.multiplications) == cost
 
 
+def test_quantized_values_take_fewer_bytes() -> None:
+    dense = {"pattern": "4:4", "method": "naive_retrain", "importance": "magnitude", "quantize": {"group": None}}
+    bits = {"2:4": {"quantize": {}}, "2:4, 8 bits": {"quantize": {"bits": 8, "group": None}}, "dense": dense}
+    cost = {name: 16 * inference_cost(SparseForgeConfig.from_dict(block)).bytes for name, block in bits.items()}
+    assert cost == {"2:4": 3.125, "2:4, 8 bits": 5.0, "dense": 4.0}
+
+
 def test_closeness_has_a_column_for_every_text(tmp_path: Path) -> None:
     texts = {"wiki": {"path": "stdlib:heldout"}}
     config = read_comparison(write(tmp_path, methods={"ours": {}}, other_texts=texts, choose_by="kl"))

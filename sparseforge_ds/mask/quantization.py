@@ -1,0 +1,78 @@
+"""Symmetric quantization of published weights to a few bits (eq. 14): w = Q(m_eff W).
+
+Legend of shape suffixes: G groups, I inputs of a group, which share a scale.
+
+A pruned weight stays 0. The scale has 8 significant bits, so that bf16 holds it, and what was trained is bit for bit
+what an export stores as codes and scales.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.mask.pattern import NM, Pattern
+
+SCALE_DTYPE = torch.bfloat16
+"""Dtype that holds every scale exactly."""
+FEWEST_BITS = 2
+MOST_BITS = 8
+
+
+def largest_code(bits: int) -> int:
+    """Return the largest code of a symmetric grid: 7 for 4 bits. Its negative is the smallest; -8 is no code."""
+    return (1 << (bits - 1)) - 1
+
+
+def quantize(weight_GI: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of groups (eq. 14): q = round(w / s), s = max |w| of the group / largest code.
+
+    Args:
+        weight_GI: (G, I) fp32 published weights.
+        bits: of a code, the sign included.
+
+    Returns:
+        (G, I) fp32 integers, ties to even, and (G, 1) fp32 scales. A group of zeros has the scale 1.
+    """
+    scale_G1 = weight_GI.abs().amax(dim=1, keepdim=True) / largest_code(bits)
+    scale_G1 = scale_G1.to(SCALE_DTYPE).float()
+    scale_G1 = torch.where(scale_G1 == 0, 1.0, scale_G1)
+    code_GI = (weight_GI / scale_G1).round_().clamp_(-largest_code(bits), largest_code(bits))
+    return code_GI, scale_G1
+
+
+def quantized(weight_GI: Tensor, bits: int) -> Tensor:
+    """Return Q(w) = q s, (G, I) fp32. A kept weight that is rounded to 0 becomes -0.0, so that it still shows as kept.
+
+    The gradient passes straight through: dL/dQ(w) is used for W as dL/dw is.
+    """
+    code_GI, scale_G1 = quantize(weight_GI, bits)
+    rounded_GI = code_GI * scale_G1
+    return torch.where(is_kept(weight_GI) & (rounded_GI == 0), -0.0, rounded_GI)
+
+
+def scale_group(pattern: Pattern, kept: int | None, inputs: int) -> NM:
+    """Return the groups of inputs that share a scale, as a pattern that prunes nothing.
+
+    Args:
+        pattern: of the weight.
+        kept: kept values of a group; None for all inputs of an output.
+        inputs: of the weight.
+
+    Raises:
+        ValueError: the groups do not consist of whole groups of the pattern, or do not divide the inputs.
+    """
+    if kept is None:
+        return NM(inputs, inputs)
+    size, rest = divmod(kept * pattern.members, pattern.kept)
+    if rest or (isinstance(pattern, NM) and size % pattern.members):
+        raise ValueError(
+            f"{kept} kept values are no whole number of groups of {pattern}; use a multiple of the n of n:m"
+        )
+    if inputs % size:
+        raise ValueError(
+            f"{kept} kept values lie in {size} inputs at {pattern}, which do not divide its {inputs} inputs; use a "
+            "smaller number, or null for a scale a row"
+        )
+    return NM(size, size)
