@@ -37,6 +37,8 @@ _LAUNCHES = 60e-6
 """Seconds that a GPU's small kernels take for each column that SparseGPT decides, about."""
 _STEP_BYTES = 40
 """Bytes of a weight that an Adam step reads and writes: gradient, W, both moments, and the zeros of new gradients."""
+_COPIED = 8e9
+"""Bytes a second between a GPU and memory of the host that is not pinned, about."""
 _COLUMNS = 512
 """Columns on which SparseGPT's loop is measured."""
 _FACTOR = 2048
@@ -230,14 +232,14 @@ def plan_prune(
         available = int(gpu.memory * GIB)
         place = "on the GPU" if work.streams <= SHARE * available else "in memory or on the disk"
         memory = prune_memory(work, own_streams=place == "on the GPU")
-        seconds = assumed_rates(work, gpu, mfu).seconds(work)
+        seconds = assumed_rates(work, gpu, mfu).seconds(work, copied=place != "on the GPU")
         return PrunePlan(work, f"one {name}", memory, place, seconds, f"at {mfu:.0%} of its peaks (assumed)", available)
     parent = next(path for path in out.absolute().parents if path.exists())
     place = storage_for(work.streams, hardware, parent)
     is_gpu = hardware.type == "cuda"
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
     memory = prune_memory(work, own_streams=place == ("on the GPU" if is_gpu else "in memory"))
-    seconds = measured_rates(model.config, work, hardware).seconds(work)
+    seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and place != "on the GPU")
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
     return PrunePlan(
         work,
@@ -264,7 +266,8 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
     always = {"libraries (assumed)": _LIBRARIES, "streams": work.streams if own_streams else 0}
     activations = BYTES_A_CHANNEL * size * work.seq_length * work.hidden
     block: Kinds = {**always, "block": 4 * work.block_elements}
-    phases: dict[str, Kinds] = {"embedding": {**always, "embedding": (4 + 2) * work.other_elements}}
+    # Values as they are stored, in fp32, and which of them are finite.
+    phases: dict[str, Kinds] = {"embedding": {**always, "embedding": (work.dtype.itemsize + 5) * work.other_elements}}
     if work.start.mask == "sparsegpt":
         # X^T X of every input, and H^-1 of the widest in fp64 and fp32, beside copies of W and masks.
         phases["first mask"] = {
@@ -279,7 +282,7 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
         soft = 12 * masked + 8 * largest if work.start.mask == "annealed" else 2 * masked
         phases["training"] = {
             **block,
-            "gradients": 4 * masked,
+            "gradients": 4 * masked + (6 if work.autocast else 4) * largest,  # one is on its way
             "Adam's moments": 8 * masked,
             "masks": soft,
             "16-bit copies": 2 * masked if work.autocast else 0,
@@ -303,11 +306,23 @@ class BlockRates:
     step: float
     """Seconds of an optimizer step."""
 
-    def seconds(self, work: PruneWork) -> dict[str, float]:
-        """Return the seconds of all blocks, by part of the work."""
+    def seconds(self, work: PruneWork, copied: bool) -> dict[str, float]:
+        """Return the seconds of all blocks, by part of the work.
+
+        Args:
+            work: sizes of the prune.
+            copied: True if the streams are not where the device computes.
+        """
         forward = work.tokens * (self.forward * work.forward_passes() + self.inputs * work.needs_inputs)
         training = work.tokens * work.start.epochs * self.backward + work.steps * self.step
-        parts = {"forward passes": forward, "first masks": self.first_mask, "training": training}
+        # Both streams are read and written, and the pruned one is measured; each epoch reads both.
+        copies = (5 + 2 * work.start.epochs) * work.streams / 2 / _COPIED if copied else 0.0
+        parts = {
+            "forward passes": forward,
+            "first masks": self.first_mask,
+            "training": training,
+            "copies of streams": copies,
+        }
         return {name: work.blocks * seconds for name, seconds in parts.items()}
 
 
