@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sparseforge_ds.config.strict import require
-from sparseforge_ds.mask.quantization import FEWEST_BITS, MOST_BITS
 
 StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
@@ -220,7 +219,7 @@ class QuantizeConfig:
     max_steps."""
 
     def __post_init__(self) -> None:
-        require(FEWEST_BITS <= self.bits <= MOST_BITS, "quantize.bits", self.bits, "use 2 to 8")
+        require(2 <= self.bits <= 8, "quantize.bits", self.bits, "use 2 to 8")
         require(self.group is None or self.group >= 1, "quantize.group", self.group, "use null or an integer >= 1")
         begin = self.from_
         is_share = not isinstance(begin, str) and 0 <= begin <= 1

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparseforge_ds.config.strict import require
 from sparseforge_ds.mask.anneal import MaskSchedule
-from sparseforge_ds.mask.pattern import Pattern
+
+if TYPE_CHECKING:  # it imports torch, for which the help of a command need not wait
+    from sparseforge_ds.mask.pattern import Pattern
 
 Window = tuple[float, float]
 REPORT_EVERY = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
 
@@ -18,7 +18,9 @@ from sparseforge_ds.config.method_config import (
 )
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import MaskSchedule
-from sparseforge_ds.mask.pattern import NM, Pattern
+
+if TYPE_CHECKING:
+    from sparseforge_ds.mask.pattern import Pattern
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
 """Keys of the block that methods start from if they choose a mask before the first step."""
@@ -185,6 +187,8 @@ class MaskLLMConfig(MethodConfig):
 
     @override
     def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
+        from sparseforge_ds.mask.pattern import NM
+
         assert isinstance(pattern, NM)
         return logit_keys(pattern.n, pattern.m)
 

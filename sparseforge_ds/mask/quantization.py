@@ -16,8 +16,6 @@ from sparseforge_ds.mask.pattern import NM, Pattern
 
 SCALE_DTYPE = torch.bfloat16
 """Dtype that holds every scale exactly."""
-FEWEST_BITS = 2
-MOST_BITS = 8
 
 
 def largest_code(bits: int) -> int:
