@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
@@ -130,7 +130,7 @@ class ShardedWeights:
 
     def top(self, shard: Shard, values: Tensor, halo: Halo) -> Tensor:
         """Return (numel of the shard,) bool: the top N of the values in every group."""
-        return self.from_groups(shard, top_n(self.to_groups(shard, values, halo), self.pattern.kept))
+        return self.from_groups(shard, survivors(self.to_groups(shard, values, halo), self.pattern))
 
     def dense(self, shard: Shard) -> Tensor:
         """Return a (numel of the shard,) view of W."""
@@ -184,8 +184,12 @@ class ShardedWeights:
         halo = self.exchange("mask")
         misfits = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for chunk in self.chunks():
-            kept_G = self.to_groups(chunk, self.state.mask(chunk), halo).sum(dim=1)
-            misfits += (kept_G != self.pattern.kept).sum().to(misfits.device)
+            kept_GM = self.to_groups(chunk, self.state.mask(chunk), halo)
+            # In a full group the kept members are its best ones, and N in number.
+            is_full_G = (kept_GM.sum(dim=1) == self.pattern.kept) & (
+                survivors(kept_GM, self.pattern) == kept_GM.bool()
+            ).all(dim=1)
+            misfits += (~is_full_G).sum().to(misfits.device)
         if self.layout.all_reduce(misfits).item():
             raise ValueError(
                 f"the checkpoint's masks are frozen, but {misfits.item()} groups of its weights are not "

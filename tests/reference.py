@@ -31,7 +31,7 @@ def groups_of(pattern: str, shape: tuple[int, ...], input_axis: int) -> list[lis
             for top in range(0, rows, size)
             for left in range(0, columns, size)
         ]
-    m = int(pattern.split(":")[1])
+    m = int(pattern.removesuffix(" pairs").split(":")[1])
     if input_axis == -1:
         return [[o * columns + i + j for j in range(m)] for o in range(rows) for i in range(0, columns, m)]
     return [[(i + j) * columns + o for j in range(m)] for o in range(columns) for i in range(0, rows, m)]
@@ -48,6 +48,15 @@ def kept_of(pattern: str) -> int:
 def winners(values: list[float], n: int) -> list[int]:
     """Positions of the n largest, ties to the lower position."""
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
+
+
+def pooled(values: list[float], groups: list[list[int]]) -> list[float]:
+    """Return what members of pairs are compared by: the sum of both, in fp32."""
+    sums = list(values)
+    for group in groups:
+        for first, second in zip(group[::2], group[1::2], strict=True):
+            sums[first] = sums[second] = (torch.tensor(values[first]) + torch.tensor(values[second])).item()
+    return sums
 
 
 def harden(mask: list[float], groups: list[list[int]], n: int) -> list[float]:
@@ -78,9 +87,11 @@ def updated_mask(
     dials: dict[str, float],
     threshold: str,
     damping: float,
+    pairs: bool = False,
 ) -> tuple[list[float], list[float]]:
     """Eqs. 3 to 9 for one matrix: the new mask and the target."""
     score = standardized(weight, curvature, damping)
+    score = pooled(score, groups) if pairs else score
     new = list(mask)
     target = [0.0] * len(mask)
     for group in groups:
@@ -295,7 +306,7 @@ class ReferenceForge:
     def quantized(self, name: str, weight: Tensor) -> Tensor:
         """Q(w), eq. 14."""
         settings, axis = self.config["quantize"], self.input_axes[name]
-        members = int(self.config["pattern"].split(":")[1])
+        members = int(self.config["pattern"].removesuffix(" pairs").split(":")[1])
         size = weight.shape[axis] if settings["group"] is None else settings["group"] * members // self.n
         largest = 2 ** (settings["bits"] - 1) - 1
         values = weight.flatten().tolist()
@@ -351,6 +362,7 @@ class ReferenceForge:
                 self._dials(self.step_count),
                 self.config["method"]["threshold"],
                 self.config["curvature"]["damping"],
+                self.config["pattern"].endswith("pairs"),
             )
             self.mask[name] = self.target[name] if fix else [round(m * 65535) / 65535 for m in new]
         self.formed = True

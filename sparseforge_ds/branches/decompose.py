@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_moments, gather_master, write
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.model.branch import Branch, branches
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights
@@ -140,7 +140,7 @@ class _Removed:
         rest = wide.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, span.start, span.stop)
         rest_GM = weights.pattern.to_groups(rest, weight.shape, weight.input_axis)
         # Kept entries count as 0.
-        removed_GM = rest_GM.masked_fill(top_n(rest_GM.abs(), weights.pattern.kept), 0)
+        removed_GM = rest_GM.masked_fill(survivors(rest_GM.abs(), weights.pattern), 0)
         return weights.from_groups(chunk, removed_GM)
 
 

@@ -47,8 +47,9 @@ class SparseForgeConfig:
     max_steps: int = 400
     """Optimizer steps of the whole run, the unit of every fraction below. The launcher's `--max_steps` replaces it."""
     pattern: str = "2:4"
-    """Pattern of the kept weights. n:m keeps n of every m consecutive inputs. block<size>[:density] keeps a share of
-    every square tile: `block16` keeps half the entries of 16 x 16."""
+    """Pattern of the kept weights. n:m keeps n of every m consecutive inputs. `n:m pairs` keeps them in pairs of
+    neighbours, as `4:8 pairs`. block<size>[:density] keeps a share of every square tile: `block16` keeps half the
+    entries of 16 x 16."""
     importance: Importance = "fisher"
     """Curvature in the score of a weight (eq. 3). For other methods than `sparseforge` it is the rule that chooses
     their starting mask, which may also be `sparsegpt`."""

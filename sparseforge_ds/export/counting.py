@@ -67,8 +67,11 @@ def nonzero(flat: Tensor) -> tuple[Tensor, int]:
 
 
 def count_members(kept: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
-    """Count the True members of each group, (G,), in (n,) bool of whole spans of a weight of `shape`."""
-    return pattern.to_groups(kept.view(torch.uint8), shape, input_axis).sum(1)
+    """Count the members that are taken up in each group, (G,), in (n,) bool of whole spans of a weight of `shape`.
+
+    A member is taken up if it is True, or another that is kept and pruned together with it.
+    """
+    return pattern.pooled(pattern.to_groups(kept.view(torch.uint8), shape, input_axis)).count_nonzero(1)
 
 
 @dataclass
@@ -90,7 +93,7 @@ class WeightReport:
         kept, negative_zeros = nonzero(chunk)
         kept_G = count_members(kept, pattern, self.shape, self.input_axis)
         self.groups += kept_G.numel()
-        self.nonzeros += int(kept_G.sum())
+        self.nonzeros += int(kept.sum())
         self.violations += int((kept_G > pattern.kept).sum())
         self.negative_zeros += negative_zeros
         self.nonfinite += count_not_finite(chunk)

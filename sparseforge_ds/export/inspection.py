@@ -35,7 +35,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import BRANCH
 
@@ -178,8 +178,8 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
     """Describe a mask by groups, (G, M) in fp32, beside the dense weight of the same groups."""
-    hard_GM = top_n(mask_GM, pattern.kept)
-    largest_GM = top_n(dense_GM.abs(), pattern.kept)
+    hard_GM = survivors(mask_GM, pattern)
+    largest_GM = survivors(dense_GM.abs(), pattern)
     low, high = UNDECIDED
     count = max(1, mask_GM.numel())
     return MaskReport(

@@ -278,5 +278,6 @@ def _share_in_pattern(weight: Tensor, pattern: Pattern, row: Row) -> float:
     nonzero = weight != 0
     if not bool(nonzero.any()):  # as the second matrix of a fresh adapter
         return -1.0
-    kept_G = pattern.to_groups(nonzero.reshape(-1).to(torch.uint8), shape, row.input_axis).sum(1)
+    nonzero_GM = pattern.to_groups(nonzero.reshape(-1).to(torch.uint8), shape, row.input_axis)
+    kept_G = pattern.pooled(nonzero_GM).count_nonzero(1)
     return float((kept_G <= pattern.kept).double().mean())

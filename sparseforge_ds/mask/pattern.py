@@ -20,18 +20,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class NM:
-    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`); all of them where n is m."""
+class _InputGroups:
+    """Groups of `m` consecutive inputs, of which `n` survive."""
 
     n: int
     m: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.n <= self.m:
-            raise ValueError(f"pattern {self}: an n:m pattern needs 0 < n < m, for example 2:4")
-
-    def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
 
     @property
     def kept(self) -> int:
@@ -74,6 +67,44 @@ class NM:
         if input_axis % len(shape) == len(shape) - 1:
             return group_GM.reshape(-1)
         return group_GM.view(-1, shape[-1], self.m).transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class NM(_InputGroups):
+    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`); all of them where n is m."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n <= self.m:
+            raise ValueError(f"pattern {self}: an n:m pattern needs 0 < n < m, for example 2:4")
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    def pooled(self, value_GM: Tensor) -> Tensor:
+        """Return the values by which members are compared: here their own."""
+        return value_GM
+
+
+@dataclass(frozen=True)
+class Pairs(_InputGroups):
+    """Keep `n` of every `m` consecutive inputs, in pairs of neighbours: 4:8 in pairs is `Pairs(4, 8)`.
+
+    The sparse FP4 cores of Blackwell GPUs take it (CUTLASS, `sm1xx_sparse_config.inl`).
+    """
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m or self.n % 2 or self.m % 2:
+            raise ValueError(f"pattern {self}: pairs need even n and m, and 0 < n < m, for example 4:8 pairs")
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m} pairs"
+
+    def pooled(self, value_GM: Tensor) -> Tensor:
+        """Return the values by which members are compared: the sum over a pair, for each of the two.
+
+        Ties go to the lower index, so that the top N are whole pairs.
+        """
+        return value_GM.unflatten(1, (-1, 2)).sum(dim=2, dtype=value_GM.dtype).repeat_interleave(2, dim=1)
 
 
 @dataclass(frozen=True)
@@ -125,17 +156,24 @@ class Block:
         columns = shape[-1]
         return group_GM.view(-1, columns // size, size, size).transpose(1, 2).reshape(-1)
 
+    def pooled(self, value_GM: Tensor) -> Tensor:
+        """Return the values by which members are compared: here their own."""
+        return value_GM
 
-Pattern = NM | Block
+
+Pattern = NM | Pairs | Block
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Turn '2:4', '4:8', 'block16' or 'block16:0.5' into a pattern. The only place where patterns are text."""
-    if match := re.fullmatch(r"(\d+):(\d+)", text):
-        return NM(int(match[1]), int(match[2]))
+    """Turn '2:4', '4:8 pairs', 'block16' or 'block16:0.5' into a pattern. The only place where patterns are text."""
+    if match := re.fullmatch(r"(\d+):(\d+)( pairs)?", text):
+        return (Pairs if match[3] else NM)(int(match[1]), int(match[2]))
     if match := re.fullmatch(r"block(\d+)(?::(0?\.\d+))?", text):
         return Block(int(match[1]), float(match[2] or 0.5))
-    raise ValueError(f"unknown pattern {text!r}: write n:m (like 2:4) or block<size> (like block16 or block16:0.5)")
+    raise ValueError(
+        f"unknown pattern {text!r}: write n:m (like 2:4), n:m pairs (like 4:8 pairs) or "
+        "block<size> (like block16 or block16:0.5)"
+    )
 
 
 def rank_in_group(group_GM: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.effective_mask import is_kept
-from sparseforge_ds.mask.pattern import NM, Pattern
+from sparseforge_ds.mask.pattern import NM, Block, Pattern
 
 SCALE_DTYPE = torch.bfloat16
 """Dtype that holds every scale exactly."""
@@ -64,7 +64,7 @@ def scale_group(pattern: Pattern, kept: int | None, inputs: int) -> NM:
     if kept is None:
         return NM(inputs, inputs)
     size, rest = divmod(kept * pattern.members, pattern.kept)
-    if rest or (isinstance(pattern, NM) and size % pattern.members):
+    if rest or (not isinstance(pattern, Block) and size % pattern.members):
         raise ValueError(
             f"{kept} kept values are no whole number of groups of {pattern}; use a multiple of the n of n:m"
         )

@@ -40,7 +40,7 @@ def update_mask(
         (G, M) fp32 m and (G, M) bool of the target.
     """
     # eqs. 3 and 4: curvature times squared weight, in standard deviations of the matrix
-    score_GM = standardized_score(dense_GM, curvature_GM, scaling)
+    score_GM = pattern.pooled(standardized_score(dense_GM, curvature_GM, scaling))
     # eq. 6: the N best of every group
     rank_GM = rank_in_group(score_GM)
     target_GM = rank_GM < pattern.kept

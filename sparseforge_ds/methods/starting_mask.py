@@ -10,7 +10,7 @@ import torch
 from typing_extensions import override
 
 from sparseforge_ds.curvature.ranking import Ranking
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start.block_start import BlockStart, start_of
@@ -44,7 +44,7 @@ class StartingMask(MaskMethod):
         self.ranking.curvature.refresh(probe, self.write_masters)
         self.ranking.curvature.require_refreshed()
         for shard, score_GM in self.ranking.scored():
-            target = weights.from_groups(shard, top_n(score_GM, weights.pattern.kept))
+            target = weights.from_groups(shard, survivors(score_GM, weights.pattern))
             weights.state.write_mask(shard, target)
             weights.add_update(shard, target, target)
         return self.ranking.report() | self.ranking.curvature.expert_load.metrics()

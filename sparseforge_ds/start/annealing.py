@@ -19,7 +19,7 @@ from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import scalings
 from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
@@ -94,7 +94,7 @@ class Annealing:
         parameter = self._block.get_parameter(weight.name)
         dense = parameter.detach().reshape(-1).clone()
         groups_GM = self._pattern.to_groups(dense, weight.shape, weight.input_axis)
-        top_GM = top_n(groups_GM.abs(), self._pattern.kept)
+        top_GM = survivors(groups_GM.abs(), self._pattern)
         kept = self._pattern.from_groups(top_GM, weight.shape, weight.input_axis)
         sums = dense.new_zeros(weight.matrices, sum(weight.matrix), dtype=torch.float64)
         soft = _Annealed(
@@ -180,7 +180,7 @@ class Annealing:
     def _hard(self, soft: _Annealed) -> Tensor:
         """Return the top N of every group of the mask, flat bool."""
         weight = soft.weight
-        kept_GM = top_n(self._pattern.to_groups(soft.mask, weight.shape, weight.input_axis), self._pattern.kept)
+        kept_GM = survivors(self._pattern.to_groups(soft.mask, weight.shape, weight.input_axis), self._pattern)
         return self._pattern.from_groups(kept_GM, weight.shape, weight.input_axis)
 
     def _publish(self, soft: _Annealed) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseforge_ds.config.block_sections import ReconstructionConfig, StartConfig, StartMask
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight
@@ -181,7 +181,7 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
         score = score.square_()
         by_input = square_EI[:, None] if weight.input_axis == -1 else square_EI[:, :, None]
         score = score.view(len(square_EI), *weight.shape[-2:]) * by_input
-    kept_GM = top_n(pattern.to_groups(score.reshape(-1), weight.shape, weight.input_axis), pattern.kept)
+    kept_GM = survivors(pattern.to_groups(score.reshape(-1), weight.shape, weight.input_axis), pattern)
     return pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
 

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, str] = {
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals mask model evaluate",
     "extras.planner": "transformers_internals mask config zero model data export train start prune",
-    "extras.studies": "config checkpoint model data start export evaluate prune train",
+    "extras.studies": "mask config checkpoint model data start export evaluate prune train",
     "cli": "ranks mask config checkpoint model export evaluate prune train",
 }
 # All libraries of the rooms that shall need few.

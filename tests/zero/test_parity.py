@@ -47,6 +47,10 @@ FP32: dict[str, Case] = {
     "4:8-magnitude-nth": Case(
         model="llama_24", config={"pattern": "4:8", "importance": "magnitude", "method": {"threshold": "nth"}}
     ),
+    "4:8-pairs": Case(model="llama_24", config={"pattern": "4:8 pairs", **TRAINING}),
+    "4:8-pairs-conv1d": Case(
+        model="gpt2", config={"pattern": "2:4 pairs", "importance": "wanda", "curvature": {"source": "probe"}}
+    ),
     "block16": Case(model="llama_tiles", config={"pattern": "block16"}),
     "conv1d": Case(model="gpt2"),
     "conv1d-wanda-gas-clip": Case(model="gpt2", config={"importance": "wanda"}, gas=2, clip=0.1),
@@ -214,6 +218,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
                     dials,
                     block["method"]["threshold"],
                     block["curvature"]["damping"],
+                    block["pattern"].endswith("pairs"),
                 )
             worst = (update["mask"][weight.name] - torch.tensor(expected)).abs().max().item()
             rounding = 0.5 / 65535  # of a mask in fixed point
@@ -230,8 +235,8 @@ def assert_published_from_states(record: dict[str, Any], case: Case, where: str)
         assert torch.equal(record["published"][name].flatten(), expected), (where, name)
 
 
-EVERYWHERE = ("2:4-ragged", "2:4-odd", "block16", "conv1d", "2:4-clipped")
-"""On every stage where ranks can cut groups: all five on two ranks, 2 and 3 on three (stage 1: test_invariance). The
+EVERYWHERE = ("2:4-ragged", "2:4-odd", "4:8-pairs-conv1d", "block16", "conv1d", "2:4-clipped")
+"""On every stage where ranks can cut groups: all six on two ranks, 2 and 3 on three (stage 1: test_invariance). The
 others at ZeRO-3 on three ranks, and at another stage on two; every third one on one rank, all stages in turn."""
 
 

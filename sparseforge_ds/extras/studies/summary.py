@@ -12,6 +12,7 @@ import pandas as pd
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.task_columns import task_columns
+from sparseforge_ds.mask.pattern import Pairs
 
 Row = Mapping[str, Any]
 """A line of results.jsonl."""
@@ -139,9 +140,12 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     stores as many for 2:4. Products with zeros are skipped, sums of inputs are free, and k divides the inputs of B.
     Scales of quantized values take 16 bits; one for a whole row counts nothing.
     """
-    n = config.parsed_pattern.kept
-    m = config.parsed_pattern.members
-    position_bits = min(m, min(n, m - n) * math.ceil(math.log2(m)))
+    pattern = config.parsed_pattern
+    n = pattern.kept
+    m = pattern.members
+    # Members that are kept together have one position.
+    kept, units = (n // 2, m // 2) if isinstance(pattern, Pairs) else (n, m)
+    position_bits = min(units, min(kept, units - kept) * math.ceil(math.log2(units)))
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
     value_bits = 16.0
     if config.quantize is not None:

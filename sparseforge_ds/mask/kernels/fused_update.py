@@ -141,7 +141,7 @@ def _update_large_groups(
     new_GM, target_GM = update_mask(dense_GM, values_of(mask_GM), curvature_GM, scaling, dials, pattern, midpoint)
     stored_GM = stored_as(new_GM, mask_GM.dtype)
     new_GM = values_of(stored_GM)
-    kept_GM = top_n(new_GM, pattern.kept)
+    kept_GM = top_n(pattern.pooled(new_GM), pattern.kept)
     return [stored_GM, target_GM, kept_GM, ((new_GM > 0.5) != kept_GM).any(dim=1)]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparseforge_ds.mask import pattern
 from sparseforge_ds.mask.kernels.chunks import chunks
+from sparseforge_ds.mask.pattern import Pattern
 
 SMALL = 16
 """Members of a group at most that are ranked by comparing each with each; larger groups are sorted."""
@@ -24,6 +25,11 @@ def top_n(group_GM: Tensor, n: int) -> Tensor:
     for chunk in chunks(group_GM):
         torch.lt(rank_in_group(group_GM[chunk]), n, out=top_GM[chunk])
     return top_GM
+
+
+def survivors(group_GM: Tensor, pattern: Pattern) -> Tensor:
+    """Return the members of every group that a pattern keeps by their values: (G, M) -> (G, M) bool."""
+    return top_n(pattern.pooled(group_GM), pattern.kept)
 
 
 def rank_in_group(group_GM: Tensor) -> Tensor:

@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseforge_ds.mask.pattern import NM, Block, Pattern, parse_pattern, rank_in_group, top_n
+from sparseforge_ds.export.counting import WeightReport, count_members
+from sparseforge_ds.mask.kernels.groups import survivors
+from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern, parse_pattern, rank_in_group, top_n
 from tests.reference import groups_of, winners
 
 
 @st.composite
 def patterned_shapes(draw: st.DrawFn) -> tuple[Pattern, tuple[int, ...], int]:
     """Draw a pattern, a shape that carries it (2-D or fused experts), and the input axis."""
-    if draw(st.booleans()):
-        m = draw(st.integers(2, 9))
-        pattern: Pattern = NM(draw(st.integers(1, m - 1)), m)
+    kind = draw(st.sampled_from([NM, Pairs, Block]))
+    if kind is not Block:
+        m = draw(st.integers(2, 9)) if kind is NM else 2 * draw(st.integers(2, 4))
+        n = draw(st.integers(1, m - 1)) if kind is NM else 2 * draw(st.integers(1, m // 2 - 1))
+        pattern: Pattern = kind(n, m)
         fit = m * draw(st.integers(1, 4))
         other = draw(st.integers(1, 7))
     else:
@@ -137,3 +141,29 @@ def test_misfit_names_the_size() -> None:
     assert "10" in str(NM(2, 4).misfit((8, 10), -1))
     assert NM(2, 4).misfit((8, 10), -2) is None
     assert "24 x 16" in str(Block(16).misfit((24, 16), -1))
+
+
+@given(st.lists(st.lists(st.floats(0, 4, width=16), min_size=8, max_size=8), min_size=1, max_size=5))
+def test_pairs_are_kept_by_their_sums(values: list[list[float]]) -> None:
+    group_GM = torch.tensor(values)
+    kept = survivors(group_GM, Pairs(4, 8))
+    for row, choice in zip(values, kept.tolist(), strict=True):
+        sums = [(torch.tensor(row[i]) + torch.tensor(row[i + 1])).item() for i in range(0, 8, 2)]
+        best = winners(sums, 2)
+        assert choice == [i // 2 in best for i in range(8)]
+
+
+def test_a_half_kept_pair_takes_the_place_of_a_whole_one() -> None:
+    kept = torch.tensor([1, 0, 0, 1, 0, 0, 0, 0] + [1, 0, 1, 0, 1, 0, 0, 0] + [0] * 8).bool()
+    assert count_members(kept, Pairs(4, 8), (3, 8), -1).tolist() == [4, 6, 0]
+    report = WeightReport("w", (3, 8), -1)
+    report.add(kept.float(), Pairs(4, 8))
+    assert (report.groups, report.nonzeros, report.violations) == (3, 5, 1)
+
+
+def test_pairs_as_text() -> None:
+    assert parse_pattern("4:8 pairs") == Pairs(4, 8) and str(Pairs(4, 8)) == "4:8 pairs"
+    assert Pairs(4, 8) != NM(4, 8)
+    for text in ("3:8 pairs", "2:6 pair", "4:4 pairs", "2:5 pairs", "4:8pairs"):
+        with pytest.raises(ValueError, match="4:8 pairs"):
+            parse_pattern(text)

@@ -148,6 +148,7 @@ def test_a_start_counts_and_what_was_not_recorded_is_not_guessed(tmp_path: Path)
         ("2:4", 16, (0.625, 0.5625)),
         ("4:8", None, (0.5625, 0.5)),
         ("3:4", None, (50 / 64, 0.75)),
+        ("4:8 pairs", None, (68 / 128, 0.5)),
         ("1:4", None, (18 / 64, 0.25)),
         ("block16", None, (0.5625, 0.5)),
     ],
