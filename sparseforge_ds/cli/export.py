@@ -13,7 +13,7 @@ from sparseforge_ds.cli.verify import describe_values
 if TYPE_CHECKING:
     from sparseforge_ds.export.source import Source
 
-FORMATS = ("hf", "packed24")
+FORMATS = ("hf", "packed24", "compressed-tensors")
 VALUES = ("int8", "fp8_e4m3")
 TOKENS = 8192
 """Tokens of `--text` that are scored."""
@@ -25,6 +25,9 @@ formats:
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
             after `import sparseforge_ds.extras.packed24`. With --values: 8 bits a value and one scale a row, 5 bits a
             weight, in 0.3125 of their bf16 bytes
+  compressed-tensors
+            weights that were trained quantized to 4 or 8 bits ("quantize" in the sparseforge block), as codes and
+            scales in that library's pack-quantized format, zeros included: transformers and vLLM load it without us
 
 Each is proved before it reports success: it is loaded in a fresh process and gives the source's logits bit by bit.
 --skip_proof is for a machine that cannot hold the model. 8-bit values are held against the source's own, rounded alike;
@@ -41,8 +44,8 @@ def register(commands: Any) -> None:
     """Add the parser of `sparseforge export`."""
     parser = commands.add_parser(
         "export",
-        help="write a run or an exported folder as hf or packed24, proved",
-        description="Write a model in one of two formats, offline, one weight at a time. OUT appears only when it is "
+        help="write a run or an exported folder as hf, packed24 or compressed-tensors, proved",
+        description="Write a model in one of three formats, offline, one weight at a time. OUT appears only when it is "
         "complete and proved.",
         epilog=_EPILOG,
     )

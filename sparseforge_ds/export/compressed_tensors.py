@@ -1,7 +1,8 @@
-"""Weights that llm-compressor quantized, dequantized by the compressed-tensors library.
+"""Weights in formats of the compressed-tensors library: reading of all, and writing of `pack-quantized`.
 
-A module `m` lies in a folder as `m.weight` in int8 or fp8, or as `m.weight_packed`, beside `m.weight_scale` and
-whatever its format needs. `StoredWeights` shows it as `m.weight`, dense, in the dtype of its scale.
+llm-compressor writes them too. A module `m` lies in a folder as `m.weight` in int8 or fp8, or as `m.weight_packed`,
+beside `m.weight_scale` and whatever its format needs. `StoredWeights` shows it as `m.weight`, dense, in the dtype of
+its scale.
 """
 
 from __future__ import annotations
@@ -14,9 +15,62 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
+from sparseforge_ds.config import QuantizeConfig
+from sparseforge_ds.model.stored_config import QUANT_METHOD
 
 _WEIGHTS = ("weight_packed", "weight")
 _BESIDE = ("scale", "zero_point", "shape", "global_scale", "g_idx")
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of scales that are the dtype of the dequantized weight."""
+WRITTEN_BITS = (4, 8)
+"""Bits of a code in `pack-quantized` folders that vLLM reads, too."""
+
+
+def quantization_config(settings: QuantizeConfig, size: int | None, ignore: list[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder whose linear layers have quantized weights alone.
+
+    Args:
+        settings: of the grid.
+        size: inputs that share a scale; None for all of an output.
+        ignore: names of linear layers whose weights are not quantized.
+    """
+    strategy = {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    weights = {"num_bits": settings.bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
+    return {
+        "quant_method": QUANT_METHOD,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ignore,
+    }
+
+
+def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
+    """Return the shape of `pack_codes` of an (out, in) weight."""
+    return shape[0], -(-shape[1] * bits // 32)
+
+
+def pack_codes(code_OI: Tensor, bits: int) -> Tensor:
+    """Pack codes, each plus 2^(bits - 1), into words of 32 bits along the inputs, the first in the lowest bits.
+
+    Args:
+        code_OI: (out, in) int8.
+        bits: of a code, a divisor of 32.
+
+    Returns:
+        (out, ceil(in * bits / 32)) int32.
+    """
+    per_word = 32 // bits
+    shifted_OI = code_OI.long() + (1 << (bits - 1))
+    padded_OI = torch.nn.functional.pad(shifted_OI, (0, -code_OI.shape[1] % per_word))
+    word_OWP = padded_OI.unflatten(1, (-1, per_word)) << (bits * torch.arange(per_word))
+    return word_OWP.sum(dim=2).to(torch.uint32).view(torch.int32)
+
+
+def require_library(where: str, purpose: str) -> None:
+    """Raise ValueError if the compressed-tensors library is missing."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        raise ValueError(f"{where}: {purpose} is missing; pip install 'sparseforge_ds[quantized]'")
 
 
 class QuantizedWeights:
@@ -33,11 +87,7 @@ class QuantizedWeights:
         Raises:
             ValueError: the library is missing, or the folder is not what its config.json says.
         """
-        if importlib.util.find_spec("compressed_tensors") is None:
-            raise ValueError(
-                f"{folder}: its weights are quantized, and the library that reads them is missing; pip install "
-                "'sparseforge_ds[quantized]'"
-            )
+        require_library(str(folder), "its weights are quantized, and the library that reads them")
         from compressed_tensors.quantization import QuantizationConfig
         from pydantic import ValidationError
 
@@ -69,6 +119,13 @@ class QuantizedWeights:
         module = name.removesuffix(".weight")
         scheme = self._scheme(module)
         parts = {leaf: self._tensors.read(f"{module}.{leaf}") for leaf in self._parts[name]}
+        scale = parts["weight_scale"]
+        if scale.dtype in SCALE_DTYPES and not bool(((scale > 0) & scale.isfinite()).all()):
+            odd = scale[~((scale > 0) & scale.isfinite())]
+            raise ValueError(
+                f"{self._folder}: {name}: scales are positive and finite, and {len(odd)} are not, first "
+                f"{odd[0].item()}; download or export it again"
+            )
         try:
             compressor: Any = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
             weight: Tensor = compressor.decompress(parts, scheme)["weight"]
@@ -91,13 +148,41 @@ class QuantizedWeights:
         module = name.removesuffix(".weight")
         stored = self._tensors.specs
         dtype = stored[f"{module}.weight_scale"].dtype
-        dtype = dtype if dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float32
+        dtype = dtype if dtype in SCALE_DTYPES else torch.float32
         if f"{module}.weight_shape" in stored:
-            return TensorSpec(tuple(self._tensors.read(f"{module}.weight_shape").tolist()), dtype)
+            shape = tuple(self._tensors.read(f"{module}.weight_shape").tolist())
+            self._require_packed(module, shape)
+            return TensorSpec(shape, dtype)
         if f"{module}.weight_packed" in stored:  # a byte holds two fp4
             *rest, last = stored[f"{module}.weight_packed"].shape
             return TensorSpec((*rest, 2 * last), dtype)
         return TensorSpec(stored[name].shape, dtype)
+
+    def _require_packed(self, module: str, shape: tuple[int, ...]) -> None:
+        """Check the headers of packed integers before anything of the weight's size is allocated.
+
+        Raises:
+            ValueError: codes or scales have not the dtype or shape that config.json and the weight's shape give them.
+        """
+        settings = self._scheme(module).weights
+        if settings is None or str(settings.type) not in ("int", "QuantizationType.INT"):
+            return
+        where = f"{self._folder}: {module}"
+        inputs = shape[-1]
+        size = settings.group_size or 0
+        if size > 0 and inputs % size:
+            raise ValueError(f"{where}.weight has {inputs} inputs, and groups of {size} do not divide them")
+        expected = {
+            "weight_packed": ((*shape[:-1], -(-inputs * settings.num_bits // 32)), (torch.int32,)),
+            "weight_scale": ((*shape[:-1], inputs // size if size > 0 else 1), SCALE_DTYPES),
+        }
+        for leaf, (expected_shape, dtypes) in expected.items():
+            spec = self._tensors.specs.get(f"{module}.{leaf}")
+            if spec is not None and (spec.shape != expected_shape or spec.dtype not in dtypes):
+                raise ValueError(
+                    f"{where}.{leaf} is {spec.dtype} of shape {spec.shape}, and for {settings.num_bits} bits of a "
+                    f"weight of {shape} it is {dtypes[0]} of {expected_shape}; download or export it again"
+                )
 
     def _scheme(self, module: str) -> Any:
         """Return the group of config.json that names the module, else the one for its class."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.export.compressed_tensors import WRITTEN_BITS, require_library
 from sparseforge_ds.export.model_card import write_card
-from sparseforge_ds.export.model_folder import write_model
+from sparseforge_ds.export.model_folder import Format, write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.pattern import NM
-
-Format = Literal["hf", "packed24"]
 
 
 def export(
@@ -54,13 +53,15 @@ def export(
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
     if values is not None:
         require_roundable(source, format, values)
+    if format == "compressed-tensors":
+        require_codes(source)
     if not skip_proof:
         require_provable(source, packed)
     shard_bytes = parse_size(max_shard_size)
     # The folder gets its name at the end of the block.
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)
-        record = write_model(source, folder, packed, shard_bytes, workers, values)
+        record = write_model(source, folder, format, shard_bytes, workers, values)
         record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed, grid=values)
         if compare is not None:
             record["compared"] = compare(source, folder)
@@ -84,3 +85,31 @@ def require_roundable(source: Source, format: str, values: str) -> None:
             f"--values {values}: the values of {source.folder} are {source.grid} already, and would be rounded twice; "
             "export from what it was made of, or copy the folder"
         )
+
+
+def require_codes(source: Source) -> None:
+    """Reject a source that has no codes for `compressed-tensors`, or weights that its linear layers cannot hold.
+
+    Raises:
+        ValueError: the message names what is in the way.
+    """
+    where = str(source.folder)
+    if source.quantize is None:
+        raise ValueError(
+            f"{where}: has no quantized weights, and --format compressed-tensors stores no others; train it with "
+            '"quantize" in the sparseforge block and give its run, or quantize an hf export by llm-compressor'
+        )
+    if source.quantize.bits not in WRITTEN_BITS:
+        raise ValueError(
+            f"{where}: has weights of {source.quantize.bits} bits, and --format compressed-tensors stores 4 or 8; "
+            "give --format hf"
+        )
+    for name, weight in source.prunable.items():
+        if weight.input_axis != -1 or len(weight.shape) != 2 or not name.endswith(".weight") or source.fused_name:
+            raise ValueError(
+                f"{where}: {name} is no weight of a linear layer, and --format compressed-tensors quantizes no others; "
+                "give --format hf"
+            )
+    if source.branches:
+        raise ValueError(f"{where}: has low-rank branches, which --format compressed-tensors cannot store; give hf")
+    require_library("--format compressed-tensors", "the library that reads it back")

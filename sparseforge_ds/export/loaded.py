@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 model, report = getattr(transformers, sys.argv[2]).from_pretrained(
     sys.argv[1], output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False
 )
-if getattr(model, "hf_quantizer", None) is not None:
+if hasattr(getattr(model, "hf_quantizer", None), "make_dense"):
     model.hf_quantizer.make_dense(model)  # the product with packed weights sums in another order
 for parameter in model.parameters():
     parameter.data = parameter.data.clone()  # kernels may sum in another order where a mapped file is not aligned

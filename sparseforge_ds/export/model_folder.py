@@ -1,9 +1,10 @@
-"""Writing of a model as a Hugging Face folder in one of two storages, one weight at a time in each worker.
+"""Writing of a model as a Hugging Face folder in one of three storages, one weight at a time in each worker.
 
 `hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
 inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. 8-bit values have
-`<name>_scale` beside them (`mask.packed_values`). Beside the weights lies `sparsity.json`: pattern, groups, non-zeros
-and sha256 of every weight, source step, resolved config.
+`<name>_scale` beside them (`mask.packed_values`). `compressed-tensors` stores the codes of weights that were trained
+quantized, zeros included, for engines that know no pattern. Beside the weights lies `sparsity.json`: pattern, groups,
+non-zeros and sha256 of every weight, source step, resolved config.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.model_files import CHAT_TEMPLATES, check_links, is_legal_file
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
+from sparseforge_ds.export.compressed_tensors import pack_codes, packed_shape, quantization_config
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
 from sparseforge_ds.mask.packed_values import GRIDS, SCALE, round_values, scale_shape
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes, unpack24
+from sparseforge_ds.mask.quantization import scale_group
+from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.stored_config import config_sha256
+
+Format = Literal["hf", "packed24", "compressed-tensors"]
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Suffixes of a model's files that belong to every copy of it."""
@@ -35,7 +41,7 @@ _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", CONFIG)
 def write_model(
     source: Source,
     folder: Path,
-    packed: bool = False,
+    format: Format = "hf",
     max_shard_bytes: int = NO_LIMIT,
     workers: int | None = None,
     grid: str | None = None,
@@ -48,7 +54,7 @@ def write_model(
     Args:
         source: of the weights.
         folder: exists and is empty.
-        packed: True for `packed24`, False for `hf`.
+        format: storage of the folder.
         max_shard_bytes: most bytes of a file.
         workers: threads.
         grid: a key of `GRIDS`, to round packed values to 8 bits; None to keep them.
@@ -61,6 +67,7 @@ def write_model(
         ValueError: the source is damaged, a weight is not finite in its dtype, or the folder does not verify.
     """
     rows: dict[str, dict[str, Any]] = {}
+    packed = format == "packed24"
     branches = source.branch_specs if packed else {}
 
     def make(name: str) -> dict[str, Tensor]:
@@ -77,6 +84,8 @@ def write_model(
                 parts[name], parts[name + SCALE] = round_values(values, weight.input_axis, GRIDS[grid])
                 value = unpack24(parts[name], positions, parts[name + SCALE], exact.dtype)
                 row |= {"error": relative_error(value, exact), "scale_sha256": hash_tensor(parts[name + SCALE])}
+        if weight is not None and format == "compressed-tensors":
+            parts = _coded(source, name, value)
         row["sha256"] = hash_tensor(value)
         if name in source.fused_name:
             row["fused_name"] = source.fused_name[name]
@@ -85,9 +94,10 @@ def write_model(
         rows[name] = row
         return parts
 
-    specs = {**(_packed_specs(source, grid) if packed else source.specs), **branches}
+    specs = {**_stored_specs(source, format, grid), **branches}
     # The largest tensors come first, so that the workers end together; equal ones stay in the order of the files.
-    items = sorted([*source.specs, *branches], key=lambda name: -specs[name].nbytes)
+    sizes = source.specs | branches
+    items = sorted(sizes, key=lambda name: -sizes[name].nbytes)
     write_tensors(folder, "model", specs, make, items, max_shard_bytes, workers)
     # Branches of a packed folder are among its weights; else they are an adapter.
     adapter: dict[str, Any] = {"adapter": None}
@@ -103,7 +113,10 @@ def write_model(
             quantization["low_rank_learned"] = True
     if grid is not None:
         quantization["values"] = grid
-    copy_model_files(source, folder, quantization if packed else None)
+    if format == "compressed-tensors":
+        assert source.quantize is not None
+        quantization = quantization_config(source.quantize, _inputs_of_scale(source), dense_linears(source))
+    copy_model_files(source, folder, None if format == "hf" else quantization)
     record = {
         **source.record,
         **adapter,
@@ -173,12 +186,59 @@ def relative_error(rounded: Tensor, exact: Tensor) -> float:
     return error / size if size else 0.0
 
 
-def _packed_specs(source: Source, grid: str | None) -> dict[str, TensorSpec]:
-    """Return shape and dtype of every tensor in a packed folder."""
+def _coded(source: Source, name: str, value: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of a weight in `pack-quantized`; `value` is what they must give.
+
+    Raises:
+        ValueError: the dtype of the export does not hold its scales.
+    """
+    assert source.quantize is not None
+    module = name.removesuffix(".weight")
+    code_OI, scale_OG = source.codes(name)
+    scale_OG = scale_OG.to(value.dtype)
+    size = code_OI.shape[1] // scale_OG.shape[1]
+    if not torch.equal(code_OI.to(value.dtype) * scale_OG.repeat_interleave(size, dim=1), value):
+        raise ValueError(f"{name}: {value.dtype} does not hold its scales; export it with --dtype bfloat16")
+    return {
+        f"{module}.weight_packed": pack_codes(code_OI, source.quantize.bits),
+        f"{module}.weight_scale": scale_OG,
+        f"{module}.weight_shape": torch.tensor(code_OI.shape),
+    }
+
+
+def _inputs_of_scale(source: Source) -> int | None:
+    """Return the inputs that share a scale in all weights of a quantized source; None for those of an output."""
+    assert source.quantize is not None
+    if source.quantize.group is None:
+        return None
+    weight = next(iter(source.prunable.values()))
+    return scale_group(source.pattern, source.quantize.group, weight.shape[-1]).members
+
+
+def dense_linears(source: Source) -> list[str]:
+    """Return the names of the model's linear layers whose weights are not in the pattern."""
+    config = load_config(source.model_folder, str(source.model_folder), cached=True)
+    with torch.device("meta"):
+        model = build_model(config)
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if f"{name}.weight" not in source.prunable]
+
+
+def _stored_specs(source: Source, format: Format, grid: str | None) -> dict[str, TensorSpec]:
+    """Return shape and dtype of every tensor in a folder, branches excepted."""
     specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
-        specs[name] = spec
-        if name in source.prunable:
+        if name not in source.prunable or format == "hf":
+            specs[name] = spec
+        elif format == "compressed-tensors":
+            assert source.quantize is not None
+            module = name.removesuffix(".weight")
+            size = _inputs_of_scale(source) or spec.shape[1]
+            packed = packed_shape(spec.shape, source.quantize.bits)
+            specs[f"{module}.weight_packed"] = TensorSpec(packed, torch.int32)
+            specs[f"{module}.weight_scale"] = TensorSpec((spec.shape[0], spec.shape[1] // size), spec.dtype)
+            specs[f"{module}.weight_shape"] = TensorSpec((2,), torch.int64)
+        else:
             axis = source.prunable[name].input_axis
             values, positions = packed24_shapes(spec.shape, axis)
             specs[name] = TensorSpec(values, spec.dtype if grid is None else GRIDS[grid])

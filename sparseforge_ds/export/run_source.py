@@ -26,9 +26,9 @@ from sparseforge_ds.export.source import Source, check_config, choose_dtype, rea
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.codes import values_of
-from sparseforge_ds.mask.kernels.groups import top_n
+from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM
-from sparseforge_ds.mask.quantization import quantized, scale_group
+from sparseforge_ds.mask.quantization import SCALE_DTYPE, quantize, quantized, scale_group
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.model.hub_access import published_name
 from sparseforge_ds.model.published_names import published_tensors
@@ -218,10 +218,11 @@ class RunSource(Source):
         # An unfinished mask is projected.
         if not self.finished:
             value_GM = pattern.to_groups(mask if self.formed else dense.abs(), weight.shape, weight.input_axis)
-            return pattern.from_groups(top_n(value_GM, pattern.kept), weight.shape, weight.input_axis), dense
+            return pattern.from_groups(survivors(value_GM, pattern), weight.shape, weight.input_axis), dense
         # A frozen one has N members in every group.
         kept = mask != 0
-        is_full = bool((count_members(kept, pattern, weight.shape, weight.input_axis) == pattern.kept).all())
+        kept_G = count_members(kept, pattern, weight.shape, weight.input_axis)
+        is_full = bool((kept_G == pattern.kept).all()) and int(kept.sum()) == kept_G.numel() * pattern.kept
         if not is_full or not torch.equal(kept.float(), mask):
             raise ValueError(
                 f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was "
@@ -241,22 +242,42 @@ class RunSource(Source):
         assert self.quantize is not None
         return scale_group(self.pattern, self.quantize.group, weight.shape[weight.input_axis])
 
-    def _quantized(self, weight: SparseWeight, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return Q(w), eq. 14, of whole spans as masters of `dtype` have it; w itself if the run is not quantized."""
-        if self.quantize is None:
-            return value
-        group = self._scale_group(weight)
-        value_GI = group.to_groups(value.to(dtype).float(), weight.shape, weight.input_axis)
-        return group.from_groups(quantized(value_GI, self.quantize.bits), weight.shape, weight.input_axis)
+    def _to_quantize(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
+        """Return hard(mask) * dense as masters have it before it is quantized: (G, I), inputs that share a scale."""
+        value = self._masked(weight, start, stop).to(self._state(weight.name, None, start, start).dtype)
+        return self._scale_group(weight).to_groups(value.float(), weight.shape, weight.input_axis)
+
+    @override
+    def codes(self, name: str) -> tuple[Tensor, Tensor]:
+        weight = self.prunable[name]
+        assert self.quantize is not None
+        codes = torch.empty(math.prod(weight.shape), dtype=torch.int8)
+        scales = []
+        for start, stop in chunks(codes.numel(), self._span(weight)):
+            code_GI, scale_G1 = quantize(self._to_quantize(weight, start, stop), self.quantize.bits)
+            group = self._scale_group(weight)
+            codes[start:stop] = group.from_groups(code_GI, weight.shape, weight.input_axis).to(torch.int8)
+            scales.append(scale_G1.view(-1).to(SCALE_DTYPE))
+        shape = list(weight.shape)
+        shape[weight.input_axis] //= self._scale_group(weight).members
+        return codes.view(weight.shape), torch.cat(scales).view(shape)
+
+    def _masked(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
+        """Return hard(mask) * dense (eq. 11) in fp32 of elements start..stop, with pruned members exactly +0.0."""
+        kept, dense = self._kept(weight, start, stop)
+        value = torch.where(kept, dense, 0.0)
+        return value if self.finished else value * self._scale(weight, start, stop)
 
     def _sparse(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """Return Q(hard(mask) * dense) (eqs. 11 and 14) in fp32 of elements start..stop; pruned members are 0."""
-        kept, dense = self._kept(weight, start, stop)
-        value = torch.where(kept, dense, 0.0)
-        master = self._state(weight.name, None, start, stop)
+        if self.quantize is None:
+            value = self._masked(weight, start, stop)
+        else:
+            value_GI = quantized(self._to_quantize(weight, start, stop), self.quantize.bits)
+            value = self._scale_group(weight).from_groups(value_GI, weight.shape, weight.input_axis)
         if not self.finished:
-            return self._quantized(weight, value * self._scale(weight, start, stop), master.dtype)
-        value = self._quantized(weight, value, master.dtype)
+            return value
+        master = self._state(weight.name, None, start, stop)
         if not torch.equal(value.to(master.dtype), master):  # masters may be bf16
             raise ValueError(
                 f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "

@@ -19,7 +19,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import TensorSpec
-from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
+from sparseforge_ds.config import LowRankConfig, QuantizeConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
 from sparseforge_ds.mask.pattern import Pattern
@@ -56,6 +56,8 @@ class Source(abc.ABC):
     """Content of config.json."""
     branches: dict[str, tuple[int, int]]
     """Shape of B, (out, rank), by the name of the module with a low-rank branch (SLoRB)."""
+    quantize: QuantizeConfig | None = None
+    """Grid that the weights of `prunable` were trained on; None if they were not quantized, or no codes are left."""
     unused: Sequence[str] = ()
     """Tensors of the files that are no part of the model, and are left out."""
     grid: str | None = None
@@ -99,6 +101,13 @@ class Source(abc.ABC):
         Raises:
             ValueError: the value is damaged, inconsistent, or not finite in its dtype.
         """
+
+    def codes(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the codes of a quantized weight, int8 in its shape, and its scales (`mask.quantization`).
+
+        Scales are bf16, one for every group of inputs, with as many on the input axis as there are groups.
+        """
+        raise KeyError(name)
 
     def read_branch(self, name: str) -> Tensor:
         """Return a tensor of `branch_specs`, in `dtype`."""

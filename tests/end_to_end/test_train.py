@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparseforge_ds.cli.main import main as command
+from sparseforge_ds.export.stored import StoredWeights
 from tests.distributed import PATIENCE, free_port, run_distributed
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
@@ -244,3 +246,16 @@ def test_a_quantized_run_exports_what_it_trained(tmp_path):
         for group in state[name].reshape(-1, 32):
             step = group.abs().max() / 7
             assert torch.allclose(group / step, (group / step).round(), atol=1e-3), name
+    # The same weights as codes, which the library of that name gives back.
+    coded = [str(tmp_path / "run"), str(tmp_path / "coded"), "--format", "compressed-tensors"]
+    if importlib.util.find_spec("compressed_tensors") is None:
+        assert command(["export", *coded]) == 1 and not (tmp_path / "coded").exists()
+        return
+    assert command(["export", *coded, "--dtype", "bfloat16"]) == 0
+    config = json.loads((tmp_path / "coded" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32 and config["ignore"] == ["lm_head"]
+    assert json.loads((tmp_path / "coded" / "sparsity.json").read_text())["proof"]["logits"] == "bit-equal"
+    stored = load_file(tmp_path / "coded" / "model.safetensors")
+    assert all(f"{name}_packed" in stored and name not in stored for name in record["weights"])
+    source = StoredWeights(tmp_path / "coded", json.loads((tmp_path / "coded" / "config.json").read_text()))
+    assert all(torch.equal(source.read(name), state[name].bfloat16()) for name in record["weights"])

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import compressed_tensors
+from sparseforge_ds.export.compressed_tensors import pack_codes, packed_shape
+from sparseforge_ds.export.formats import export
+from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM
 from tests.sparse_folders import write_dense, write_sparse
@@ -80,7 +84,23 @@ def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     packed = DOWN + "_packed"
     save_file({**tensors, packed: tensors[packed][:, :1].contiguous()}, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
-    assert f"{DOWN} cannot be read by compressed-tensors" in capsys.readouterr().err
+    assert f"{DOWN}_packed is torch.int32 of shape (32, 1), and for 4 bits" in capsys.readouterr().err
+    scale = DOWN + "_scale"
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        scales = tensors[scale].clone()
+        scales[3, 1] = value
+        save_file({**tensors, scale: scales}, made / "model.safetensors")
+        assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+        assert f"{DOWN}: scales are positive and finite, and 1 are not, first {value}" in capsys.readouterr().err
+    for strange in (tensors[scale][:, :2].contiguous(), tensors[scale].double()):
+        save_file({**tensors, scale: strange}, made / "model.safetensors")
+        assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+        assert f"{DOWN}_scale is {strange.dtype} of shape {tuple(strange.shape)}, and for" in capsys.readouterr().err
+    (made / "config.json").write_text(config.replace('"group_size": 16', '"group_size": 24'))
+    save_file(tensors, made / "model.safetensors")
+    assert main(["verify", str(made), "--pattern", "2:4"]) == 2
+    assert "inputs, and groups of 24 do not divide them" in capsys.readouterr().err
+    (made / "config.json").write_text(config)
     save_file({name: tensor for name, tensor in tensors.items() if name != packed}, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
     assert f"{DOWN}_scale is there without {DOWN}" in capsys.readouterr().err
@@ -108,3 +128,25 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compressed_tensors.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"its weights are quantized, .* pip install 'sparseforge_ds\[quantized\]'"):
         check_folder(made)
+
+
+@pytest.mark.parametrize(("bits", "inputs"), [(4, 32), (4, 12), (8, 32), (8, 6)])
+def test_codes_are_packed_as_the_library_does(bits: int, inputs: int) -> None:
+    largest = 2 ** (bits - 1) - 1
+    code_OI = torch.randint(-largest, largest + 1, (5, inputs), generator=torch.Generator().manual_seed(0)).to(
+        torch.int8
+    )
+    packed = pack_codes(code_OI, bits)
+    assert packed.dtype == torch.int32 and tuple(packed.shape) == packed_shape((5, inputs), bits)
+    for row, words in zip(code_OI.tolist(), packed.tolist(), strict=True):
+        whole = sum((word % 2**32) << (32 * place) for place, word in enumerate(words))
+        assert [(whole >> (bits * i)) % 2**bits - 2 ** (bits - 1) for i in range(inputs)] == row
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    assert torch.equal(packed, helpers.pack_to_int32(code_OI, bits))
+
+
+def test_only_weights_that_were_trained_quantized_are_exported_as_codes(tmp_path: Path) -> None:
+    made = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    with pytest.raises(ValueError, match='has no quantized weights.*"quantize" in the sparseforge block'):
+        export(open_source(made), tmp_path / "out", "compressed-tensors")
+    assert not (tmp_path / "out").exists()
