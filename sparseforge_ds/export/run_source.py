@@ -253,7 +253,7 @@ class RunSource(Source):
         assert self.quantize is not None
         codes = torch.empty(math.prod(weight.shape), dtype=torch.int8)
         scales = []
-        for start, stop in chunks(codes.numel(), self._span(weight)):
+        for start, stop in chunk_ranges(codes.numel(), self._span(weight)):
             code_GI, scale_G1 = quantize(self._to_quantize(weight, start, stop), self.quantize.bits)
             group = self._scale_group(weight)
             codes[start:stop] = group.from_groups(code_GI, weight.shape, weight.input_axis).to(torch.int8)

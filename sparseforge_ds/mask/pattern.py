@@ -104,7 +104,8 @@ class Pairs(_InputGroups):
 
         Ties go to the lower index, so that the top N are whole pairs.
         """
-        return value_GM.unflatten(1, (-1, 2)).sum(dim=2, dtype=value_GM.dtype).repeat_interleave(2, dim=1)
+        pairs = value_GM.reshape(len(value_GM), -1, 2)
+        return pairs.sum(dim=2, dtype=value_GM.dtype).repeat_interleave(2, dim=1)
 
 
 @dataclass(frozen=True)
