@@ -15,8 +15,8 @@ from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
-Both models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else
-meanwhile: other work makes the quartiles wide.
+All models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else
+meanwhile: other work makes the quartiles wide. --rivals adds quantized forms of the dense model, which torchao makes.
 
 --engine eager: prefill reads a prompt of --prompt tokens; decode writes --generated tokens one after the other. On a
 GPU a small batch waits for the host then. --engine graph: a prompt is read and new tokens are written at every
@@ -28,6 +28,7 @@ OUT gets bench.json with everything measured, and bench.png where matplotlib is 
 examples:
   sparseforge bench models/qwen3_14b_packed24
   sparseforge bench models/qwen3_14b_packed24 --against Qwen/Qwen3-14B --batches 1 8 32 --out bench
+  sparseforge bench models/qwen3_14b_packed24 --rivals int8 fp8
   sparseforge bench --shapes llama-2-7b --workload 128x128 128x1024 --batches 1 8   # random weights
 """
 
@@ -50,6 +51,13 @@ def register(commands: Any) -> None:
     add("--against", metavar="DENSE", help="the dense model: a folder or hub id (default: MODEL, unpacked)")
     add("--shapes", choices=_SHAPES, help="instead of MODEL: both models of these shapes, with random weights")
     add("--layers", type=int, metavar="N", help="with --shapes: layers of both models (default: all)")
+    add(
+        "--rivals",
+        nargs="+",
+        choices=("int8", "fp8", "int4"),
+        default=[],
+        help="also measure the dense model quantized by torchao, weights only (default: none)",
+    )
     add("--engine", choices=("graph", "eager"), help="way of decoding (default: graph on CUDA, eager elsewhere)")
     add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="batch sizes (default: 1 4)")
     add(
@@ -112,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             random_pair,
             table_of_generations,
         )
-        from sparseforge_ds.extras.packed24.speed import Workload, draw, load_pair, measure, report, table
+        from sparseforge_ds.extras.packed24.speed import Workload, draw, load_pair, measure, quantized, report, table
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -120,25 +128,29 @@ def run(args: argparse.Namespace) -> int:
     _require_flags_of(engine, args)
     if args.shapes is None:
         packed, dense = load_pair(args.model, args.against, args.dtype)
-        names = args.model, args.against or f"{args.model}, unpacked"
+        folders = {"dense": args.against or f"{args.model}, unpacked", "packed": args.model}
     else:
         dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
         packed, dense = random_pair(args.shapes, args.layers, dtype)
-        names = f"{args.shapes}, random, packed", f"{args.shapes}, random"
+        folders = {"dense": f"{args.shapes}, random", "packed": f"{args.shapes}, random, packed"}
+    models = {"dense": dense, "packed": packed}
+    for kind in dict.fromkeys(args.rivals):
+        models[f"dense {kind}"] = quantized(dense, packed, kind)
+        folders[f"dense {kind}"] = f"{folders['dense']}, {kind} by torchao"
 
     # Measure.
     workload: Any
     generations: list[Any] = []
     if engine == "eager":
         workload = Workload(tuple(args.batches), args.prompt or 512, args.generated or 16, args.repeats)
-        speeds = measure(packed, dense, workload)
+        speeds = measure(models, workload)
     else:
         lengths = tuple(Length(*pair) for pair in args.workload or [(128, 128)])
         workload = Lengths(tuple(args.batches), lengths, args.repeats)
-        speeds, generations = measure_graphs(packed, dense, workload)
+        speeds, generations = measure_graphs(models, workload)
 
     # Print and write the report.
-    measured = report(packed, dense, names, workload, speeds, engine)
+    measured = report(models, folders, workload, speeds, engine)
     print(table(measured))
     if generations:
         measured["generations"] = [asdict(generation) for generation in generations]

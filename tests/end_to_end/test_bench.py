@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig
 from sparseforge_ds.cli import bench
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.extras.packed24 import graph_speed
+from sparseforge_ds.extras.packed24 import graph_speed, speed
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import PAPER
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
@@ -40,7 +40,8 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
         (work, batch) for work in ("prefill", "decode") for batch in (1, 20)
     ]
     for row in measured["speeds"]:
-        for low, middle, high in (row["dense"], row["packed"], row["speedup"]):
+        assert list(row["rates"]) == ["dense", "packed"] and list(row["over_dense"]) == ["packed"]
+        for low, middle, high in (*row["rates"].values(), *row["over_dense"].values()):
             assert 0 < low <= middle <= high
     assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
     # memory is that of the tensors: what is saved of the packed layers is 7/16 of their bf16 bytes
@@ -50,9 +51,31 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     whole = sum(2 * layer.in_features * layer.out_features for layer in layers)
     held = sum(layer.weight.nbytes + layer.weight_positions.nbytes for layer in layers)
     assert whole > 0 and held <= 0.57 * whole
-    mine, theirs = measured["packed"], measured["dense"]
-    assert theirs["resident_bytes"] - mine["resident_bytes"] == whole - held
-    assert 0 < mine["disk_bytes"] < theirs["disk_bytes"]
+    of_packed = measured["models"]["packed"]
+    of_dense = measured["models"]["dense"]
+    assert of_dense["resident_bytes"] - of_packed["resident_bytes"] == whole - held
+    assert 0 < of_packed["disk_bytes"] < of_dense["disk_bytes"]
+
+
+def test_rivals_that_torchao_quantizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their layers are those that are packed, and the dense model stays as it is."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    arguments = ["bench", str(packed), "--rivals", "int8", "fp8", "int8", "--batches", "2", "--dtype", "bfloat16"]
+    assert main([*arguments, "--out", str(tmp_path / "out"), *SHORT]) == 0
+    assert "| dense int8 | dense int8 / dense |" in capsys.readouterr().out
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert list(measured["models"]) == ["dense", "packed", "dense int8", "dense fp8"]
+    model = AutoModelForCausalLM.from_pretrained(packed)
+    layers = [layer for layer in model.modules() if isinstance(layer, Packed24Linear)]
+    # A byte a weight instead of two, and a scale a row.
+    saved = sum(layer.in_features * layer.out_features for layer in layers)
+    scales = sum(layer.out_features for layer in layers)
+    resident = {name: of_model["resident_bytes"] for name, of_model in measured["models"].items()}
+    for name in ("dense int8", "dense fp8"):
+        assert 0 < resident[name] - (resident["dense"] - saved) <= 8 * scales
+    assert all(set(row["over_dense"]) == set(measured["models"]) - {"dense"} for row in measured["speeds"])
 
 
 def test_generation_with_a_static_cache_and_compiled_steps(
@@ -81,7 +104,7 @@ def test_generation_with_a_static_cache_and_compiled_steps(
     assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [(work, 2) for work in works]
     dense, packed = measured["generations"]
     config = AutoConfig.from_pretrained(tmp_path / "shapes")
-    for row, whole in ((dense, measured["dense"]), (packed, measured["packed"])):
+    for row, whole in ((dense, measured["models"]["dense"]), (packed, measured["models"]["packed"])):
         assert 0 < row["first_token_seconds"] < row["seconds"] and row["peak_bytes"] is None
         assert row["cache_bytes"] == 2 * 2 * 13 * config.num_key_value_heads * config.head_dim * 4
         table = config.vocab_size * config.hidden_size * 4  # of which a step reads rows
@@ -105,7 +128,8 @@ def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.Captu
     measured = json.loads((tmp_path / "out" / "bench.json").read_text())
     sparse = sum(weight.numel() for name, weight in model.named_parameters() if name in source.fused_name.values())
     sparse += sum(math.prod(weight.shape) for name, weight in source.prunable.items() if "experts" not in name)
-    saved = measured["dense"]["resident_bytes"] - measured["packed"]["resident_bytes"]
+    models = measured["models"]
+    saved = models["dense"]["resident_bytes"] - models["packed"]["resident_bytes"]
     assert saved == sparse * (4 - 2 - 1 / 8)  # of fp32: half the values, and a bit a weight
     capsys.readouterr()
     texts = []
@@ -113,6 +137,16 @@ def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.Captu
         assert main(["generate", folder, "Once", "--max_new_tokens", "6"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
+
+
+def test_a_rival_without_torchao_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    monkeypatch.setattr(speed, "find_spec", lambda name: None)
+    assert main(["bench", str(packed), "--rivals", "int8", *SHORT]) == 2
+    assert "--rivals int8: torchao is not installed; pip install torchao" in capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format with transformers
 from sparseforge_ds.export.formats import export
+from sparseforge_ds.mask.packed_values import GRIDS
 from tests.distributed import PATIENCE, ROOT
 from tests.sparse_folders import ModelSource
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
@@ -54,10 +56,15 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exports(folder: Path, model: PreTrainedModel, dense: Path) -> dict[str, Path]:
-    """The model under its magnitude mask, in both formats."""
-    made = {format: folder / format for format in ("hf", "packed24")}
-    for format, out in made.items():
-        export(ModelSource(model, dense, torch.float32), out, format, skip_proof=True)
+    """The model under its magnitude mask, in both formats, and packed with each kind of 8-bit values."""
+    made = {}
+    for name, format, values in (
+        ("hf", "hf", None),
+        ("packed24", "packed24", None),
+        *((grid, "packed24", grid) for grid in GRIDS),
+    ):
+        made[name] = folder / name
+        export(ModelSource(model, dense, torch.float32), made[name], format, skip_proof=True, values=values)
     return made
 
 
@@ -192,6 +199,29 @@ def test_experts_in_bf16_are_those_of_the_dense_run(plugin: Path, mixture: dict[
     found, dense = (answer(plugin, mixture[format], options) for format in ("packed24", "hf"))
     assert found["tokens"] == dense["tokens"]
     assert found["bytes of experts"][0] == 0.5625 * dense["bytes of experts"][0]
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_8_bit_values_generate_what_transformers_does(
+    plugin: Path, books: dict[str, Path], mixture: dict[str, Path], grid: str, options: dict[str, Any]
+) -> None:
+    """Scales are divided with the rows of a layer, and are whole where its inputs are divided."""
+    generated, methods = tokens(plugin, books[grid], {**EAGER, **options})
+    assert generated == greedy(books[grid])
+    assert methods["Packed24LinearMethod"] == 4 * 6
+    experts = answer(plugin, mixture[grid], {**EAGER, **options})
+    assert experts["tokens"] == greedy(mixture[grid])
+    # Of four experts: a byte a kept value, a bit a weight, and a scale a row; those of w2 are whole on each rank.
+    weights = 4 * 3 * 64 * 64
+    scales = 4 * (2 * 64 + 64 * options.get("tensor_parallel_size", 1))
+    assert sum(experts["bytes of experts"]) == (1 / 2 + 1 / 8) * weights + 4 * scales
+
+
+def test_8_bit_values_whose_inputs_are_stored_first(tmp_path: Path, plugin: Path) -> None:
+    made = tiny(tmp_path, "gpt2", n_embd=64, n_head=2)
+    for grid in GRIDS:
+        assert tokens(plugin, made[grid], EAGER)[0] == greedy(made[grid])
 
 
 def test_half_a_byte_of_positions_is_refused(tmp_path: Path, plugin: Path) -> None:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from tests.fuzz import damaged_files, damaged_values, hostile_files
-from tests.fuzz.inputs import RUNS
+from tests.fuzz.inputs import RUNS, SCALED
 from tests.fuzz.scene import Mutation
 from tests.fuzz.targets import TARGETS, Target
 
@@ -17,6 +17,9 @@ _RUNS = [*_EVERYWHERE, *(mutation for module in _MODULES for mutation in module.
 
 def mutations_of(subject: str) -> list[Mutation]:
     """Return the damage that can be done to a folder."""
+    if subject in SCALED:
+        scaled = damaged_values.SCALED_MUTATIONS
+        return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS, *scaled]
     if subject not in RUNS:
         return [*_EVERYWHERE, *hostile_files.SAFETENSORS_MUTATIONS]
     return _RUNS if RUNS[subject]["stage"] == 0 else [*_RUNS, *damaged_files.SHARDED_MUTATIONS]

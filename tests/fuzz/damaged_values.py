@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from sparseforge_ds.mask.packed_values import SCALE
 from tests.fuzz.scene import Mutation, NotApplicable, Scene
+
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
 
 Place = tuple[Any, Any]
 """A container, and the key or index of one of its values."""
@@ -214,12 +218,53 @@ def pt_not_finite(scene: Scene) -> None:
         if not tensor.is_floating_point():
             raise NotApplicable
         changed = tensor.detach().clone()
-        changed.view(-1)[scene.rng.randrange(changed.numel())] = scene.rng.choice(
-            [float("nan"), float("inf"), float("-inf")]
-        )
-        return changed
+        return _with_number(scene, changed, NOT_FINITE)
 
     _change_tensor(scene, change)
+
+
+def scale_value(scene: Scene) -> None:
+    """Put a number into a scale that no scale has."""
+    _change_part(scene, SCALE, lambda scale: _with_number(scene, scale, [0.0, -0.0, -1.0, *NOT_FINITE]))
+
+
+def scale_form(scene: Scene) -> None:
+    """Give scales another dtype or shape, or none of them."""
+    choices: list[Callable[[torch.Tensor], torch.Tensor | None]] = [
+        lambda scale: scale.bfloat16(),
+        lambda scale: scale.double(),
+        lambda scale: scale[:-1],
+        lambda scale: scale.view(-1),
+        lambda scale: scale.expand(-1, 2).contiguous(),
+        lambda scale: None,
+    ]
+    _change_part(scene, SCALE, scene.rng.choice(choices))
+
+
+def value_off_the_grid(scene: Scene) -> None:
+    """Put -128 or NaN into 8-bit values, which no export writes."""
+
+    def change(values: torch.Tensor) -> torch.Tensor:
+        bits = values.view(torch.uint8)
+        bits.view(-1)[scene.rng.randrange(bits.numel())] = 0x80 if values.dtype == torch.int8 else 0x7F
+        return values
+
+    _change_part(scene, "", change)
+
+
+def _with_number(scene: Scene, tensor: torch.Tensor, numbers: list[float]) -> torch.Tensor:
+    tensor.view(-1)[scene.rng.randrange(tensor.numel())] = scene.rng.choice(numbers)
+    return tensor
+
+
+def _change_part(scene: Scene, part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Change one part of a random packed weight; `part` is the suffix of its name, and None takes the tensor out."""
+    path = scene.touch(scene.rng.choice(sorted(scene.folder.glob("*.safetensors"))))
+    tensors = load_file(path)
+    weights = [name.removesuffix(SCALE) for name in sorted(tensors) if name.endswith(SCALE)]
+    name = scene.rng.choice(weights) + part
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), path, {"format": "pt"})
 
 
 def _change_tensor(scene: Scene, change: Callable[[torch.Tensor], Any]) -> None:
@@ -243,6 +288,12 @@ MUTATIONS: list[Mutation] = [
     json_root,
 ]
 """Damage to any folder."""
+SCALED_MUTATIONS: list[Mutation] = [
+    scale_value,
+    scale_form,
+    value_off_the_grid,
+]
+"""Damage to a folder whose values have scales."""
 RUN_MUTATIONS: list[Mutation] = [
     pt_value,
     pt_value,

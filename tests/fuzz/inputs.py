@@ -38,8 +38,12 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hf_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
     "hf_low_rank": ("stage3_bf16_low_rank", {}),
     "packed24": ("stage1_bf16", {"format": "packed24"}),
+    "packed24_int8": ("stage1_bf16", {"format": "packed24", "values": "int8"}),
+    "packed24_fp8": ("stage3_fp32", {"format": "packed24", "values": "fp8_e4m3"}),
 }
 """Exported folders: the run, and how it is exported."""
+SCALED = ("packed24_int8", "packed24_fp8")
+"""Those of them whose values have scales."""
 STEPS = 6
 
 

@@ -66,7 +66,7 @@ class Generation:
     """Tokens after the first of all sequences, divided by the seconds after the first."""
     cache_bytes: int
     peak_bytes: int | None
-    """Peak allocation on the GPU, without the other model's weights and cache; None on other devices."""
+    """Peak allocation on the GPU, without the other models' weights and caches; None on other devices."""
     step_bytes: int | None
     """Weights and cache that a decoding step reads; None for mixtures, whose tokens choose the weights."""
     bytes_per_second: float | None
@@ -108,18 +108,17 @@ def _pack(model: Any) -> None:
 
 
 @torch.inference_mode()
-def measure_graphs(
-    packed: PreTrainedModel,
-    dense: PreTrainedModel,
-    workload: Lengths,
-) -> tuple[list[Speed], list[Generation]]:
-    """Generate with both models at each length and batch size, in turns.
+def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Speed], list[Generation]]:
+    """Generate with all models at each length and batch size, in turns.
+
+    Args:
+        models: by name; "dense" is the one that others are compared with.
+        workload: sizes.
 
     Raises:
         ValueError: a length is beyond the positions of a model, or a model cannot be compiled as a whole.
     """
     # Refuse models that cannot be compiled or are too short.
-    models: dict[str, Any] = {"dense": dense, "packed": packed}
     for name, model in models.items():
         if not model._can_compile_fullgraph:
             raise ValueError(
@@ -130,7 +129,7 @@ def measure_graphs(
         for length in workload.lengths:
             if length.prompt + length.new > positions:
                 raise ValueError(f"--workload {length}: the model has {positions} positions; use fewer tokens in all")
-    # Every length and batch size, both models in turns.
+    # Every length and batch size, all models in turns.
     speeds: list[Speed] = []
     generations: list[Generation] = []
     turns_in_all = len(workload.lengths) * len(workload.batches) * (workload.repeats + 2)
@@ -149,8 +148,8 @@ def measure_graphs(
                 bar.update()
             speeds += _speeds(length, batch, turns)
             for name, run in runs.items():
-                other = models["packed" if name == "dense" else "dense"]
-                generations.append(run.result(name, turns[name], resident(other)))
+                others = [model for other, model in models.items() if other != name]
+                generations.append(run.result(name, turns[name], others))
             del runs, run
     bar.close()
     return speeds, generations
@@ -197,8 +196,8 @@ class _GraphRun:
             self.peak = torch.cuda.max_memory_allocated(self.model.device)
         return first, last
 
-    def result(self, name: str, turns: list[tuple[float, float]], other_weights: int) -> Generation:
-        """Return the medians of the turns; `other_weights` is the bytes of the other model's weights."""
+    def result(self, name: str, turns: list[tuple[float, float]], others: Sequence[Any]) -> Generation:
+        """Return the medians of the turns; `others` are the models in memory beside this one."""
         first = median(first for first, _ in turns)
         last = median(last for _, last in turns)
         decode = median(_rate(self.length.new - 1, last - first) for first, last in turns)
@@ -206,8 +205,8 @@ class _GraphRun:
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
         mixture = any(_is_mixture(module) for module in self.model.modules())
         read = None if mixture else _weights_read(self.model) + cache
-        # The other model is in memory too, with a cache as large.
-        peak = self.peak - other_weights - cache if self.peak else None
+        # The other models are in memory too, each with a cache as large.
+        peak = self.peak - sum(resident(other) + cache for other in others) if self.peak else None
         return Generation(
             length=str(self.length),
             batch=self.batch,
@@ -235,9 +234,8 @@ def _speeds(length: Length, batch: int, turns: dict[str, list[tuple[float, float
     }
     speeds = []
     for work, rate in rates.items():
-        dense = [rate(*times) for times in turns["dense"]]
-        packed = [rate(*times) for times in turns["packed"]]
-        speeds.append(speed_of(f"{length} {work}", batch, dense, packed))
+        rates_of = {name: [rate(*times) for times in of_model] for name, of_model in turns.items()}
+        speeds.append(speed_of(f"{length} {work}", batch, rates_of))
     return speeds
 
 
@@ -260,14 +258,15 @@ def table_of_generations(generations: Sequence[Generation]) -> str:
         "| prompt x new | batch | | first token, ms | decode tokens/s | peak GB | cache GB | read GB/s | byte bound |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for dense, packed in zip(generations[::2], generations[1::2], strict=True):
-        for run in (dense, packed):
-            cells = [run.length, run.batch, run.model, f"{run.first_token_seconds * 1e3:.4g}"]
-            cells.append(f"{run.decode_tokens_per_second:.4g}")
-            cells.append("-" if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}")
-            cells.append(f"{run.cache_bytes / 1e9:.3g}")
-            cells.append("-" if run.bytes_per_second is None else f"{run.bytes_per_second / 1e9:.4g}")
-            is_bound = run is packed and run.step_bytes is not None and dense.step_bytes is not None
-            cells.append(f"{(dense.step_bytes or 0) / (run.step_bytes or 1):.2f}x" if is_bound else "")
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+    dense = {(run.length, run.batch): run for run in generations if run.model == "dense"}
+    for run in generations:
+        cells = [run.length, run.batch, run.model, f"{run.first_token_seconds * 1e3:.4g}"]
+        cells.append(f"{run.decode_tokens_per_second:.4g}")
+        cells.append("-" if run.peak_bytes is None else f"{run.peak_bytes / 1e9:.2f}")
+        cells.append(f"{run.cache_bytes / 1e9:.3g}")
+        cells.append("-" if run.bytes_per_second is None else f"{run.bytes_per_second / 1e9:.4g}")
+        bound = dense[run.length, run.batch].step_bytes
+        is_bound = run.model != "dense" and run.step_bytes is not None and bound is not None
+        cells.append(f"{(bound or 0) / (run.step_bytes or 1):.2f}x" if is_bound else "")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

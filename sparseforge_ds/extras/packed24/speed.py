@@ -1,21 +1,23 @@
-"""Speed and memory of a packed 2:4 model against the dense model.
+"""Speed and memory of a packed 2:4 model against the dense model, and against torchao's quantized forms of that one.
 
-Both models are in one process and are measured in turns, so that other load on the machine affects both. A speed-up is
+All models are in one process and are measured in turns, so that other load on the machine affects all. A speed-up is
 the median quotient of neighbouring turns.
 """
 
 from __future__ import annotations
 
+import copy
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -31,6 +33,9 @@ PAPER = (
 
 ENGINES = {"eager": "eager, where a small batch on a GPU waits for the host", "graph": "in CUDA graphs"}
 """Descriptions of `--engine`, for the table."""
+RIVALS = ("int8", "fp8", "int4")
+"""Quantized forms of the dense model, weights only, by torchao: a scale a row, or for int4 a scale a group."""
+_INT4_GROUP = 128
 _BEFORE_DECODE = 16
 """Tokens of the prompt before decoding."""
 
@@ -54,11 +59,10 @@ class Speed:
 
     work: str
     batch: int
-    dense: tuple[float, float, float]
-    """Lower quartile, median, upper quartile."""
-    packed: tuple[float, float, float]
-    speedup: tuple[float, float, float]
-    """Packed over dense in neighbouring turns."""
+    rates: dict[str, tuple[float, float, float]]
+    """Lower quartile, median and upper quartile, by the name of the model."""
+    over_dense: dict[str, tuple[float, float, float]]
+    """The same of the quotient by the dense model in neighbouring turns, of every other model."""
 
 
 def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -96,48 +100,95 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     return packed, dense
 
 
+def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> PreTrainedModel:
+    """Copy the dense model, and let torchao quantize the layers that the other model has packed.
+
+    Args:
+        dense: the dense model.
+        packed: the packed model.
+        kind: one of `RIVALS`.
+
+    Raises:
+        ValueError: torchao is not installed, cannot do this here, or the model has packed experts.
+    """
+    flag = f"--rivals {kind}"
+    if find_spec("torchao") is None:
+        raise ValueError(f"{flag}: torchao is not installed; pip install torchao")
+    from torchao import quantization
+
+    layers = {name for name, module in packed.named_modules() if has_packed_weights(module)}
+    odd = next((name for name in layers if not isinstance(dense.get_submodule(name), nn.Linear)), None)
+    if odd is not None:
+        raise ValueError(f"{flag}: {odd} is no linear layer, and torchao would leave it as it is; leave the flag out")
+    config: Any
+    if kind == "int4":
+        where = "tile_packed_to_4d" if dense.device.type == "cuda" else "opaque"
+        config = quantization.Int4WeightOnlyConfig(group_size=_INT4_GROUP, int4_packing_format=where)
+    else:
+        config = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}[kind]()
+    model = copy.deepcopy(dense)
+    try:
+        quantization.quantize_(model, config, filter_fn=lambda _, name: name in layers)
+    except (ImportError, NotImplementedError, RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{flag}: torchao cannot quantize this model here ({reason}); leave it out") from None
+    return model
+
+
 @torch.inference_mode()
-def measure(packed: PreTrainedModel, dense: PreTrainedModel, workload: Workload) -> list[Speed]:
-    """Measure prefill and decode of both models at each batch size, in turns.
+def measure(models: dict[str, PreTrainedModel], workload: Workload) -> list[Speed]:
+    """Measure prefill and decode of all models at each batch size, in turns.
+
+    Args:
+        models: by name; "dense" is the one that others are compared with.
+        workload: sizes.
 
     Raises:
         ValueError: the workload has more tokens than a model has positions.
     """
-    positions = min(max_positions(model.config) for model in (packed, dense))
+    positions = min(max_positions(model.config) for model in models.values())
     for flag, length, limit in (
         ("--prompt", workload.prompt, positions),
         ("--generated", workload.generated, positions - _BEFORE_DECODE),
     ):
         if length > limit:
             raise ValueError(f"{flag} {length}: the model has {positions} positions; use {limit} at most")
-    # Turns of both models, for each kind of work and batch size.
+    # Turns of all models, for each kind of work and batch size.
     speeds = []
     bar = tqdm(total=2 * len(workload.batches) * (workload.repeats + 1), unit=" turns", disable=None)
     for work, run in (("prefill", _prefill), ("decode", _decode)):
         for batch in workload.batches:
             bar.set_description(f"{work}, batch {batch}")
-            rates: dict[str, list[float]] = {"dense": [], "packed": []}
+            rates: dict[str, list[float]] = {name: [] for name in models}
             for turn in range(workload.repeats + 1):
-                for name, model in (("dense", dense), ("packed", packed)):
+                for name, model in models.items():
                     rate = run(model, batch, workload)
                     if turn:  # the first one warms up
                         rates[name].append(rate)
                 bar.update()
-            speeds.append(speed_of(work, batch, rates["dense"], rates["packed"]))
+            speeds.append(speed_of(work, batch, rates))
     bar.close()
     return speeds
 
 
-def speed_of(work: str, batch: int, dense: list[float], packed: list[float]) -> Speed:
-    """Summarize the tokens per second of neighbouring turns."""
-    quotients = [packed_rate / dense_rate for packed_rate, dense_rate in zip(packed, dense, strict=True)]
-    return Speed(work, batch, quartiles(dense), quartiles(packed), quartiles(quotients))
+def speed_of(work: str, batch: int, rates: dict[str, list[float]]) -> Speed:
+    """Summarize the tokens per second of neighbouring turns, by the name of the model; "dense" is one of them."""
+    quotients = {
+        name: [rate / dense for rate, dense in zip(of_model, rates["dense"], strict=True)]
+        for name, of_model in rates.items()
+        if name != "dense"
+    }
+    return Speed(
+        work,
+        batch,
+        {name: quartiles(of_model) for name, of_model in rates.items()},
+        {name: quartiles(of_model) for name, of_model in quotients.items()},
+    )
 
 
 def report(
-    packed: PreTrainedModel,
-    dense: PreTrainedModel,
-    names: tuple[str, str],
+    models: dict[str, PreTrainedModel],
+    folders: dict[str, str],
     workload: Any,
     speeds: list[Speed],
     engine: str = "eager",
@@ -145,18 +196,24 @@ def report(
     """Return all measurements as JSON.
 
     Args:
-        packed: the packed model.
-        dense: the dense model.
-        names: names of both.
+        models: what was measured, by name; "dense" and "packed" are among them.
+        folders: where a model comes from, by name, or a description.
         workload: dataclass with the sizes of the measurement.
         speeds: its results.
         engine: key of `ENGINES`.
     """
+    packed = models["packed"]
     device = packed.device
     return {
-        "format": 1,
-        "packed": {"model": names[0], "resident_bytes": resident(packed), "disk_bytes": _on_disk(names[0])},
-        "dense": {"model": names[1], "resident_bytes": resident(dense), "disk_bytes": _on_disk(names[1])},
+        "format": 2,
+        "models": {
+            name: {
+                "model": folders[name],
+                "resident_bytes": resident(model),
+                "disk_bytes": _on_disk(folders[name]),
+            }
+            for name, model in models.items()
+        },
         "dtype": str(packed.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
@@ -170,31 +227,38 @@ def report(
 
 
 def table(measured: dict[str, Any]) -> str:
-    """Format a report as Markdown: medians, and quartiles of the speed-up."""
+    """Format a report as Markdown: medians of tokens per second, and the quotients by the dense model."""
+    models = measured["models"]
+    others = [name for name in models if name != "dense"]
     lines = [
         f"{measured['device']}, {measured['threads']} threads, {measured['dtype']}, torch {measured['torch']}, "
         f"{ENGINES[measured['engine']]}; tokens per second, medians, the speed-up with its quartiles",
         "",
-        "| | batch | dense | packed | packed / dense |",
-        "|---|---|---|---|---|",
+        f"| | batch | dense | {' | '.join(f'{name} | {name} / dense' for name in others)} |",
+        "|---" * (3 + 2 * len(others)) + "|",
     ]
-    # Bytes in memory and on disk; a model of the hub's cache has none on disk.
+    # Bytes in memory and on disk; a model of the hub's cache, or one made here, has none on disk.
     for kind in ("resident", "disk"):
-        packed = measured["packed"][f"{kind}_bytes"]
-        dense = measured["dense"][f"{kind}_bytes"]
-        cells = ["-" if size is None else f"{size / 1e6:.1f}" for size in (dense, packed)]
-        cells.append("-" if packed is None or dense is None else f"{packed / dense:.3f}")
+        sizes = {name: model[f"{kind}_bytes"] for name, model in models.items()}
+        dense = sizes["dense"]
+        cells = ["-" if dense is None else f"{dense / 1e6:.1f}"]
+        for name in others:
+            size = sizes[name]
+            cells.append("-" if size is None else f"{size / 1e6:.1f}")
+            cells.append("-" if size is None or dense is None else f"{size / dense:.3f}")
         lines.append(f"| MB {kind} | | {' | '.join(cells)} |")
     # Tokens per second.
     for speed in measured["speeds"]:
-        low, middle, high = speed["speedup"]
-        tokens = f"{speed['dense'][1]:.4g} | {speed['packed'][1]:.4g}"
-        lines.append(f"| {speed['work']} | {speed['batch']} | {tokens} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+        cells = [f"{speed['rates']['dense'][1]:.4g}"]
+        for name in others:
+            low, middle, high = speed["over_dense"][name]
+            cells += [f"{speed['rates'][name][1]:.4g}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+        lines.append(f"| {speed['work']} | {speed['batch']} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", measured["paper"]])
 
 
 def draw(measured: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second of both models with quartiles as a PNG, in a panel for each kind of work."""
+    """Draw tokens per second of all models with quartiles as a PNG, in a panel for each kind of work."""
     from matplotlib.figure import Figure  # an extra
 
     speeds = measured["speeds"]
@@ -202,16 +266,19 @@ def draw(measured: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(4.5 * len(works), 3.6), layout="constrained")
     for axes, work in zip(figure.subplots(1, len(works), squeeze=False)[0], works, strict=True):
         rows = [speed for speed in speeds if speed["work"] == work]
-        # Two bars a batch size, with quartiles.
-        for offset, name in ((-0.2, "dense"), (0.2, "packed")):
-            low, middle, high = zip(*(row[name] for row in rows), strict=True)
+        # A bar a model at each batch size, with quartiles, and the speed-up written into it.
+        names = list(rows[0]["rates"])
+        width = 0.8 / len(names)
+        for number, name in enumerate(names):
+            low, middle, high = zip(*(row["rates"][name] for row in rows), strict=True)
             below = [m - lo for m, lo in zip(middle, low, strict=True)]
             above = [hi - m for m, hi in zip(middle, high, strict=True)]
-            abscissas = [index + offset for index in range(len(rows))]
-            axes.bar(abscissas, middle, 0.4, yerr=(below, above), capsize=3, label=name)
-        # The speed-up, written into the second bar.
-        for index, row in enumerate(rows):
-            axes.annotate(f"{row['speedup'][1]:.2f}x", (index + 0.2, 0), ha="center", va="bottom", color="white")
+            abscissas = [index + (number + 0.5) * width - 0.4 for index in range(len(rows))]
+            axes.bar(abscissas, middle, width, yerr=(below, above), capsize=3, label=name)
+            for abscissa, row in zip(abscissas, rows, strict=True):
+                if name != "dense":
+                    speedup = f"{row['over_dense'][name][1]:.2f}x"
+                    axes.annotate(speedup, (abscissa, 0), ha="center", va="bottom", color="white")
         axes.set(title=work, xlabel="sequences at once", ylabel="tokens per second")
         axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
         axes.legend()
@@ -262,9 +329,19 @@ def resident(model: PreTrainedModel) -> int:
     """Return the bytes of a model's tensors in memory."""
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
+        for parameter in (*model.parameters(), *model.buffers())
+        for tensor in _plain(parameter)
     }
     return sum(storages.values())
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of: itself, or those inside one of torchao's."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def _on_disk(name: str) -> int | None:

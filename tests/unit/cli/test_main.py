@@ -62,6 +62,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("bench", "--dtype"): ("auto", *source.DTYPES),
         ("bench", "--shapes"): graph_speed.SHAPES,
         ("bench", "--engine"): speed.ENGINES,
+        ("bench", "--rivals"): speed.RIVALS,
         ("permute", "--dimensions"): channels.PARTS,
         ("prune", "--mask"): get_args(block_sections.StartMask),
     }

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -18,7 +18,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
-from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_whole_bytes
+from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_whole_bytes, scale_of
+from sparseforge_ds.mask.packed_values import SCALE
 from sparseforge_ds.mask.packing import POSITIONS
 
 _EMPTY_GROUPS = 0x44
@@ -29,13 +30,20 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
     """Fused experts that stay packed.
 
     `w13_weight` (gate and up) and `w2_weight` (down) hold the values of all experts of a rank, (experts, out, in/2);
-    `w13_weight_positions` and `w2_weight_positions` hold their positions. Tensor and expert parallelism, shared experts
-    and sums over ranks are vLLM's own, around `apply`.
+    `w13_weight_positions` and `w2_weight_positions` hold their positions, and those that end in `_scale` the scales of
+    8-bit values, (experts, out, 1). Tensor and expert parallelism, shared experts and sums over ranks are vLLM's own,
+    around `apply`.
+
+    Args:
+        moe: vLLM's configuration of the layer.
+        prefix: name of the layer, for messages.
+        grid: dtype of 8-bit values; None for values in the model's dtype.
     """
 
-    def __init__(self, moe: Any, prefix: str) -> None:
+    def __init__(self, moe: Any, prefix: str, grid: torch.dtype | None) -> None:
         super().__init__(moe)
         self.prefix = prefix
+        self.grid = grid
 
     @override
     def create_weights(
@@ -54,16 +62,20 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
             ("w2", hidden_size, intermediate_size_per_partition),
         ):
             parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
-                f"{name}_weight": ((num_experts, outputs, inputs // 2), params_dtype, 0),
+                f"{name}_weight": ((num_experts, outputs, inputs // 2), self.grid or params_dtype, 0),
                 # vLLM may pad, and loads nothing into the padding.
                 f"{name}_weight{POSITIONS}": ((num_experts, outputs, -(-inputs // 8)), torch.uint8, _EMPTY_GROUPS),
             }
+            if self.grid is not None:
+                parts[f"{name}_weight{SCALE}"] = ((num_experts, outputs, 1), torch.float32, 1)
             if self.moe.has_bias:
                 parts[f"{name}_bias"] = ((num_experts, outputs), params_dtype, 0)
             for part, (shape, dtype, start) in parts.items():
                 parameter = nn.Parameter(torch.full(shape, start, dtype=dtype), requires_grad=False)
                 layer.register_parameter(part, parameter)
                 set_weight_attrs(parameter, extra_weight_attrs)
+                if part.endswith(SCALE):  # vLLM's loader asks of every scale what it belongs to
+                    set_weight_attrs(parameter, {"quant_method": FusedMoeWeightScaleSupported.CHANNEL.value})
 
     @override
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -73,11 +85,14 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
 
     @override
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Raise ValueError for damaged positions, an expert at a time."""
+        """Raise ValueError for damaged weights, an expert at a time."""
         for name in ("w13_weight", "w2_weight"):
-            experts = zip(getattr(layer, name).data, getattr(layer, name + POSITIONS).data, strict=True)
-            for values, positions in experts:
-                require_sound(f"{self.prefix}.{name}", values, positions)
+            values = getattr(layer, name).data
+            positions = getattr(layer, name + POSITIONS).data
+            scale = scale_of(layer, name)
+            for expert in range(len(values)):
+                of_expert = None if scale is None else scale[expert]
+                require_sound(f"{self.prefix}.{name}", values[expert], positions[expert], of_expert)
 
     @override
     def apply(
@@ -111,5 +126,6 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
     def _product(self, layer: Any, name: str, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """Multiply rows (rows, in) with the weights of their sorted `experts` (rows,), and return (rows, out)."""
         values = getattr(layer, f"{name}_weight")
-        y: Tensor = experts24(x, values, getattr(layer, f"{name}_weight{POSITIONS}"), ends)
+        positions = getattr(layer, f"{name}_weight{POSITIONS}")
+        y: Tensor = experts24(x, values, positions, ends, scale_of(layer, f"{name}_weight"))
         return y + getattr(layer, f"{name}_bias")[experts.clamp(max=len(values) - 1)] if self.moe.has_bias else y

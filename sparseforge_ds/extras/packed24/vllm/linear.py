@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import PackedvLLMParameter
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, PackedvLLMParameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packing import POSITIONS, unpack24
+from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packing import POSITIONS, check24
 
 _ROWS = 1024
 """Rows of a weight that are checked at once."""
@@ -23,14 +24,18 @@ _ROWS = 1024
 class Packed24LinearMethod(LinearMethodBase):
     """A linear layer whose weight stays packed: `weight` (out, in/2) and `weight_positions` (out, ceil(in/8)).
 
+    8-bit values have their scales in `weight_scale`, (out, 1).
+
     Args:
         prefix: name of the layer, for messages.
-        transposed: True if the files hold the input axis first; vLLM transposes values, and this class positions.
+        transposed: True if the files hold the input axis first; vLLM transposes values, and this class the rest.
+        grid: dtype of 8-bit values; None for values in the model's dtype.
     """
 
-    def __init__(self, prefix: str, transposed: bool) -> None:
+    def __init__(self, prefix: str, transposed: bool, grid: torch.dtype | None) -> None:
         self.prefix = prefix
         self.transposed = transposed
+        self.grid = grid
 
     @override
     def create_weights(
@@ -48,7 +53,7 @@ class Packed24LinearMethod(LinearMethodBase):
         load = extra_weight_attrs.pop("weight_loader")
         # Values, and positions, a byte for eight inputs.
         for name, columns, factor, dtype, loader in (
-            ("weight", input_size_per_partition // 2, 2, params_dtype, load),
+            ("weight", input_size_per_partition // 2, 2, self.grid or params_dtype, load),
             (f"weight{POSITIONS}", -(-input_size_per_partition // 8), 8, torch.uint8, self._transposing(load)),
         ):
             parameter = PackedvLLMParameter(
@@ -61,15 +66,25 @@ class Packed24LinearMethod(LinearMethodBase):
             )
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, extra_weight_attrs)
+        # A scale a row, the same for all ranks that divide the inputs.
+        if self.grid is not None:
+            scale = ChannelQuantScaleParameter(
+                data=torch.empty(outputs, 1, dtype=torch.float32),
+                output_dim=0,
+                weight_loader=self._transposing(load),
+            )
+            layer.register_parameter(f"weight{SCALE}", scale)
+            set_weight_attrs(scale, extra_weight_attrs)
 
     @override
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Raise ValueError for damaged positions, which products do not check."""
-        require_sound(self.prefix, layer.weight.data, layer.weight_positions.data)
+        """Raise ValueError for a damaged weight, which products do not check."""
+        require_sound(self.prefix, layer.weight.data, layer.weight_positions.data, scale_of(layer, "weight"))
 
     @override
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        product: Tensor = linear24(x, layer.weight, layer.weight_positions, bias)
+        scale = scale_of(layer, "weight")
+        product: Tensor = linear24(x, layer.weight, layer.weight_positions, bias, scale)
         return product
 
     def _transposing(self, load: Callable[..., None]) -> Callable[..., None]:
@@ -79,11 +94,25 @@ class Packed24LinearMethod(LinearMethodBase):
         return lambda parameter, loaded, *more: load(parameter, loaded.t(), *more)
 
 
-def require_sound(name: str, values: Tensor, positions: Tensor) -> None:
-    """Raise ValueError unless the positions of a packed weight (out, in/2) name two elements of each group."""
+def scale_of(layer: nn.Module, name: str) -> Tensor | None:
+    """Return the scales of a packed weight of a layer, or None if its values are not 8-bit ones."""
+    scale = getattr(layer, name + SCALE, None)
+    return None if scale is None else scale.data
+
+
+def require_sound(name: str, values: Tensor, positions: Tensor, scale: Tensor | None) -> None:
+    """Raise ValueError for a damaged packed weight: positions, or 8-bit values and scales.
+
+    Args:
+        name: name of the weight, for messages.
+        values: (out, in/2).
+        positions: (out, ceil(in/8)).
+        scale: (out, 1) of 8-bit values, else None.
+    """
     try:
-        for rows in zip(values.split(_ROWS), positions.split(_ROWS), strict=True):
-            unpack24(*rows)
+        for start in range(0, len(values), _ROWS):
+            rows = slice(start, start + _ROWS)
+            check24(values[rows], positions[rows], None if scale is None else scale[rows])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -19,7 +19,7 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from sparseforge_ds.extras.packed24.vllm.experts import Packed24ExpertsMethod
 from sparseforge_ds.extras.packed24.vllm.linear import Packed24LinearMethod
-from sparseforge_ds.mask.packed_values import require_grid
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
 
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -29,17 +29,22 @@ _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_pro
 class Packed24VLLMConfig(QuantizationConfig):
     """The `quantization_config` of a packed24 folder, as vLLM holds it. It is pickled for vLLM's other processes.
 
+    Args:
+        format: version of the storage.
+        values: a key of `GRIDS` for 8-bit values; None for values in the model's dtype.
+
     Raises:
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = PACKED24_FORMAT) -> None:
+    def __init__(self, format: int = PACKED24_FORMAT, values: str | None = None) -> None:
         super().__init__()
         if format != PACKED24_FORMAT:
             raise ValueError(
                 f"{PACKED24}: format {format!r} is not what this version of sparseforge_ds reads (format "
                 f"{PACKED24_FORMAT}); upgrade it, or export again"
             )
+        self.values = require_grid(values)
         self.transposed: dict[str, bool] = {}
         """Packed modules, True for those whose inputs are the first axis, as in GPT-2."""
 
@@ -69,12 +74,7 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{PACKED24}: the model has low-rank branches (low_rank of its quantization_config), without which its "
                 "weights compute nonsense, and which vLLM does not add; use transformers, or train without low_rank"
             )
-        if (grid := require_grid(config.get("values"))) is not None:
-            raise ValueError(
-                f"{PACKED24}: the model has {grid} values, for which the vLLM plug-in has no layers yet; use "
-                "transformers, or serve an export without --values"
-            )
-        return cls(config.get("format", PACKED24_FORMAT))
+        return cls(config.get("format", PACKED24_FORMAT), config.get("values"))
 
     @override
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
@@ -92,7 +92,9 @@ class Packed24VLLMConfig(QuantizationConfig):
         headers = get_safetensors_params_metadata(model_name, revision=revision)
         for name in headers:
             if (values := name.removesuffix(POSITIONS)) != name and values in headers:
-                require_stored_dtypes(values, headers[values]["dtype"], headers[name]["dtype"])  # vLLM would cast them
+                scale = headers.get(values + SCALE, {}).get("dtype")
+                # vLLM would cast what has another dtype.
+                require_stored_dtypes(values, headers[values]["dtype"], headers[name]["dtype"], scale, self.values)
                 axis = packed24_axis(tuple(headers[values]["shape"]), tuple(headers[name]["shape"]))
                 self.transposed[values.removesuffix(".weight")] = axis == -2
         if not self.transposed:
@@ -109,11 +111,12 @@ class Packed24VLLMConfig(QuantizationConfig):
         Raises:
             ValueError: only a part of a fused layer is packed.
         """
+        grid = None if self.values is None else GRIDS[self.values]
         if isinstance(layer, RoutedExperts):
             experts = prefix[: prefix.rindex("experts") + len("experts")]
             if not any(name.startswith(f"{experts}.") for name in self.transposed):
                 return None
-            return Packed24ExpertsMethod(layer.moe_config, prefix)
+            return Packed24ExpertsMethod(layer.moe_config, prefix, grid)
         if not isinstance(layer, LinearBase):
             return None
         parent, _, leaf = prefix.rpartition(".")
@@ -125,4 +128,6 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{prefix}: vLLM fuses {', '.join(parts)}, of which only {', '.join(packed)} is packed; exclude all of "
                 "them from the pattern or none, or serve the hf export"
             )
-        return Packed24LinearMethod(prefix, self.transposed[packed[0]]) if packed else UnquantizedLinearMethod()
+        if not packed:
+            return UnquantizedLinearMethod()
+        return Packed24LinearMethod(prefix, self.transposed[packed[0]], grid)
