@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.random_numbers import counter_hash, counter_key, rademacher
 
 Batch = dict[str, Tensor]
@@ -299,23 +298,7 @@ class ReferenceForge:
             weight = self.master[name].detach()
             if name in self.mask:
                 weight = weight * self.effective_mask(name, step).view_as(weight) + 0.0
-                if self.config["quantize"] and SparseForgeConfig.from_dict(self.config).is_quantized(step):
-                    weight = self.quantized(name, weight)
             parameter.copy_(weight)
-
-    def quantized(self, name: str, weight: Tensor) -> Tensor:
-        """Q(w), eq. 14."""
-        settings, axis = self.config["quantize"], self.input_axes[name]
-        members = int(self.config["pattern"].removesuffix(" pairs").split(":")[1])
-        size = weight.shape[axis] if settings["group"] is None else settings["group"] * members // self.n
-        largest = 2 ** (settings["bits"] - 1) - 1
-        values = weight.flatten().tolist()
-        for group in groups_of(f"{size}:{size}", (weight.shape[0], weight.shape[1]), axis):
-            most = torch.tensor(max(abs(values[i]) for i in group))
-            scale = (most / largest).bfloat16().item() or 1.0
-            for i in group:
-                values[i] = max(-largest, min(largest, round(values[i] / scale))) * scale
-        return torch.tensor(values).view_as(weight)
 
     @property
     def _frozen(self) -> bool:

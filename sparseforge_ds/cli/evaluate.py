@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 BACKENDS = ("hf", "vllm")
 """Libraries that can run a model on tasks."""
-_CODE = "humaneval"
-"""Task of a suite that runs code."""
-_OF_TASKS = (
-    *("include_path", "paper", "backend", "model_args", "apply_chat_template"),
-    *("num_fewshot", "gen_kwargs", "confirm_run_unsafe_code"),
-)
-"""Flags that tasks alone have."""
+_CODE_TASK = "humaneval"
+"""Task of a suite that runs code which the model writes."""
+_FLAGS_OF_ANSWERS = ("num_fewshot", "gen_kwargs", "apply_chat_template", "backend", "model_args")
+"""Flags that answers depend on, which the JSON repeats."""
+_FLAGS_OF_TASKS = (*_FLAGS_OF_ANSWERS, "include_path", "paper", "confirm_run_unsafe_code")
+"""Flags that need --tasks or --suite."""
 _EPILOG = """\
 --text measures perplexity, --tasks or --suite (extra zero_shot) accuracy; one command can do both. --dense compares
 with the dense model: the KL divergence on the same tokens, in nats a token, and the share of items that both models
@@ -126,7 +125,12 @@ def register(commands: Any) -> None:
     )
     # Flags of generated answers.
     add = parser.add_argument_group("generated answers").add_argument
-    add("--num_fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's own number)")
+    add(
+        "--num_fewshot",
+        type=int,
+        metavar="N",
+        help="examples in a prompt (default: the task's own number)",
+    )
     add(
         "--gen_kwargs",
         metavar="ARGS",
@@ -150,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     values = vars(args)
     for flags, is_measured, measurement in (
         (("protocol", "max_tokens", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
-        (_OF_TASKS, has_tasks, "accuracy; give --tasks or --suite"),
+        (_FLAGS_OF_TASKS, has_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not is_measured and (unread := [flag for flag in flags if values[flag] is not None]):
             raise ValueError(f"--{unread[0]} {values[unread[0]]}: it belongs to {measurement}, or leave it out")
@@ -216,6 +220,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         if names is not None:
             allows_code = bool(args.confirm_run_unsafe_code)
             tasks = load_tasks(names, args.include_path, args.limit, args.num_fewshot, allows_code)
+            _check_flags_of_answers(args, tasks, tokenizers)
         if args.dense is not None:
             for documents in texts.values():
                 require_same_tokens(tokenizers[0], tokenizers[1], documents)
@@ -318,10 +323,27 @@ def _measure_tasks(
             continue
         entries = {model: {"tasks": by_task, "means": means(by_task)} for model, by_task in metrics.items()}
         record[part] = {**entries["this"], "limit": args.limit}
+        if is_part:
+            record[part] |= {flag: getattr(args, flag) for flag in _FLAGS_OF_ANSWERS}
         if args.dense is not None:
             record[part]["dense"] = {"model": args.dense, **entries["dense"]}
         print(generation_table(metrics) if is_part else accuracy_table(metrics, args.paper))
     return record
+
+
+def _check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any]) -> None:
+    """Reject flags that no task reads, and models without a chat template that is asked for, before any is loaded."""
+    generates = any(task.OUTPUT_TYPE == "generate_until" for task in tasks.by_name.values())
+    for flag in ("num_fewshot", "gen_kwargs"):
+        if getattr(args, flag) is not None and not generates:
+            raise ValueError(f"--{flag}: none of these tasks has generated answers; leave it out")
+    if args.apply_chat_template:
+        for name, tokenizer in zip((args.model, args.dense), tokenizers, strict=False):
+            if not tokenizer.chat_template:
+                raise ValueError(
+                    f"--apply_chat_template: the tokenizer of {name} has no chat template; leave the flag out, or put "
+                    "one into the model's folder (chat_template.jinja)"
+                )
 
 
 def _check_backend(args: argparse.Namespace) -> None:
@@ -342,7 +364,10 @@ def _tasks(args: argparse.Namespace) -> list[str] | None:
     """Return the names of the tasks to measure, or None for none."""
     if args.tasks is None:
         names = SUITES.get(args.suite)
-        return None if names is None else [name for name in names if name != _CODE or args.confirm_run_unsafe_code]
+        if names is None or args.confirm_run_unsafe_code or _CODE_TASK not in names:
+            return None if names is None else list(names)
+        print(f"{_CODE_TASK}: left out, since it runs code of the model's; --confirm_run_unsafe_code includes it")
+        return [name for name in names if name != _CODE_TASK]
     if not (tasks := list(dict.fromkeys(filter(None, map(str.strip, args.tasks.split(",")))))):
         raise ValueError(f"--tasks {args.tasks!r}: name at least one task")
     return tasks

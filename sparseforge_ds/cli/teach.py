@@ -17,7 +17,7 @@ any order and on any number of GPUs. The KL divergence is then that of the K lar
 (equation 12c). After an interruption the same command goes on.
 
 example:
-  sparseforge teach Qwen/Qwen3-32B --text corpus --seq_length 4096 --top_k 64 --output logits/qwen3_32b
+  sparseforge teach Qwen/Qwen3-32B --text corpus --seq_length 4096 --top_k 64 --batch_size 1 --output logits/qwen3_32b
 """
 
 

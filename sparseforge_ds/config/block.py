@@ -25,7 +25,13 @@ from sparseforge_ds.config.block_sections import (
     ReconstructionConfig,
     StartConfig,
 )
-from sparseforge_ds.config.combinations import check_branch_start, check_combinations, check_method, check_removes
+from sparseforge_ds.config.combinations import (
+    check_branch_start,
+    check_combinations,
+    check_method,
+    check_quantization_start,
+    check_removes,
+)
 from sparseforge_ds.config.json_file import parse_json_file
 from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import METHODS, Method
@@ -92,12 +98,13 @@ class SparseForgeConfig:
         by the pattern alone.
 
         Raises:
-            ValueError: the pattern keeps everything, masks would be frozen before they move, or branches come before
-                masks have removed anything.
+            ValueError: the pattern keeps everything, masks would be frozen before they move, branches come before
+                masks have removed anything, or no step would train quantized weights.
         """
         check_removes(self)
         self.method.check_length(self.max_steps)
         check_branch_start(self)
+        check_quantization_start(self)
 
     @property
     def soft(self) -> SoftMaskConfig | None:

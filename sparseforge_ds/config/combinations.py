@@ -54,17 +54,24 @@ def check_method(config: SparseForgeConfig) -> None:
 
 
 def check_removes(config: SparseForgeConfig) -> None:
-    """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison.
-
-    A control may be quantized, which is done without training, too.
-    """
+    """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison."""
     pattern = config.parsed_pattern
-    controls = ("naive_retrain",) if config.quantize is None else ("naive_retrain", "oneshot")
-    is_control = config.method.name in controls and config.importance == "magnitude"
+    is_control = config.method.name == "naive_retrain" and config.importance == "magnitude"
     if pattern.kept == pattern.members and not is_control:
         raise ValueError(
             f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
             'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'
+        )
+
+
+def check_quantization_start(config: SparseForgeConfig) -> None:
+    """Raise ValueError if weights are to be quantized when masks freeze, and masks freeze with the last step."""
+    settings = config.quantize
+    if settings is not None and settings.from_ == "freeze" and 0 < config.max_steps <= config.quantize_step:
+        raise ValueError(
+            f'sparseforge.quantize.from = "freeze": masks of method "{config.method.name}" freeze with the last step, '
+            f"{config.max_steps}, so that no step would train quantized weights; use a fraction of max_steps, or a "
+            "larger method.frozen"
         )
 
 

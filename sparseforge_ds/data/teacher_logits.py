@@ -12,6 +12,7 @@ fp16 has eight times the precision of bf16, and its range covers logarithms of p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -120,7 +121,10 @@ class TeacherLogits:
         """
         path = folder / f"{key}.json"
         if not path.is_file():
-            others = [_read_record(other).facts for other in sorted(folder.glob("*.json"))]
+            others = []
+            for other in sorted(folder.glob("*.json")):
+                with contextlib.suppress(ValueError):  # JSON of something else
+                    others.append(_read_record(other).facts)
             changes = differences(dict(others[0]), dict(facts), "data") if others else []
             raise ValueError(
                 f"--teacher_logits {folder}: has no logits of this text and tokenizer"
@@ -175,4 +179,7 @@ def _read_record(path: Path) -> LogitsRecord:
     try:
         return LogitsRecord(**json.loads(path.read_text()))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: is damaged ({str(error)[:100]}); remove it, and repeat sparseforge teach") from None
+        raise ValueError(
+            f"{path}: is no record of a teacher's logits ({str(error)[:100]}); if sparseforge teach wrote it, remove "
+            "it and repeat the command"
+        ) from None

@@ -66,7 +66,7 @@ def load_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     for name in names:
         file = _harness_file(name)
-        if file is not None and _UNSAFE.search(file.read_text()):
+        if file is not None and _runs_code(file):
             _require_confirmed(name, confirm_run_unsafe_code)
     with TemporaryDirectory() as folder:
         task_files = Path(folder)
@@ -78,6 +78,14 @@ def load_tasks(
         if getattr(task, "UNSAFE_CODE", False):
             _require_confirmed(name, confirm_run_unsafe_code)
     return loaded
+
+
+def _runs_code(file: Path) -> bool:
+    """Return True if a task file, or one that it includes, is marked as running code."""
+    text = file.read_text()
+    include = re.search(r"^include: *(\S+)", text, re.MULTILINE)
+    included = None if include is None else file.parent / include[1]
+    return bool(_UNSAFE.search(text)) or (included is not None and included.is_file() and _runs_code(included))
 
 
 def _require_confirmed(task: str, is_confirmed: bool) -> None:

@@ -26,6 +26,8 @@ from sparseforge_ds.evaluate.published import CUT, GAINED, KL, LOST, SAME, TOKEN
 
 _ANSWER_LIMIT = 256
 """Most tokens of an answer where neither a task nor a user says how many: the harness' own number."""
+_ALIASES_OF_LIMIT = {"max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"}
+"""Other names of `max_gen_toks`, which the harness would prefer or ignore without a word."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,10 @@ def compare_answers(result: TaskScores, dense: TaskScores) -> None:
             same = sum(choice == dense.choices[task][item] for item, choice in choices.items())
             metrics[SAME] = same / len(choices)
         for key, is_right in result.is_right[task].items():
-            pairs = [(right, dense.is_right[task][key][item]) for item, right in is_right.items()]
+            dense_right = dense.is_right[task].get(key)
+            if dense_right is None:  # the dense model's values are graded, which are not right or wrong
+                continue
+            pairs = [(right, dense_right[item]) for item, right in is_right.items()]
             metrics[with_ending(key, LOST)] = pairs.count((False, True)) / len(pairs)
             metrics[with_ending(key, GAINED)] = pairs.count((True, False)) / len(pairs)
 
@@ -199,6 +204,8 @@ def _check(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings) -> None:
             f"--apply_chat_template: the tokenizer of {wrapped.tokenizer.name_or_path} has no chat template; leave the "
             "flag out, or put one into the model's folder (chat_template.jinja)"
         )
+    if aliases := sorted(_ALIASES_OF_LIMIT & (settings.gen_kwargs or {}).keys()):
+        raise ValueError(f"--gen_kwargs {aliases[0]}: write max_gen_toks, the harness' name of that limit")
     for name, task in tasks.by_name.items():
         if task.OUTPUT_TYPE == "generate_until":
             generation = {**(task.config.generation_kwargs or {}), **(settings.gen_kwargs or {})}

@@ -115,5 +115,7 @@ def _answers(model: PreTrainedModel, token_BS: torch.Tensor, settings: TeachSett
         for block_TV in logits_TV.split(max(1, _BLOCK // logits_TV.shape[1]))
     ]
     entry_TK, share_TL = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
+    if not np.isfinite(share_TL).all():
+        raise ValueError("the teacher's logits are infinite or NaN; give --dtype bfloat16 or float32")
     shape = token_BS.shape
     return entry_TK.reshape(*shape, -1), share_TL.reshape(*shape, -1).astype(np.float16)

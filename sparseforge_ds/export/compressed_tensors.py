@@ -150,7 +150,13 @@ class QuantizedWeights:
         dtype = stored[f"{module}.weight_scale"].dtype
         dtype = dtype if dtype in SCALE_DTYPES else torch.float32
         if f"{module}.weight_shape" in stored:
-            shape = tuple(self._tensors.read(f"{module}.weight_shape").tolist())
+            sizes = self._tensors.read(f"{module}.weight_shape")
+            if sizes.ndim != 1 or len(sizes) < 2 or sizes.is_floating_point():
+                raise ValueError(
+                    f"{self._folder}: {module}.weight_shape is {sizes.dtype} of shape {tuple(sizes.shape)}, and it is "
+                    "the integers of a shape; download or export it again"
+                )
+            shape = tuple(sizes.tolist())
             self._require_packed(module, shape)
             return TensorSpec(shape, dtype)
         if f"{module}.weight_packed" in stored:  # a byte holds two fp4
@@ -176,6 +182,8 @@ class QuantizedWeights:
             "weight_packed": ((*shape[:-1], -(-inputs * settings.num_bits // 32)), (torch.int32,)),
             "weight_scale": ((*shape[:-1], inputs // size if size > 0 else 1), SCALE_DTYPES),
         }
+        if str(settings.strategy) in ("tensor", "QuantizationStrategy.TENSOR"):
+            expected["weight_scale"] = ((1,), SCALE_DTYPES)
         for leaf, (expected_shape, dtypes) in expected.items():
             spec = self._tensors.specs.get(f"{module}.{leaf}")
             if spec is not None and (spec.shape != expected_shape or spec.dtype not in dtypes):

@@ -85,6 +85,11 @@ def require_roundable(source: Source, format: str, values: str) -> None:
             f"--values {values}: the values of {source.folder} are {source.grid} already, and would be rounded twice; "
             "export from what it was made of, or copy the folder"
         )
+    if source.quantize is not None:
+        raise ValueError(
+            f"--values {values}: the weights of {source.folder} were trained in {source.quantize.bits} bits, and would "
+            "be rounded twice; leave it out"
+        )
 
 
 def require_codes(source: Source) -> None:
@@ -111,5 +116,7 @@ def require_codes(source: Source) -> None:
                 "give --format hf"
             )
     if source.branches:
-        raise ValueError(f"{where}: has low-rank branches, which --format compressed-tensors cannot store; give hf")
+        raise ValueError(
+            f"{where}: has low-rank branches, which --format compressed-tensors cannot store; give --format hf"
+        )
     require_library("--format compressed-tensors", "the library that reads it back")

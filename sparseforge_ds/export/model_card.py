@@ -227,9 +227,7 @@ def _sections(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]
 def _record(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's `sparsity.json`."""
     if not (folder / "sparsity.json").is_file():
-        raise ValueError(
-            f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote as hf or packed24"
-        )
+        raise ValueError(f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote")
     return read_json_object(folder / "sparsity.json")
 
 
@@ -334,6 +332,14 @@ def _run_result(score: Any) -> list[EvalResult]:
     return [_result("text-generation", text, "perplexity", math.exp(loss), arguments)]
 
 
+def _quantization(settings: Any) -> str | None:
+    """Return a row about weights that were trained quantized, or None."""
+    if not isinstance(settings, dict):
+        return None
+    group = settings.get("group")
+    return f"{settings.get('bits')} bits, a scale for {'an output' if group is None else f'{group} kept weights'}"
+
+
 def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """Return the rows of the table of settings, as Markdown."""
     run = sections["run"]
@@ -350,6 +356,7 @@ def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> li
         "method": method.get("name") if isinstance(method, dict) else method,
         "pattern": record.get("pattern"),
         "importance": None if pruned else config.get("importance"),
+        "quantization": _quantization(config.get("quantize")),
         "first mask": pruned.get("mask"),
         "epochs": pruned.get("epochs"),
         "rate, relative to the weights": pruned.get("rate"),

@@ -280,8 +280,8 @@ class RunSource(Source):
         master = self._state(weight.name, None, start, stop)
         if not torch.equal(value.to(master.dtype), master):  # masters may be bf16
             raise ValueError(
-                f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense although its mask is "
-                "frozen; the checkpoint is inconsistent, use another one"
+                f"{self.checkpoint.folder}: the master of {weight.name} is not mask * dense, or its quantization, "
+                "although its mask is frozen; the checkpoint is inconsistent, use another one"
             )
         return value
 

@@ -33,7 +33,9 @@ def quantize(weight_GI: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     Returns:
         (G, I) fp32 integers, ties to even, and (G, 1) fp32 scales. A group of zeros has the scale 1.
     """
-    scale_G1 = weight_GI.abs().amax(dim=1, keepdim=True) / largest_code(bits)
+    # A tensor divides: CUDA multiplies by the reciprocal of a Python number, which rounds differently than a CPU does.
+    largest_11 = weight_GI.new_full((1, 1), largest_code(bits))
+    scale_G1 = weight_GI.abs().amax(dim=1, keepdim=True) / largest_11
     scale_G1 = scale_G1.to(SCALE_DTYPE).float()
     scale_G1 = torch.where(scale_G1 == 0, 1.0, scale_G1)
     code_GI = (weight_GI / scale_G1).round_().clamp_(-largest_code(bits), largest_code(bits))
@@ -66,7 +68,7 @@ def scale_group(pattern: Pattern, kept: int | None, inputs: int) -> NM:
     size, rest = divmod(kept * pattern.members, pattern.kept)
     if rest or (not isinstance(pattern, Block) and size % pattern.members):
         raise ValueError(
-            f"{kept} kept values are no whole number of groups of {pattern}; use a multiple of the n of n:m"
+            f"{kept} kept values are no whole number of groups of {pattern}; use a multiple of what a group keeps"
         )
     if inputs % size:
         raise ValueError(

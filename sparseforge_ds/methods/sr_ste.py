@@ -17,7 +17,7 @@ class SrSte(PeriodicMagnitudeMask):
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
-        weights.require_gradients('steps of method "sr_ste"')
+        weights.require_gradients(f'steps of method "{weights.config.method.name}"')
 
     @override
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:

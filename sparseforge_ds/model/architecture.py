@@ -146,6 +146,16 @@ def without_numbers(config: PretrainedConfig) -> Iterator[None]:
         ) from error
 
 
+def share_of_experts(model: PreTrainedModel) -> float:
+    """Return the share of its routed experts that a token passes; 1 where there are none, or it passes all."""
+    config = model.config.get_text_config()
+    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
+    experts_per_token = getattr(config, "num_experts_per_tok", None)
+    if experts is None or experts_per_token is None or any(sees_all_tokens(module) for module in model.modules()):
+        return 1.0
+    return float(experts_per_token / experts)
+
+
 def architecture_of(
     model: PreTrainedModel, weights: Collection[PrunableWeight], leaf_suffixes: Collection[str] = ()
 ) -> Architecture:
@@ -158,12 +168,7 @@ def architecture_of(
     """
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}
-    # A token passes a share of the routed experts.
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
-    experts_per_token = getattr(config, "num_experts_per_tok", None)
-    share = 1.0 if experts is None or experts_per_token is None else experts_per_token / experts
-    if any(sees_all_tokens(module) for module in model.modules()):
-        share = 1.0
+    share = share_of_experts(model)
     return Architecture(
         parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
         matrices=tuple(_matrices(weight) for weight in weights),

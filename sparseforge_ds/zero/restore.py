@@ -199,8 +199,8 @@ class _Reader:
     def _read_flat(self, index: int, key: str | None, dtype: torch.dtype, device: Any) -> Tensor:
         """Return the new content of a flat (`key` None) or of a state laid out like it; padding is 0.
 
-        Masks may be stored in another form than here. In a frozen run W lies beside masters of 16 bits, or is the
-        master.
+        Masks may be stored in another form than here. In a frozen run W lies beside masters of 16 bits or quantized
+        ones, or is the master.
         """
         out = torch.zeros(self.layout.flats[index].shape, dtype=dtype, device=device)
         for shard in self.shards[index]:

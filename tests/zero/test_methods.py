@@ -191,6 +191,51 @@ def test_methods_are_their_literal_versions() -> None:
             assert record["metrics"]["mask/kept"] == pytest.approx(0.25 if "2:8" in name else 0.5)
 
 
+QUANTIZED = {
+    "sr_ste": {
+        **ODD,
+        "method": {"name": "sr_ste", "decay": 0.05, "frozen": 0.34},
+        "quantize": {"group": 2, "from": 0.34},
+    },
+    "elsa": {**ODD, "method": {"name": "elsa", "every": 2, "frozen": 0.34}, "quantize": {"group": None, "bits": 3}},
+    "cast": {**ODD, "method": {"name": "cast", **LAST, "frozen": 0.34}, "quantize": {"group": None, "bits": 8}},
+}
+"""Methods whose masks are binary, so that what is published follows from W and the mask alone."""
+
+
+def test_what_is_published_is_the_quantization_of_w_under_its_mask() -> None:
+    """Bit for bit at every step, as eq. 14 reads, a group at a time. Codes of two runs would differ at edges."""
+    cases = {
+        (name, stage): Case(model="llama_odd", config=config, stage=stage)
+        for name, config in QUANTIZED.items()
+        for stage in ((0, 1, 2, 3) if name == "sr_ste" else (2,))
+    }
+    records = run_distributed(run_methods, 2, list(cases.values()))[0]
+    for (name, stage), record in zip(cases, records, strict=True):
+        config = cases[name, stage].sparseforge
+        settings = config.quantize
+        assert settings is not None
+        quantized_steps = [step for step in range(STEPS + 1) if config.is_quantized(step)]
+        assert len(quantized_steps) >= 2
+        for step in quantized_steps:
+            state = record["steps"][step]
+            for weight, mask in state["mask"].items():
+                seen = state["published"][weight]
+                masked = (state["dense"][weight] * mask).view_as(seen)
+                size = seen.shape[1] if settings.group is None else 2 * settings.group
+                expected = torch.cat([literally_quantized(group, settings.bits) for group in masked.reshape(-1, size)])
+                assert torch.equal(seen.flatten(), expected), (name, stage, step, weight)
+
+
+def literally_quantized(group: Tensor, bits: int) -> Tensor:
+    """Q of the inputs that share a scale."""
+    largest = 2 ** (bits - 1) - 1
+    scale = (group.abs().max() / torch.tensor(float(largest))).bfloat16().float()
+    if scale == 0:
+        return group
+    return (group / scale).round().clamp(-largest, largest) * scale
+
+
 def without_finite_inputs() -> str:
     case = Case(stage=3, config=BY_SPARSEGPT)
     model = MODELS[case.model]()

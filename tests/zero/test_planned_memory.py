@@ -97,7 +97,8 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
     running = forge.curvature.running
     kinds["curvature sums"] = 0 if running is None else size([running.slice])
-    kinds["logits"] = size([value for s in state for name, value in s.items() if "logit" in name])
+    own = case.sparseforge.method.state_keys(case.sparseforge.parsed_pattern)
+    kinds["method states"] = size([s[name] for s in state for name in own if name in s])
     kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
     low = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
     kinds["weights"] = size(low)

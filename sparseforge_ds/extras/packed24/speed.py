@@ -120,16 +120,23 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
     odd = next((name for name in layers if not isinstance(dense.get_submodule(name), nn.Linear)), None)
     if odd is not None:
         raise ValueError(f"{flag}: {odd} is no linear layer, and torchao would leave it as it is; leave the flag out")
-    config: Any
     if kind == "int4":
-        where = "tile_packed_to_4d" if dense.device.type == "cuda" else "opaque"
-        config = quantization.Int4WeightOnlyConfig(group_size=_INT4_GROUP, int4_packing_format=where)
-    else:
-        config = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}[kind]()
-    model = copy.deepcopy(dense)
+        odd = next((name for name in sorted(layers) if dense.get_submodule(name).in_features % _INT4_GROUP), None)
+        if odd is not None:
+            raise ValueError(
+                f"{flag}: the inputs of {odd} are no multiple of {_INT4_GROUP}, and torchao would leave it dense; "
+                "leave the flag out"
+            )
+    config: Any
     try:
+        if kind == "int4":
+            where = "tile_packed_to_4d" if dense.device.type == "cuda" else "opaque"
+            config = quantization.Int4WeightOnlyConfig(group_size=_INT4_GROUP, int4_packing_format=where)
+        else:
+            config = getattr(quantization, {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind])()
+        model = copy.deepcopy(dense)
         quantization.quantize_(model, config, filter_fn=lambda _, name: name in layers)
-    except (ImportError, NotImplementedError, RuntimeError, AssertionError) as error:
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError, AssertionError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{flag}: torchao cannot quantize this model here ({reason}); leave it out") from None
     return model

@@ -19,6 +19,7 @@ from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.extras.planner.machine import GIB, GPUS, Gpu
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
+from sparseforge_ds.model.architecture import share_of_experts
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.registration import build_model
 from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, micro_batches
@@ -63,7 +64,7 @@ class PrunePlan:
     streams_in: str
     """Place of the streams: the device, memory or disk."""
     seconds: dict[str, float]
-    """Seconds of all blocks, by part of the work."""
+    """Seconds of all blocks, by part of the work; nothing where no block could be measured."""
     rate: str
     """Origin of the rates."""
     available: int
@@ -93,9 +94,10 @@ class PrunePlan:
         model = work.total_elements * work.dtype.itemsize / GIB
         blocks = work.blocks * work.block_elements * work.dtype.itemsize / GIB
         yield "disk", f"{model:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
-        parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
-        yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {work.blocks} blocks: {parts}"
-        yield "", self.rate
+        if self.seconds:
+            parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
+            yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {work.blocks} blocks: {parts}"
+            yield "", self.rate
         room = f"{self.available / GIB:.1f} GiB"
         less = "take a device with more memory, or --mask magnitude"
         yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {less}"
@@ -127,6 +129,8 @@ class PruneWork:
     """Dtype that the weights are stored in."""
     sequences: int
     seq_length: int
+    expert_share: float
+    """Share of the routed experts that a token passes."""
 
     @property
     def blocks(self) -> int:
@@ -224,6 +228,7 @@ def plan_prune(
         dtype=dtype,
         sequences=shape[0],
         seq_length=shape[1],
+        expert_share=share_of_experts(model),
     )
     # A GPU that is not here has its data sheet.
     if not isinstance(hardware, torch.device):
@@ -239,17 +244,13 @@ def plan_prune(
     is_gpu = hardware.type == "cuda"
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
     memory = prune_memory(work, own_streams=place == ("on the GPU" if is_gpu else "in memory"))
-    seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and place != "on the GPU")
+    # A block is measured only where there is room for it.
+    seconds: dict[str, float] = {}
+    if max(sum(kinds.values()) for kinds in memory.values()) <= available:
+        seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and place != "on the GPU")
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
-    return PrunePlan(
-        work,
-        str(hardware) if is_gpu else "RAM",
-        memory,
-        place,
-        seconds,
-        f"by one block that was measured on this {hardware.type}{threads}",
-        available,
-    )
+    rate = f"by one block that was measured on this {hardware.type}{threads}"
+    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, place, seconds, rate, available)
 
 
 def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
@@ -269,7 +270,8 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
     # Values as they are stored, in fp32, and which of them are finite.
     phases: dict[str, Kinds] = {"embedding": {**always, "embedding": (work.dtype.itemsize + 5) * work.other_elements}}
     if work.start.mask == "sparsegpt":
-        # X^T X of every input, and H^-1 of the widest in fp64 and fp32, beside copies of W and masks.
+        # X^T X of every matrix, which is more than there is where layers share an input; H^-1 of the widest in fp64 and
+        # fp32; copies of W and masks.
         phases["first mask"] = {
             **block,
             "second moments": 4 * sum(inputs**2 for _, inputs in work.matrices),
@@ -327,16 +329,18 @@ class BlockRates:
 
 
 def assumed_rates(work: PruneWork, gpu: Gpu, mfu: float) -> BlockRates:
-    """Return the rates of a GPU that reaches a share `mfu` of its peaks."""
+    """Return the rates of a GPU that reaches a share `mfu` of its peaks. Attention over the sequence is left out."""
     half = (gpu.half if work.autocast else gpu.single) * 1e12 * mfu
     single = gpu.single * 1e12 * mfu
     double = gpu.double * 1e12 * mfu
     masked = sum(weight.numel for weight in work.block.weights)
-    forward = 2.0 * masked / half
+    shares = {weight.name: work.expert_share if weight.experts else 1.0 for weight in work.block.weights}
+    forward = 2.0 * sum(weight.numel * shares[weight.name] for weight in work.block.weights) / half
     inputs = 0.0
     first_mask = 0.0
     if work.start.mask == "sparsegpt":
-        inputs = 2.0 * sum(inputs**2 for _, inputs in work.matrices) / single
+        squares = sum(w.matrices * w.shape[w.input_axis] ** 2 * shares[w.name] for w in work.block.weights)
+        inputs = 2.0 * squares / single
         first_mask = sum(
             4 / 3 * inputs**3 / double + outputs * inputs**2 / single + _LAUNCHES * inputs
             for outputs, inputs in work.matrices
@@ -367,12 +371,15 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
         target = call()
         forward = clock.seconds(call)
         inputs = 0.0
+        inputs_squared = 1
         if work.needs_inputs:
             moments = InputMoments(block, work.block.weights, full=work.start.mask == "sparsegpt")
             moments.measure(_once(call), no_reduce)
             inputs = max(0.0, clock.seconds(lambda: moments.measure(_once(call), no_reduce)) - forward)
+            if work.start.mask == "sparsegpt":  # layers with the same input share a sum
+                inputs_squared = sum(moment.shape[-1] ** 2 for moment in moments.moments.values())
             del moments
-        first_mask = _first_mask_seconds(work, block, inputs / tokens, clock)
+        first_mask = _first_mask_seconds(work, block, inputs / tokens / inputs_squared, clock)
 
     # A step of Adam behind a forward and backward pass; the first makes its moments.
     backward = step = 0.0
@@ -386,7 +393,7 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
 
         def move() -> None:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=False)  # gradients stay, or the next step would have nothing to do
 
         train()
         move()
@@ -407,7 +414,7 @@ def _first_mask_seconds(work: PruneWork, block: nn.Module, moments_rate: float, 
     Args:
         work: sizes of the prune.
         block: with random weights.
-        moments_rate: seconds of a token's second moments, which are products in fp32.
+        moments_rate: seconds of an element of a token's second moments, which are products in fp32.
         clock: of the device.
     """
     kind = work.start.mask
@@ -428,15 +435,16 @@ def _first_mask_seconds(work: PruneWork, block: nn.Module, moments_rate: float, 
         return clock.seconds(lambda: reconstruct(weight_OI, gram_II, pattern.n, pattern.m, 0.01, 128))
 
     # Of few columns the loop over them takes the time, of few rows the factorization, whose work is their cube.
-    columns = _COLUMNS - _COLUMNS % pattern.m
+    columns = max(pattern.m, _COLUMNS - _COLUMNS % pattern.m)
+    factor_columns = max(pattern.m, _FACTOR - _FACTOR % pattern.m)
     loop = solve(outputs, columns) / columns
-    factor = max(0.0, solve(pattern.m, _FACTOR - _FACTOR % pattern.m) - loop * _FACTOR * pattern.m / outputs)
-    product = moments_rate / (2 * sum(inputs**2 for _, inputs in work.matrices))
+    factor = max(0.0, solve(pattern.m, factor_columns) - loop * factor_columns * pattern.m / outputs)
+    product = moments_rate / 2
     seconds = 0.0
     for rows, inputs in work.matrices:
         # On a GPU the kernels of a column take equally long, whatever the number of rows.
         share = rows / outputs if device.type == "cpu" else 1.0
-        seconds += loop * inputs * share + factor * (inputs / _FACTOR) ** 3 + product * rows * inputs**2
+        seconds += loop * inputs * share + factor * (inputs / factor_columns) ** 3 + product * rows * inputs**2
     return seconds
 
 

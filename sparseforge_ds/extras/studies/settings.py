@@ -105,8 +105,8 @@ class OneShot:
     @property
     def start(self) -> StartConfig:
         """Settings of the blocks' training, with the number of tokens."""
-        start = StartConfig(mask=self.mask, epochs=self.epochs, rate=self.rate, batch=self.batch)
-        return replace(start, tokens=self.tokens or start.tokens_of(0))
+        start = StartConfig(mask=self.mask, tokens=self.tokens, epochs=self.epochs, rate=self.rate, batch=self.batch)
+        return replace(start, tokens=start.tokens_of(0))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,11 @@ def _named(kind: str, name: str, entry: Any) -> Any:
     """Add its name to an entry."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{kind}: {name!r} becomes the name of a folder; use letters, digits, _ . and +")
-    return {"name": name, **entry} if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict):
+        return entry
+    if "name" in entry:
+        raise ValueError(f"{kind}.{name}.name: unknown key; an entry is called by its own key, {name!r}")
+    return {"name": name, **entry}
 
 
 def _split_entry(name: str, entry: Any) -> Any:

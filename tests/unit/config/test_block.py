@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,14 @@ def test_quantization_begins_where_from_says():
     assert frozen.quantize_step == frozen.resolved_schedule.freeze_step == 20
     assert frozen.is_quantized(10, hard=True) and not frozen.is_quantized(10) and not config.is_quantized(10, hard=True)
     assert not build().is_quantized(100) and build(method="naive_retrain", quantize={}).quantize_step == 0
+
+
+def test_a_run_that_would_train_no_quantized_weights_is_refused():
+    message = 'sparseforge.quantize.from = "freeze": masks of method "sr_ste" freeze with the last step, 100'
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(method="sr_ste", max_steps=100, quantize={}).check_length()
+    build(method="sr_ste", max_steps=100, quantize={"from": 0.5}).check_length()
+    build(method={"name": "sr_ste", "frozen": 0.2}, max_steps=100, quantize={}).check_length()
 
 
 def test_given_keys_win_over_the_preset_and_leave_its_neighbours():

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import finished_model
+from sparseforge_ds.evaluate import finished_model, harness, task_scores
 from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.published import SUITES
 from sparseforge_ds.mask.pattern import parse_pattern
@@ -234,6 +234,35 @@ def test_gsm8k_offline_with_examples_of_its_train_split(
     ):
         assert main([*command, *flags]) == 2, flags
         assert message in capsys.readouterr().err, flags
+
+
+def test_a_limit_by_another_name_is_refused(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lm_eval")
+    write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    assert main([*command, "--gen_kwargs", "max_new_tokens=4096"]) == 2
+    assert "--gen_kwargs max_new_tokens: write max_gen_toks, the harness' name" in capsys.readouterr().err
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    chosen = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa", "--num_fewshot", "5"]
+    assert main(chosen) == 2
+    assert "--num_fewshot: none of these tasks has generated answers; leave it out" in capsys.readouterr().err
+
+
+def test_graded_values_of_one_model_are_not_compared() -> None:
+    """An F1 that is 0 everywhere looks like right and wrong, where the dense model's is graded."""
+    scores = [
+        task_scores.TaskScores(metrics={"qa": {}}, choices={"qa": {}}, is_right={"qa": right}, generated={})
+        for right in ({"f1,none": {0: False}, "em,none": {0: False}}, {"em,none": {0: True}})
+    ]
+    task_scores.compare_answers(*scores)
+    assert scores[0].metrics["qa"] == {"em_lost,none": 1.0, "em_gained,none": 0.0}
+
+
+def test_a_task_that_includes_one_which_runs_code_runs_code(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("unsafe_code: true\n")
+    (tmp_path / "more.yaml").write_text("include: base.yaml\ntask: more\n")
+    assert harness._runs_code(tmp_path / "more.yaml")
 
 
 def test_tasks_that_run_code_need_leave_and_are_tried_first(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
@@ -140,6 +141,17 @@ def test_wrong_flags_are_refused(
     assert main(command(tmp_path, "logits", **flags)) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("logits/*.entries"))
+
+
+def test_a_teacher_that_overflows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("norm.weight"))
+    tensors[name].fill_(float("inf"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    write_text(tmp_path / "text.jsonl")
+    assert main(command(tmp_path, "logits")) == 2
+    assert "the teacher's logits are infinite or NaN; give --dtype" in capsys.readouterr().err
 
 
 def test_entries_of_a_large_vocabulary_are_four_bytes() -> None:

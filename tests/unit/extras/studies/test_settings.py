@@ -121,6 +121,8 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"one_shot": {"p": {"epochs": -1}}}, "one_shot.p: sparseforge.start.epochs = -1 is not valid"),
         ({"one_shot": {"p": {"tokens": 5}}}, "one_shot.p: tokens = 5: less than one sequence of 256"),
         ({"one_shot": {"p": {"pattern": "4:2"}}}, "one_shot.p: .*4:2"),
+        ({"one_shot": {"p": {"name": "../x"}}}, "one_shot.p.name: unknown key; an entry is called by its own key, 'p'"),
+        ({"one_shot": {"p": {"tokens": 0}}}, "one_shot.p: sparseforge.start.tokens = 0 is not valid"),
         ({"one_shot": {"p q": {}}}, "'p q' becomes the name of a folder"),
         ({"methods": {"p": {"method": "oneshot"}}}, "sparseforge.method = 'oneshot' is not valid"),
         ({"base": "no.json"}, "base .*/no.json: no such file"),
