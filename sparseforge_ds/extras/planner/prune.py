@@ -245,7 +245,7 @@ def plan_prune(
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
     memory = prune_memory(work, own_streams=place == ("on the GPU" if is_gpu else "in memory"))
     # A block is measured only where there is room for it.
-    seconds: dict[str, float] = {}
+    seconds = {}
     if max(sum(kinds.values()) for kinds in memory.values()) <= available:
         seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and place != "on the GPU")
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"

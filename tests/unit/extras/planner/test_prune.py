@@ -10,6 +10,7 @@ import torch
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.extras.planner import prune as planner
 from sparseforge_ds.extras.planner.machine import GIB
 from sparseforge_ds.extras.planner.prune import PrunePlan, plan_prune
 from sparseforge_ds.model.architecture import bare_model
@@ -56,6 +57,19 @@ def test_a_block_is_measured(family: str, tmp_path: Path, capsys: pytest.Capture
     assert any(line.startswith("time ") and "minutes for 2 blocks" in line for line in lines)
     assert any("by one block that was measured on this cpu with" in line for line in lines)
     assert lines[-1].startswith("verdict fits into") and not (tmp_path / "out").exists()
+
+
+def test_a_block_that_does_not_fit_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "model", BUILDERS["llama"](vocab_size=BYTE_VOCABULARY))
+    monkeypatch.setattr(planner, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(planner, "measured_rates", lambda *_: pytest.fail("a block was measured"))
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
+    assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 1
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1].startswith("verdict does not fit into 0.0 GiB")
+    assert not any(line.startswith("time") for line in lines)
 
 
 def test_what_a_plan_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
