@@ -20,9 +20,9 @@ from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
+from sparseforge_ds.export.source import recorded_config
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import HUB_ID, published_name
@@ -183,7 +183,7 @@ def make_card(
     )
     # The text, from a template.
     packed = is_packed_config(config)
-    settings = SparseForgeConfig.from_dict(sections["config"]) if sections["config"] else None
+    settings = recorded_config(folder, sections["config"])
     branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
     return ModelCard.from_template(
         data,

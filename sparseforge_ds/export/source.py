@@ -89,8 +89,7 @@ class Source(abc.ABC):
 
     @property
     def _config(self) -> SparseForgeConfig | None:
-        config = self.record.get("config")
-        return SparseForgeConfig.from_dict(config) if isinstance(config, dict) else None
+        return recorded_config(self.folder, self.record.get("config"))
 
     @abc.abstractmethod
     def read(self, name: str) -> Tensor:
@@ -115,6 +114,20 @@ class Source(abc.ABC):
 
     def check_bytes(self, workers: int | None = None) -> None:  # noqa: B027
         """Compare the checksums of the files that `read` does not check by itself."""
+
+
+def recorded_config(folder: Path, block: Any) -> SparseForgeConfig | None:
+    """Return the `sparseforge` block that the `sparsity.json` of a folder records, or None if it has none.
+
+    Raises:
+        ValueError: the block is damaged; the message names the file.
+    """
+    if not isinstance(block, dict) or not block:
+        return None
+    try:
+        return SparseForgeConfig.from_dict(block)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'sparsity.json'}: config is damaged ({error}); export again") from None
 
 
 def configured_dtype(model_config: dict[str, Any]) -> str | None:

@@ -257,13 +257,15 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     """Return the sentences that explain the table."""
     first = config.seeds[0]
     over = f"of seed {first} alone" if len(config.seeds) == 1 else "mean ± sample standard deviation over seeds"
+    is_quantized = any(config.block(method, 1).get("quantize") for method in config.methods.values())
+    values = "values, of 16 bits or quantized," if is_quantized else "values of 16 bits"
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
         f"order. Learning rates, and decays where there is a grid of them, were chosen {_by(config)}on the validation "
         f"text, at {_at(config)}, seed {first}; nothing was chosen on the test text. Differences are taken seed by "
         "seed.",
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
-        "values, of 16 bits or quantized, and the positions of kept values; products with zeros are skipped.",
+        f"{values} and the positions of kept values; products with zeros are skipped.",
     ]
     if has_costs(lines):
         legend.append(
