@@ -15,6 +15,7 @@ from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
 from sparseforge_ds.mask.packing import (
+    PACKED24_FORMAT,
     POSITIONS,
     packed24_axis,
     require_packed_dtypes,
@@ -125,6 +126,12 @@ class StoredWeights:
 
 def _grid(folder: Path, config: dict[str, Any]) -> str | None:
     """Return `values` of a packed folder's quantization_config. Raises ValueError where it is damaged."""
+    stored_format = config["quantization_config"].get("format", PACKED24_FORMAT)
+    if type(stored_format) is not int or stored_format != PACKED24_FORMAT:
+        raise ValueError(
+            f"{folder / 'config.json'}: quantization_config has format {stored_format!r}, and this version of "
+            f"sparseforge_ds reads {PACKED24_FORMAT}; upgrade it, or export again"
+        )
     try:
         return require_grid(config["quantization_config"].get("values"))
     except ValueError as error:

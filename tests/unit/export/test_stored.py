@@ -18,6 +18,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.stored import StoredWeights
+from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
 from tests.sparse_folders import bits, write_dense, write_sparse
@@ -143,6 +144,9 @@ def test_another_version_of_the_format_is_refused(tmp_path: Path, change: dict[s
     (packed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="upgrade it, or export again"):
         AutoModelForCausalLM.from_pretrained(packed)
+    if "format" in change:
+        with pytest.raises(ValueError, match="config.json: quantization_config has format 2, and this version"):
+            check_folder(packed)
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("llama-odd", "float16"), ("gpt2", "bfloat16")])
