@@ -52,7 +52,7 @@ class TaskScores(NamedTuple):
     choices: dict[str, dict[Hashable, Any]]
     """The model's choices and texts, by item; empty for tasks that score likelihoods of texts."""
     is_right: dict[str, dict[str, dict[int, bool]]]
-    """Whether an item is right, by a metric of its task; metrics that are right or wrong alone."""
+    """True for items that are right, by the metrics of a task that know right and wrong alone."""
     generated: dict[str, list[Answer]]
     """Generated answers."""
 

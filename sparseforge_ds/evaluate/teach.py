@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,8 @@ def teach(
         OSError: the disk is too full.
     """
     # Refuse what cannot work.
-    vocabulary = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[union-attr,operator,index,arg-type]
+    head: Any = model.get_output_embeddings()
+    vocabulary = int(head.weight.shape[0])
     if not 1 <= settings.top_k < vocabulary:
         raise ValueError(f"--top_k {settings.top_k}: use 1 to {vocabulary - 1}, less than the model's vocabulary")
     if not 2 <= settings.seq_length <= max_positions(model.config):

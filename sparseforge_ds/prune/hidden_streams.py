@@ -68,12 +68,12 @@ def make_streams(
         ValueError: they fit neither into memory nor on the disk of `folder`.
     """
     needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
-    place = storage_for(needed, device, folder)
-    storages: list[Path | str] = ["device" if place == "on the GPU" else "memory"] * 2
-    if place == "on the disk":
+    storage = storage_for(needed, device, folder)
+    storages: list[Path | str] = ["device" if storage == "on the GPU" else "memory"] * 2
+    if storage == "on the disk":
         storages = [folder / "dense.stream", folder / "pruned.stream"]
     dense, pruned = (HiddenStream(shape_NBSH, dtype, device, storage) for storage in storages)
-    return dense, pruned, f"{needed / 1e9:.1f} GB {place}"
+    return dense, pruned, f"{needed / 1e9:.1f} GB {storage}"
 
 
 def storage_for(needed: int, device: torch.device, folder: Path) -> str:

@@ -48,8 +48,8 @@ class QuantizedMasters:
             group = self._groups[chunk.name]
             axis = self._axes[chunk.name]
             master = self._master(chunk)
-            whole = self._halo.with_halo(chunk, master.float(), halo)
-            rounded_GI = quantized(group.to_groups(whole, chunk.shape, axis), self._bits)
+            groups_with_halo = self._halo.with_halo(chunk, master.float(), halo)
+            rounded_GI = quantized(group.to_groups(groups_with_halo, chunk.shape, axis), self._bits)
             rounded = group.from_groups(rounded_GI, chunk.shape, axis)
             master.copy_(self._halo.without_halo(chunk, rounded))
 

@@ -15,30 +15,28 @@ memory = bytearray(1 << 29)
 memory[::4096] = b"1" * len(memory[::4096])  # a process with much memory takes long to end
 subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
 """
-"""What is killed: it starts the middle one."""
+"""Program that is killed; it starts the middle one."""
 
 MIDDLE = """
 import subprocess, sys
 subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
 """
-"""What the launcher starts, as launch.py of deepspeed: it lives on and starts the rank."""
+"""Program that the launcher starts, as launch.py of deepspeed; it lives on and starts the rank."""
 
 RANK = """
 import importlib.util, os, sys
 from pathlib import Path
 launcher = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
 print(launcher, flush=True)
-try:
-    while Path(f"/proc/{launcher}/cmdline").read_bytes():
-        pass
-except OSError:
-    pass  # it is gone already
+line = Path(f"/proc/{launcher}/cmdline")
+while line.exists() and line.read_bytes():  # the test reaps the launcher only after this program
+    pass
 spec = importlib.util.spec_from_file_location("started_by", sys.argv[1])
 started_by = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(started_by)
 print(started_by.PARENT.pid == os.getppid(), started_by.GRANDPARENT.pid, flush=True)
 """
-"""What notes its ancestors in the very moment in which the launcher has no command line any more."""
+"""Program that notes its ancestors in the very moment in which the launcher has no command line any more."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -45,7 +45,7 @@ class Messages(logging.Handler):
 
 
 def deepspeed_json(stage: int, **block: Any) -> dict[str, Any]:
-    """As transformers' documentation has it, with masks that freeze at 60% of the steps."""
+    """Return the JSON of transformers' documentation, with masks that freeze at 60% of the steps."""
     return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",

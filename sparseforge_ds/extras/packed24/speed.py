@@ -136,7 +136,7 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
             config = getattr(quantization, {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}[kind])()
         model = copy.deepcopy(dense)
         quantization.quantize_(model, config, filter_fn=lambda _, name: name in layers)
-    except (ImportError, AttributeError, NotImplementedError, RuntimeError, AssertionError, TypeError) as error:
+    except (ImportError, NotImplementedError) as error:  # kernels that are missing here
         reason = " ".join(str(error).split())
         raise ValueError(f"{flag}: torchao cannot quantize this model here ({reason}); leave it out") from None
     return model

@@ -235,22 +235,24 @@ def plan_prune(
         name, mfu = hardware
         gpu = GPUS[name]
         available = int(gpu.memory * GIB)
-        place = "on the GPU" if work.streams <= SHARE * available else "in memory or on the disk"
-        memory = prune_memory(work, own_streams=place == "on the GPU")
-        seconds = assumed_rates(work, gpu, mfu).seconds(work, copied=place != "on the GPU")
-        return PrunePlan(work, f"one {name}", memory, place, seconds, f"at {mfu:.0%} of its peaks (assumed)", available)
+        storage = "on the GPU" if work.streams <= SHARE * available else "in memory or on the disk"
+        memory = prune_memory(work, own_streams=storage == "on the GPU")
+        seconds = assumed_rates(work, gpu, mfu).seconds(work, copied=storage != "on the GPU")
+        return PrunePlan(
+            work, f"one {name}", memory, storage, seconds, f"at {mfu:.0%} of its peaks (assumed)", available
+        )
     parent = next(path for path in out.absolute().parents if path.exists())
-    place = storage_for(work.streams, hardware, parent)
+    storage = storage_for(work.streams, hardware, parent)
     is_gpu = hardware.type == "cuda"
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
-    memory = prune_memory(work, own_streams=place == ("on the GPU" if is_gpu else "in memory"))
+    memory = prune_memory(work, own_streams=storage == ("on the GPU" if is_gpu else "in memory"))
     # A block is measured only where there is room for it.
     seconds = {}
     if max(sum(kinds.values()) for kinds in memory.values()) <= available:
-        seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and place != "on the GPU")
+        seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and storage != "on the GPU")
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
     rate = f"by one block that was measured on this {hardware.type}{threads}"
-    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, place, seconds, rate, available)
+    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, storage, seconds, rate, available)
 
 
 def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:

@@ -48,8 +48,9 @@ class TaskColumns:
             apply_chat_template=tasks.apply_chat_template,
             confirm_run_unsafe_code=tasks.confirm_run_unsafe_code,
         )
-        given = (tasks.include_path, tasks.limit, tasks.num_fewshot, tasks.confirm_run_unsafe_code)
-        self._tasks = load_tasks(tasks.names, *given)
+        self._tasks = load_tasks(
+            tasks.names, tasks.include_path, tasks.limit, tasks.num_fewshot, tasks.confirm_run_unsafe_code
+        )
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 

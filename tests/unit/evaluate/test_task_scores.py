@@ -289,7 +289,7 @@ def yaml_of(text: str) -> str:
 
 
 class _VLLM:
-    """What `AnswerLog` needs of the harness' class for vLLM."""
+    """Stand-in for the harness' class for vLLM, with what `AnswerLog` needs."""
 
     def _model_generate(self, requests: list[list[int]], generate: bool = False) -> list[Any]:
         reasons = ("length", "stop")

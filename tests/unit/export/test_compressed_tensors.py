@@ -139,8 +139,8 @@ def test_codes_are_packed_as_the_library_does(bits: int, inputs: int) -> None:
     packed = pack_codes(code_OI, bits)
     assert packed.dtype == torch.int32 and tuple(packed.shape) == packed_shape((5, inputs), bits)
     for row, words in zip(code_OI.tolist(), packed.tolist(), strict=True):
-        whole = sum((word % 2**32) << (32 * place) for place, word in enumerate(words))
-        assert [(whole >> (bits * i)) % 2**bits - 2 ** (bits - 1) for i in range(inputs)] == row
+        bits_of_row = sum((word % 2**32) << (32 * number) for number, word in enumerate(words))
+        assert [(bits_of_row >> (bits * i)) % 2**bits - 2 ** (bits - 1) for i in range(inputs)] == row
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     assert torch.equal(packed, helpers.pack_to_int32(code_OI, bits))
 

@@ -54,9 +54,9 @@ def test_loss_and_gradient_are_those_of_the_classes(temperature: float, chunk: i
     expected = literal(logits_BSV, teacher_BSV, label_BS, config)
     wanted = torch.autograd.grad(expected[0], [logits_BSV, student.lm_head.weight])
 
-    whole = distillation_loss(logits_BSV, top, label_BS, config)
-    torch.testing.assert_close(torch.stack(whole[:3]).double(), expected, rtol=2e-5, atol=1e-6)
-    (gradient_BSV,) = torch.autograd.grad(whole.total, logits_BSV)
+    losses = distillation_loss(logits_BSV, top, label_BS, config)
+    torch.testing.assert_close(torch.stack(losses[:3]).double(), expected, rtol=2e-5, atol=1e-6)
+    (gradient_BSV,) = torch.autograd.grad(losses.total, logits_BSV)
     torch.testing.assert_close(gradient_BSV, wanted[0], rtol=1e-3, atol=1e-6)
 
     blocks, _ = loss_in_head(student, label_BS, config, top, input_ids=token_BS)
@@ -71,11 +71,11 @@ def test_all_entries_but_one_are_the_full_divergence_and_fewer_are_less() -> Non
     student_BSV, teacher_BSV = (3 * torch.randn(B, S, V, generator=generator) for _ in range(2))
     label_BS = torch.zeros(B, S, dtype=torch.long)
     full = distillation_loss(student_BSV, teacher_BSV, label_BS, config).kl
-    found = [
+    divergences = [
         float(distillation_loss(student_BSV, top_of(teacher_BSV, largest, 2.0), label_BS, config).kl)
         for largest in (1, 4, 16, V - 1)
     ]
-    assert found == sorted(found) and found[-1] == pytest.approx(float(full), rel=1e-5)
+    assert divergences == sorted(divergences) and divergences[-1] == pytest.approx(float(full), rel=1e-5)
     # Equal models are at a distance of 0.
     same = distillation_loss(teacher_BSV, top_of(teacher_BSV, 4, 2.0), label_BS, config).kl
     assert float(same) == pytest.approx(0, abs=1e-5)

@@ -38,7 +38,7 @@ class Wire:
 
 
 def layout(wire: Wire, rank: int, flat: Tensor) -> Any:
-    """What `QuantizedMasters` uses of a `ShardLayout`."""
+    """Return a stand-in for a `ShardLayout`, with what `QuantizedMasters` uses."""
     ranks = len(wire.values)
 
     def all_to_all(out: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> None:

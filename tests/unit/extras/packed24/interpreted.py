@@ -50,14 +50,14 @@ def within_the_bound_of_fp32_sums(
     values, positions, *scale = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid)
     x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
     b = torch.randn(outputs).to(dtype) if bias else None
-    found = triton24(x, values, positions, b, *scale)
+    product = triton24(x, values, positions, b, *scale)
     weight = unpack24(values, positions, *scale).double()
     exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
     if b is not None:
         exact, size = exact + b.double(), size + b.double().abs()
     bound = (2 * groups + 3) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
-    assert found.shape == exact.shape and found.dtype == dtype
-    assert bool(((found.double() - exact).abs() <= bound).all()), (found.double() - exact).abs().max()
+    assert product.shape == exact.shape and product.dtype == dtype
+    assert bool(((product.double() - exact).abs() <= bound).all()), (product.double() - exact).abs().max()
 
 
 def experts_are_those_of_linear24() -> None:
@@ -79,14 +79,14 @@ def experts_are_those_of_linear24() -> None:
         assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
         for experts in (weights, rounded_weights):
             values, positions, *scale = (torch.stack(parts) for parts in zip(*experts, strict=True))
-            found = triton_experts24(x, values, positions, ends, *scale)
+            product = triton_experts24(x, values, positions, ends, *scale)
             dense = [unpack24(*parts).to(dtype) for parts in experts]
             expected = torch.cat([torch.nn.functional.linear(x[a:b], dense[expert]) for expert, a, b in runs])
             size = expected.abs().amax(0) + 1e-3
             torch.testing.assert_close(
-                found[:last] / size, expected / size, atol=2e-3 if dtype == torch.float16 else 1e-5, rtol=0
+                product[:last] / size, expected / size, atol=2e-3 if dtype == torch.float16 else 1e-5, rtol=0
             )
-            assert found[last:].eq(0).all() and len(found) == len(x)
+            assert product[last:].eq(0).all() and len(product) == len(x)
 
 
 def parts_of_sums_are_added_up() -> None:
@@ -129,8 +129,8 @@ def views_may_begin_anywhere() -> None:
     moved = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view_as(values).copy_(values)
     places = torch.empty(positions.numel() + 1, dtype=torch.uint8)[1:].view_as(positions).copy_(positions)
     x = torch.randn(2 * 64 + 1).half()[1:].view(2, 64)
-    found = triton24(x, moved, places, None)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x, unpack24(values, positions)))
+    product = triton24(x, moved, places, None)
+    torch.testing.assert_close(product, torch.nn.functional.linear(x, unpack24(values, positions)))
 
 
 def biases_and_scales_may_be_strided() -> None:

@@ -48,7 +48,9 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
     text = ['#include "linear24_emulated.h"']
-    given = "char* v, char* p, unsigned short* x, float* scale, unsigned short* bias, unsigned short* y, float* part"
+    parameters = (
+        "char* v, char* p, unsigned short* x, float* scale, unsigned short* bias, unsigned short* y, float* part"
+    )
     for i, (tiling, _, _, inputs, _, grid) in enumerate(CASES):
         macros = tiling.macros(inputs)
         macros |= {} if grid is None else dict([mma_kernel.MACROS[GRIDS[grid]]])
@@ -56,7 +58,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         text += [f"namespace c{i} {{", SOURCE.read_text().replace('extern "C"', "")]
         text.append(
             f"""
-            extern "C" void run{i}({given}, int rows, int out, int in, unsigned blocks, int memory) {{
+            extern "C" void run{i}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
               auto multiply = [=] {{ linear24(v, p, x, scale, bias, y, part, rows, out, in); }};
               emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
               auto add = [=] {{ sum24(part, scale, bias, y, rows * out, out, {tiling.parts}); }};

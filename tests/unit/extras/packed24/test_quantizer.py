@@ -217,7 +217,7 @@ def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> Non
 
 @pytest.mark.parametrize("name", ["llama-odd", "llama-odd int8"])
 def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: str, tmp_path: Path) -> None:
-    """As in QLoRA; then it is merged into the unpacked weights, and projected onto their zeros."""
+    """The adapter is trained as in QLoRA, merged into the unpacked weights, and projected onto their zeros."""
     packed = load(folders[name][1])
     arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8

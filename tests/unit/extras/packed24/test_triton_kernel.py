@@ -136,11 +136,11 @@ def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> No
     made = packed(130, 172, dtype) if grid is None else rounded(130, 172, grid)
     values, positions, *scale = (tensor.cuda() for tensor in made)
     x, bias = torch.randn(rows, 172, device="cuda").to(dtype), torch.randn(130, device="cuda").to(dtype)
-    found = linear24.linear24(x, values, positions, bias, *scale).double()
+    product = linear24.linear24(x, values, positions, bias, *scale).double()
     exact = torch.nn.functional.linear(x.double(), unpack24(values, positions, *scale).double(), bias.double())
     size = exact.abs().amax(0) if scale else torch.ones(130, device="cuda")  # rows of weights have many sizes
     torch.testing.assert_close(
-        found / size, exact / size, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 if not scale else 0.01
+        product / size, exact / size, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 if not scale else 0.01
     )
 
 
