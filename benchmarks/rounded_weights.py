@@ -29,7 +29,7 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: i
         pattern: what the weights are in, which says how many inputs a group of kept weights has.
         group: kept weights that share a scale; None for a scale a row.
     """
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     parameters = dict(model.named_parameters())
     weights = prunable_weights(model, SparseForgeConfig())
     for weight in weights:
@@ -39,7 +39,7 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: i
         rounded = groups.from_groups(quantized(weight_GI, bits), weight.shape, weight.input_axis)
         parameter.copy_(rounded.view(parameter.shape))
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model_folder, trust_remote_code=False).save_pretrained(out)
     return len(weights)
 
 
