@@ -233,6 +233,7 @@ class Batches:
             "seed": self.seed,
             "parts": self.parts,
             "sources": [source.state() for source in self.sources],
+            "teacher_logits": [logits.record.origin for logits in self.teacher_logits or ()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -254,6 +255,9 @@ class Batches:
         if (state["parts"], [saved["key"] for saved in states]) != (self.parts, keys):
             self._take_other_data(state)
             states = [{}] * len(keys)
+        # A teacher's stored logits belong to the text.
+        elif state.get("teacher_logits", []) != self.state_dict()["teacher_logits"]:
+            self._take_other_data(state)
         # 3. Every source goes to its part of the position.
         self.position = int(state["position"])
         counts = self._order.counts_before(self.position)
@@ -276,7 +280,9 @@ class Batches:
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that decide the tokens of a state's text, by names that users know."""
     sources = {f"source{number}": saved["facts"] for number, saved in enumerate(state["sources"], start=1)}
-    return {"shares": state["parts"], **sources}
+    origins = state.get("teacher_logits", [])
+    logits = {f"teacher_logits{number}": origin for number, origin in enumerate(origins, start=1)}
+    return {"shares": state["parts"], **sources, **logits}
 
 
 def _ids(row_BS: np.ndarray) -> Tensor:

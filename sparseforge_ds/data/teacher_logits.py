@@ -44,6 +44,10 @@ class LogitsRecord:
     top_k: int
     teacher: str
     """Folder or hub id."""
+    teacher_hash: str
+    """Hash of the teacher's weights, whatever its folder is called."""
+    dtype: str
+    """Dtype that the teacher ran in."""
     written: int = 0
     """Windows whose logits are on the disk."""
 
@@ -56,6 +60,11 @@ class LogitsRecord:
     def bytes_per_token(self) -> int:
         """Bytes of a token's logits."""
         return self.top_k * np.dtype(self.entry_dtype).itemsize + (self.top_k + 1) * 2
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What a resumed run compares: weights and dtype of the teacher, and how much of its answer is there."""
+        return {"teacher_hash": self.teacher_hash, "dtype": self.dtype, "top_k": self.top_k}
 
 
 class TeacherLogits:

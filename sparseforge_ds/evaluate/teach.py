@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,8 @@ def teach(
         temperature=settings.temperature,
         top_k=settings.top_k,
         teacher=model.name_or_path,
+        teacher_hash=_hash_weights(model),
+        dtype=str(model.dtype).removeprefix("torch."),
     )
     logits = TeacherLogits.create(folder, record)
 
@@ -106,6 +109,16 @@ def teach(
             bar.update(len(token_BS))
     logits.save()
     return logits.record
+
+
+def _hash_weights(model: PreTrainedModel) -> str:
+    """Return a hash of the names, shapes and values of all tensors of a model."""
+    # Python reads no uint64 of torch whose first bit is set.
+    entries = [
+        (name, tuple(value.shape), int(torch.hash_tensor(value).view(torch.int64)))
+        for name, value in model.state_dict().items()
+    ]
+    return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 @torch.no_grad()

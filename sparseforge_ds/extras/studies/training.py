@@ -118,11 +118,13 @@ class Trainer:
     def _result(self, target: Callable[..., None], work: Any, folder: Path, slot: int, ranks: int) -> dict[str, Any]:
         """Run `target` in a process for every rank, and return the content of the folder's result.json."""
         log = folder.with_name(f"{folder.name}.log")
+        # The log of an earlier try stays; only what this one adds can say why it failed.
+        begin = log.stat().st_size if log.exists() else 0
         processes = self._start(target, work, log, slot, ranks)
         while not self._have_ended(processes, 0.5):
             pass
         result = _read_result(folder)
-        self._check_outcome([process.exitcode for process in processes], result, log)
+        self._check_outcome([process.exitcode for process in processes], result, log, begin)
         return result
 
     def _start(self, target: Callable[..., None], work: Any, log: Path, slot: int, ranks: int) -> list[BaseProcess]:
@@ -152,15 +154,15 @@ class Trainer:
             _end(running)
         return all(process.exitcode is not None for process in processes)
 
-    def _check_outcome(self, codes: list[int | None], result: dict[str, Any], log: Path) -> None:
-        """Raise the error that explains exit codes other than 0."""
+    def _check_outcome(self, codes: list[int | None], result: dict[str, Any], log: Path, begin: int) -> None:
+        """Raise the error that explains exit codes other than 0; its words are in the log from byte `begin` on."""
         if all(code == 0 for code in codes):
             return
         if "diverged" in result:
             raise DivergedRunError(result["diverged"])
         if self._stop.is_set() or _STOPPED in codes:
             raise StoppedError
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        lines = log.read_bytes()[begin:].decode(errors="replace").splitlines() if log.exists() else []
         message = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
         exit_codes = ", ".join(map(str, codes))
         cause = message or f"its processes ended with {exit_codes} (-9: killed, often for its memory)"

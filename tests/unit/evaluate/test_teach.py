@@ -123,6 +123,24 @@ def test_other_texts_and_settings_are_refused_before_training(written: Path) -> 
         batches_of(written)
 
 
+def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = batches_of(written).state_dict()
+    batches_of(written).load_state_dict(before)
+    # Another dtype of the same teacher, and then another teacher under the same name.
+    assert main(command(written, "rounded", dtype="bfloat16")) == 0
+    file = written / "model" / "model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).mul_(1.5)
+    save_file(tensors, file, {"format": "pt"})
+    assert main(command(written, "moved")) == 0
+    for folder, change in (("rounded", "dtype was"), ("moved", "teacher_hash was")):
+        with pytest.raises(ValueError, match=rf"on other data \(data.teacher_logits1.{change} .* resume with the same"):
+            batches_of(written, folder).load_state_dict(before)
+    batches_of(written, "moved", resume="auto", resume_other_data=True).load_state_dict(before)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -155,5 +173,5 @@ def test_a_teacher_that_overflows_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_entries_of_a_large_vocabulary_are_four_bytes() -> None:
-    record = teach.LogitsRecord("key", {}, 8, 1, 2**16 + 1, 2.0, 64, "teacher")
+    record = teach.LogitsRecord("key", {}, 8, 1, 2**16 + 1, 2.0, 64, "teacher", "hash", "float32")
     assert record.bytes_per_token == 64 * 4 + 65 * 2 and np.dtype(record.entry_dtype).itemsize == 4

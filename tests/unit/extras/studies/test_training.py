@@ -11,19 +11,22 @@ from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedErro
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
     trainer, log = Trainer(1, 1, None), tmp_path / "run.log"
-    trainer._check_outcome([0, 0], {}, log)
+    trainer._check_outcome([0, 0], {}, log, 0)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
-        trainer._check_outcome([-9, 0], {}, log)
+        trainer._check_outcome([-9, 0], {}, log, 0)
     log.write_text("step 1/9  loss 1\nerror: --seq_length 4096 is too long\nmore\n")
     with pytest.raises(ValueError, match="the run run failed: --seq_length 4096 is too long; its log is .*run.log"):
-        trainer._check_outcome([1, 1], {}, log)
+        trainer._check_outcome([1, 1], {}, log, 0)
+    # What an earlier try said does not explain this one.
+    with pytest.raises(ValueError, match="the run run failed: its processes ended with 1, 1"):
+        trainer._check_outcome([1, 1], {}, log, log.stat().st_size)
     with pytest.raises(DivergedRunError, match="^the loss is nan, at step 3"):
-        trainer._check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log)
+        trainer._check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log, 0)
     with pytest.raises(StoppedError):
-        trainer._check_outcome([143, 143], {}, log)
+        trainer._check_outcome([143, 143], {}, log, 0)
     trainer.stop()
     with pytest.raises(StoppedError):
-        trainer._check_outcome([1, -15], {}, log)
+        trainer._check_outcome([1, -15], {}, log, 0)
 
 
 def test_the_result_of_a_run(tmp_path: Path) -> None:
