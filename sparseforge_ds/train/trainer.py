@@ -204,6 +204,9 @@ def main(
     Returns:
         0 when the run is complete, 1 after an error, and 2 for a flag that does not exist. 143 when SIGTERM and 130
         when Ctrl-C stopped the run, which is saved if it trained.
+
+    Raises:
+        BrokenPipeError: the reader of the output has gone, as `head` does.
     """
     set_up_console()
     # Find mistakes in the input before processes are connected. Every rank finds them by itself, and each machine
@@ -220,6 +223,8 @@ def main(
         if not arguments.dry_run:
             read_settings(arguments, world_size_from_launcher())
             set_default_environment()
+    except BrokenPipeError:  # what reads our output has seen enough; the command line ends in silence
+        raise
     except (ValueError, OSError) as error:
         return _exit_code(error, os.environ.get("LOCAL_RANK", "0") == "0")
     # Run. Errors that the ranks agreed on are printed once; others belong to a single rank.
@@ -233,6 +238,8 @@ def main(
     except PreemptedError as stop:
         _LOG.info(f"stopped by {stop}; continue with --resume")
         return stop.exit_code
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ForgeError) as error:
         return _exit_code(error, rank_from_launcher() == 0 or not isinstance(error, (AgreedError, ForgeError)))
     return 0

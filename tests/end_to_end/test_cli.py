@@ -186,9 +186,14 @@ def test_an_export_is_not_a_run(run_folder: Path, tmp_path: Path, capsys: pytest
     assert f"look into it with: sparseforge verify {tmp_path}" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_seen_enough(run_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [["inspect", "RUN", "--json"], ["train", "--dry_run", "--deepspeed", "ds_configs/zero1.json"]],
+    ids=["inspect", "train"],
+)
+def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(words: list[str], run_folder: Path) -> None:
     process = subprocess.Popen(
-        [*COMMANDS["module"], "inspect", str(run_folder), "--json"],
+        [*COMMANDS["module"], *(word.replace("RUN", str(run_folder)) for word in words)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -196,7 +201,7 @@ def test_a_reader_that_has_seen_enough(run_folder: Path) -> None:
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert b"error" not in (errors := process.stderr.read()) and b"Traceback" not in errors
     process.stderr.close()
     assert process.wait(timeout=PATIENCE) == 141
 
