@@ -80,6 +80,7 @@ class SparseForge:
         masked = mask_before_norm(self.sharded.state, self.sharded.shards)
         self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
+        # ZeRO-3's leaf modules reduce gradients of weights even in a probe of activations.
         has_leaves = getattr(self.sharded.layout.optimizer, "leaf_parameters", None)
         if self.curvature.estimator is not None or (self.needs_probe and has_leaves):
             self.sharded.require_gradients("a curvature that takes gradients of weights (curvature.factored, source)")
@@ -114,12 +115,10 @@ class SparseForge:
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
     def start(self, probe: Closure | ProbeBatches | None = None) -> None:
-        """Prepare the first step of a fresh run: shift weights into SLoRB's branches, and choose a starting mask.
-
-        Each is done only if the config asks for it.
+        """Make a fresh run ready: shift weights into branches, then choose masks or train blocks, as the config asks.
 
         Args:
-            probe: as in `step`; needed if a starting mask is chosen, by anything but `magnitude`.
+            probe: as in `step`; needed by `start`, and by a starting mask of anything but `magnitude`.
 
         Raises:
             ValueError: a probe is needed, and there is none.
@@ -141,8 +140,8 @@ class SparseForge:
         With padding or labels of -100 it is not. By the divisor, the curvature weighs all trained tokens alike.
 
         Args:
-            divisor: number by which the loss divides its sum over tokens. If it is a mean over the tokens of a whole
-                step, this is the step's number of trained tokens, divided by the engine's accumulation steps.
+            divisor: number that the loss divides its sum over tokens by. For a mean over the tokens of a whole step it
+                is the step's trained tokens divided by the engine's accumulation steps.
             micro_batches: micro-batches of this step, if they may be fewer than the engine's accumulation steps, as at
                 the end of an epoch.
         """
@@ -150,9 +149,7 @@ class SparseForge:
         self.curvature.loss_divided_by(divisor, divisor * steps / (micro_batches or steps))
 
     def step(self, probe: Closure | ProbeBatches | None = None) -> bool:
-        """Follow an `engine.step`: move curvature, gates and masks when an update is due. Collective.
-
-        It costs next to nothing when none is.
+        """Follow an `engine.step`: count it, and move curvature, gates and masks if an update is due. Collective.
 
         Args:
             probe: needed if `needs_probe`: a function that runs the engine's forward on one micro-batch and returns the
@@ -160,7 +157,8 @@ class SparseForge:
                 (`ProbeBatches`). It is called only when an update is due, and leaves no trace.
 
         Returns:
-            True if masks were updated.
+            True if `metrics` are those of an update in this step. Methods whose masks move in every step report only
+            some of them.
 
         Raises:
             ValueError: an update needs a probe, and there is none.
@@ -168,7 +166,8 @@ class SparseForge:
         """
         begun = self._hooks.steps_begun
         self._hooks.steps_begun = 0
-        if begun == 0:  # accumulating, or an fp16 overflow skipped the step: what was measured in it counts for nothing
+        if begun == 0:  # no step was made: still accumulating, or fp16 overflowed
+            # Drop what the skipped step measured.
             if self._skipped != self.engine.skipped_steps:
                 self._listen()
             return False
@@ -176,7 +175,7 @@ class SparseForge:
             raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
         if not self.ready:
             raise ForgeError(
-                "the first mask of this run is not chosen, or its weights are not shifted, yet: call "
+                "what this run does before its first step (masks, blocks, a shift) is not done yet: call "
                 "forge.start(probe) before the first engine.step"
             )
         self.sharded.step += 1
@@ -299,8 +298,8 @@ class SparseForge:
     def can_save_start(self) -> bool:
         """True if a checkpoint before the first step would hold all that `start` made, none of it beside the masters.
 
-        W waits outside the optimizer's state where masters have 16 bits or are quantized, and where a starting mask or
-        a shift took a part of it from the masters.
+        A part of W exists only outside the optimizer's state where masters have 16 bits or are quantized, and where a
+        starting mask or a shift took it from the masters.
         """
         state = self.sharded.state
         masters = self.sharded.layout.flats

@@ -18,5 +18,6 @@ The numbers are those of docs/concepts/equations.md.
 | 14 | quantization | `quantization.quantized` |
 | - | schedules | `anneal.Schedule.dials` |
 
-These functions say what is computed. `mask.kernels` computes the same, bit for bit, on millions of elements at a time.
+These functions say what is computed. `mask.kernels` computes the same on
+millions of elements at a time: on a CPU bit for bit, sums excepted.
 """

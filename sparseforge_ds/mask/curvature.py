@@ -68,10 +68,9 @@ def fisher_sums(grad_TO: Tensor, input_TI: Tensor) -> tuple[Tensor, Tensor]:
 def token_rate(tokens: Tensor, recent: Tensor, decay: float) -> tuple[Tensor, Tensor]:
     """Return the rates at which experts' averages move to a sample, so that every token counts alike.
 
-    `accumulate` weighs samples by age alone, but an expert's samples hold different numbers of tokens. With N tokens in
-    the sample, and C the decayed count of tokens in the average, the rate is (1-d) N / (d C + (1-d) N), and the new C
-    is the denominator. The first sample has rate 1, so there is no bias to correct. An expert without tokens keeps its
-    average and its C.
+    `accumulate` weighs samples by age alone; here an expert's sample also counts by its number of tokens N. With C, the
+    decayed count of tokens in the average, the rate is (1-d) N / (d C + (1-d) N), and that denominator is the new C.
+    The first sample has rate 1, so there is no bias to correct. An expert without tokens keeps its average and its C.
 
     Args:
         tokens: (n,) N.

@@ -1,8 +1,8 @@
 """Importance of a weight: score and per-matrix standardization (SparseForge, arXiv 2605.06402; eqs. 3 and 4).
 
-The statistics of a matrix are sums over all its elements on all ranks. They are arranged so that *one* reduction of a
-(matrices, 7) table serves everything, although eps is relative to a mean that is itself only known after the reduction:
-the score is linear in that mean, so its first two moments follow from products that need no mean.
+The statistics of a matrix are sums over all its elements on all ranks, and one reduction of a (matrices, 7) table gives
+them. eps depends on the mean of H, which is known only after that reduction; but mean and variance of (H + eps) W^2
+follow from seven sums without eps.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ def threshold(score_GM: Tensor, rank_GM: Tensor, kept: int, midpoint: bool) -> T
         score_GM: (G, M) fp32.
         rank_GM: (G, M) integers, see `rank_in_group`.
         kept: N.
-        midpoint: False takes the N-th score itself, as the paper writes it, which holds that survivor at exactly 1/2
-            at every temperature.
+        midpoint: False takes the N-th score itself, as the paper does; the gate of that member is then always 1/2.
     """
     if not midpoint:
         return torch.where(rank_GM == kept - 1, score_GM, 0.0).sum(dim=1)

@@ -74,7 +74,7 @@ class MaskMethod:
         dense = dense.view(-1)
         for chunk in chunks(mask):
             effective = values_of(mask[chunk])
-            if before is not None:  # what a frozen mask removes stands still: a branch is going to start from it
+            if before is not None:  # a branch will start from what a frozen mask removes, so keep that still
                 dense[chunk] = torch.where(effective != 0, dense[chunk], before.view(-1)[chunk])
             publish(dense[chunk], effective, out.view(-1)[chunk])
 

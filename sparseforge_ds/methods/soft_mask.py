@@ -71,7 +71,7 @@ class SoftMask(MaskMethod):
 
     @property
     def _formed(self) -> bool:
-        """True once masks have moved: while all are 1, every group is a tie and its top N an accident of order."""
+        """True once masks have moved. Before that all are 1, and the top N of a group means nothing."""
         return self.weights.step >= self.schedule.update_every and self.ranking.curvature.has_sample
 
     @override

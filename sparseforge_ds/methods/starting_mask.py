@@ -18,7 +18,7 @@ from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 
 class StartingMask(MaskMethod):
-    """Method `naive_retrain`, which trains under the mask."""
+    """Mask that is chosen before the first step and kept: method `naive_retrain`, and base of others."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)

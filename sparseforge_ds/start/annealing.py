@@ -1,7 +1,8 @@
 """Soft masks that are annealed inside one decoder block, by the block's own error (eqs. 3 to 11).
 
 This is the method of `methods.soft_mask` on whole matrices. Scores come from row and column sums of squared gradients
-of each token; the published weight is a blend of soft and hard mask, and W moves by the share m of each optimizer step.
+of each token; the published weight is a blend of soft and hard mask, and W moves by the share m_eff of each optimizer
+step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import token_gradients
 
 DECAY = 0.9
-"""Decay of the running mean of the sums, once an update."""
+"""Decay of the running sums, once an update; their scale cancels in a standardized score."""
 DAMPING = 1e-4
 """eps of the score, relative to the mean curvature of a matrix (eq. 3)."""
 SOFT_SHARE = 0.4
@@ -48,7 +49,7 @@ class _Annealed:
     effective: Tensor
     """m_eff, flat in fp32."""
     sums: Tensor
-    """Running mean of row and column sums, (matrices, R + C) in fp64."""
+    """Decayed row and column sums, (matrices, R + C) in fp64."""
     new_sums: Tensor
     """Row and column sums of this rank since the last update, in the same shape."""
     fixed: list[bool] | None = None
@@ -66,9 +67,9 @@ class Annealing:
         steps: int,
         starved: Mapping[str, Tensor],
     ) -> None:
-        """Begin with the dense weights, half of each that magnitude would prune.
+        """Begin with the dense weights, and halve those that magnitude would prune.
 
-        With all of them, the error of the block would be 0 and have no gradient.
+        With all of them whole, the error of the block and its gradient would be 0.
 
         Args:
             block: the decoder block with its dense weights.
@@ -159,7 +160,7 @@ class Annealing:
 
     def _update(self, soft: _Annealed, dials: Dials) -> None:
         """Move the mask of a weight (eqs. 3 to 9), and form the effective one (eq. 10)."""
-        # eq. 2: sums of new tokens enter the running mean.
+        # eq. 2: sums of new tokens enter the decayed sums.
         soft.sums.mul_(DECAY).add_(soft.new_sums)
         soft.new_sums.zero_()
         weight = soft.weight

@@ -40,7 +40,7 @@ _LEAST_STEPS = 16
 _ON_DEVICE = 0.25
 """Share of a GPU's free memory that both streams may take before they wait on the host."""
 _ALONE = {torch.float32: 1e-3}
-"""Relative distance of what a block computes alone from what it computes in the model."""
+"""Largest relative distance between the outputs of a block that runs alone and of the same block in its model."""
 _ALONE_IN_16_BITS = 0.1
 
 
@@ -179,7 +179,7 @@ class BlockStart:
             model = type(layout.engine.module).__name__
             raise ValueError(
                 f"{model} does not hand its hidden states from block to block as they are, each once, so that its "
-                'blocks cannot be pruned one after the other; set "start" to null, and another importance than '
+                'blocks cannot be pruned one after the other; set "start": null, and use an importance other than '
                 '"sparsegpt"'
             )
 
@@ -252,8 +252,8 @@ class BlockStart:
         if not (near == layout.world_size).item():
             raise ValueError(
                 f"{block.name} computes something else alone than in its model (relative distance {float(apart):.2g} "
-                'of its output), so that it cannot be pruned alone; set "start" to null, and another importance than '
-                '"sparsegpt"'
+                'of its output), so that it cannot be pruned alone; set "start": null, and use an importance other '
+                'than "sparsegpt"'
             )
 
     def _reduce(self, tensors: list[Tensor]) -> None:
@@ -276,7 +276,7 @@ class _Inputs:
         self.per_step = 0
         """Micro-batches of this rank in an optimizer step."""
         self.is_chain = True
-        """True while every block is called once a pass, with the hidden states that the block before it returned."""
+        """True while blocks are called once a pass, and in the first micro-batch with the output of the one before."""
         self._modules = modules
         self._in_16_bits = dtype == torch.float16
         self._known: list[dict[str, Any]] = []
@@ -319,7 +319,7 @@ class _Inputs:
         if number == 0:
             self.dense.append(hidden)
             self.arguments.append([])
-        elif not self.ends[1:] and (self._last is None or not torch.equal(hidden, self._last)):
+        elif len(self.arguments) == 1 and (self._last is None or not torch.equal(hidden, self._last)):
             self.is_chain = False
         arguments = {key: self._to_keep(value) for key, value in by_name.items()}
         self.arguments[-1].append(shared_arguments(arguments, self._known))

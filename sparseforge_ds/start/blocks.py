@@ -18,7 +18,7 @@ from sparseforge_ds.model.families import PrunableWeight
 
 _NUMBERED = re.compile(r"(?P<layers>.+?)\.(?P<number>\d+)\.")
 _KNOWN = 8
-"""Newest sets of arguments that a further one is compared with."""
+"""Recent sets of arguments that are searched for an equal one."""
 
 
 @dataclass(frozen=True)

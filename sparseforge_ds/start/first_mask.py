@@ -202,6 +202,7 @@ def reconstruct_weight(
     except torch.linalg.LinAlgError:
         raise ValueError(
             f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping (of start or '
-            f"reconstruction) = {settings.damping:g} is too little to make up for it; use 0.01, or more tokens"
+            f"reconstruction) = {settings.damping:g} is too little to make up for it; use ten times as much, or more "
+            "tokens"
         ) from None
     return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

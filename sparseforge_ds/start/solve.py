@@ -50,8 +50,8 @@ class SolvedBlock:
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
-    """Number of experts of a weight that saw fewer tokens than they have inputs. They keep their first mask and dense
-    values."""
+    """Number of experts of a weight that saw fewer tokens than they have inputs. They keep dense values under their
+    first mask, which of annealed ones is that of magnitude."""
 
 
 def no_reduce(_tensors: list[Tensor]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.zero.probe import Closure
+from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.tiny_folders import write_model
 from tests.zero.case import (
@@ -231,6 +232,10 @@ def refused() -> dict[str, str]:
     handle = engine.module.model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
     messages["not alone"] = message_of(lambda: forge.start(Text(engine)))
     handle.remove()
+    # Every handover is compared, not the first alone.
+    engine, forge = build(CASE, tiny_models.tiny_llama(vocab_size=40, num_hidden_layers=3))
+    engine.module.model.layers[2].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
+    messages["no chain later"] = message_of(lambda: forge.start(Text(engine)))
     return messages
 
 
@@ -238,7 +243,8 @@ def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
     for messages in run_distributed(refused, 2):
         assert "sparseforge.start needs calibration batches: call forge.start(probe)" in messages["no text"], messages
         assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in messages["uneven"], messages
-        assert "does not hand its hidden states from block to block as they are" in messages["no chain"], messages
+        for case in ("no chain", "no chain later"):
+            assert "does not hand its hidden states from block to block as they are" in messages[case], messages
         assert "model.layers.1 computes something else alone than in its model" in messages["not alone"], messages
 
 

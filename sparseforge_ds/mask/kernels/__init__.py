@@ -1,5 +1,5 @@
-"""The equations of `mask` made fast: in chunks, masks as 16-bit codes, choices as bits, one compiled kernel a chain.
+"""The equations of `mask` made fast: in chunks, with masks as 16-bit codes and choices as bits, compiled together.
 
-Each function here gives the bits of a readable one outside, and a test says so (`tests/unit/mask/kernels`). A change
-for speed is made here, and nowhere else; so is every choice between compiled code and code that runs step by step.
+On a CPU each function here gives the bits of a readable one outside, sums excepted, and a test says so
+(`tests/unit/mask/kernels`). Whether code is compiled or runs step by step is decided here alone.
 """

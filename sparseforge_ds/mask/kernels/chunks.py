@@ -16,7 +16,7 @@ CHUNK = 1 << 24
 IN_PLACE = 1 << 30
 """Elements of a chunk that a compiled function changes in place, without temporaries: 32-bit indices reach all."""
 ALIGNMENT = 64
-"""Rows that a chunk is a multiple of: its elements then fall into the same vector lanes as without chunks."""
+"""Rows of a chunk are a multiple of this, so that elements use the same vector lanes as without chunks."""
 
 
 def chunks(tensor: Tensor, in_place: bool = False) -> Iterator[slice]:

@@ -1,8 +1,8 @@
 """Soft masks as 16-bit fixed point: m in [0, 1] as round(65535 m), in half the memory of fp32.
 
-0 and 1 are exact, and so is reading a code and writing it again. The arithmetic is one multiplication each way (a
-division by a constant is another operation on a GPU than on a CPU), so a mask has the same code on every device. A mask
-update before it may differ in the last bit between kinds of devices (`kernels.fusing`), and so may the code by one.
+0 and 1 are exact, and so is reading a code and writing it again. The arithmetic is one multiplication each way,
+since a division by a constant is another operation on a GPU than on a CPU. So equal masks have equal codes on every
+device. The m of an update may differ in its last bit between kinds of devices (`kernels.fusing`), and its code by 1.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def exact_lerp(start: Tensor, end: Tensor, nearer: float, offset: float) -> Tens
     Args:
         start: (...) fp32.
         end: (...) fp32.
-        nearer: 0.0 or 1.0; a flag would make one graph for each end.
+        nearer: 0.0 or 1.0; a float, since a bool would compile two graphs.
         offset: share - nearer.
     """
     gap = end - start

@@ -64,7 +64,7 @@ def is_compiled(device: torch.device) -> bool:
 def fused(
     *, writes: tuple[str, ...] = (), kernels: int = 1, reads: int = 1
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Compile a function whose first argument is a tensor into one kernel where that is on.
+    """Compile a function whose first argument is a tensor into a few kernels where that is on.
 
     Sizes, integers and floats may differ from call to call without compiling anew; flags, None and dtypes make another
     graph. A failure to compile is the compiler's own error and never a slower run.
