@@ -98,17 +98,18 @@ class MaskLLM(StartingMask):
         weights = self.weights
         if weights.step >= weights.schedule.freeze_step:
             return None
-        weights.state.partition(index)["step"] = torch.tensor(
-            weights.step + 1.0
-        )  # torch's Adam loads no state without it
+        # torch's Adam loads no state without a step count.
+        weights.state.partition(index)["step"] = torch.tensor(weights.step + 1.0)
         scale, temperature = self._dials(weights.step)
         reward = self.settings.reward * (1 - progress(weights.step, (0, weights.schedule.freeze_step)))
         names = [shard.name for shard in self._shards(index, empty=True)]
 
+        # The chain rule at the mask: W times its gradient, less the reward of large weights that are kept.
         def of_mask(shard: Shard) -> Tensor:
             dense = weights.dense(shard)
             return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * weights.state.mask(shard))
 
+        # Complete cut groups, and move the logits of every group along its gradient.
         halo = weights.halo.exchange(weights.reader(of_mask), names)
         for shard in self._shards(index):
             grad_GM = weights.to_groups(shard, of_mask(shard), halo)

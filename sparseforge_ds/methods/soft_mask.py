@@ -135,6 +135,7 @@ class SoftMask(MaskMethod):
         """Update the mask of a chunk, matrix by matrix. `wide` has states of whole groups; its mask is overwritten."""
         weight = self.weights.prunable[chunk.name]
         updates = []
+        # A chunk of fused experts has several matrices, each with a scaling of its own.
         for inside, curvature, scaling in inputs.per_matrix(
             self.weights.halo.span_with_halo(chunk), wide.get("curvature")
         ):
@@ -150,7 +151,7 @@ class SoftMask(MaskMethod):
                 midpoint=self.settings.threshold == "midpoint",
             )
             updates.append(update)
-        if len(updates) == 1:
+        if len(updates) == 1:  # without a copy
             return updates[0]
         return MaskUpdate(*(torch.cat(choices) for choices in zip(*updates, strict=True)))
 

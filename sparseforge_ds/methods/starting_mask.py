@@ -26,12 +26,9 @@ class StartingMask(MaskMethod):
         self._by_block = None if start is None else BlockStart(weights, ranking.curvature.probe, start)
 
     @override
-    def start(self, probe: Closure | ProbeBatches | None) -> None:
-        self.choose(probe)
-
     @torch.no_grad()
-    def choose(self, probe: Closure | ProbeBatches | None) -> dict[str, float]:
-        """Take the N best of every group as the mask, and return metrics of it. Collective.
+    def start(self, probe: Closure | ProbeBatches | None) -> None:
+        """Take the N best of every group as the mask. Collective.
 
         Raises:
             ForgeError: there is no usable curvature.
@@ -39,12 +36,11 @@ class StartingMask(MaskMethod):
         weights = self.weights
         if self._by_block is not None:
             self._by_block.run(probe)
-            weights.account()
-            return self.ranking.report()
+            return
         self.ranking.curvature.refresh(probe, self.write_masters)
         self.ranking.curvature.require_refreshed()
         for shard, score_GM in self.ranking.scored():
             target = weights.from_groups(shard, survivors(score_GM, weights.pattern))
             weights.state.write_mask(shard, target)
             weights.add_update(shard, target, target)
-        return self.ranking.report() | self.ranking.curvature.expert_load.metrics()
+        self.ranking.report()  # which resets the sums; no step has been made that they would belong to

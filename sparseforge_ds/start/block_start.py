@@ -101,8 +101,10 @@ class BlockStart:
         if probe is None:
             key = 'importance "sparsegpt"' if self.weights.config.start is None else "sparseforge.start"
             raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
+        # Hear what the engine calls the blocks with.
         inputs = self._read(batches_of(probe))
         parameters = FullParameters(self.weights.layout, self.weights.state)
+        # Solve block after block, on the outputs of the one before.
         began = time.perf_counter()
         for number, block in enumerate(self.blocks):
             solved = self._solve(number, block, inputs, parameters)
@@ -285,6 +287,7 @@ class _Inputs:
     @contextmanager
     def listening(self, model: nn.Module) -> Iterator[None]:
         """Keep what passes of the model, which is not in training, call the blocks with."""
+        # Listen at the entry and the exit of every block.
         training = model.training
         handles = []
         for number, module in enumerate(self._modules):
@@ -302,6 +305,7 @@ class _Inputs:
             model.train(training)
             for handle in handles:
                 handle.remove()
+        # A block that was called twice, or never, breaks the chain.
         complete = all(len(calls) == len(self._modules) for calls in self.arguments)
         self.is_chain &= complete and len(self.ends) == len(self._modules)
 

@@ -47,6 +47,7 @@ def carry_state(
         save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         own_state = client_state or {}
+        # Nothing is written that nobody could use, or read.
         require_finite(_describe_fallback(layout, Path(save_dir)))
         full_state = own_state if KEY in own_state else {**own_state, KEY: state_dict()}
         exclude_frozen = kwargs.get("exclude_frozen_parameters", args[1] if len(args) > 1 else False)
@@ -63,6 +64,7 @@ def carry_state(
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str, dict[str, Any]]:
+        # A part of a run cannot be continued.
         everything = load_module_strict and load_optimizer_states and load_lr_scheduler_states
         if not everything or load_module_only or custom_load_fn is not None:
             raise ValueError(

@@ -44,6 +44,7 @@ class HaloExchange:
         Raises:
             RuntimeError: the ranks' shards do not tile some weight exactly.
         """
+        # What each shard lacks at its ends, and the chunks that it is worked on in.
         self.layout = layout
         self.shards = shards
         self.prefix = {name: shard.start % periods[name] if shard.numel else 0 for name, shard in shards.items()}
@@ -52,6 +53,7 @@ class HaloExchange:
         """Number of elements that each shard lacks after its last, by weight name."""
         self.chunks = {name: cut_into_chunks(shard, periods[name]) for name, shard in shards.items()}
         """Consecutive chunks of each shard, so that the memory of a computation has a bound; none of an empty shard."""
+        # Who sends what to whom.
         self.ranges = self._all_ranges()
         """(start, stop) of every weight on every rank."""
         self.send: list[list[Span]] = [[] for _ in range(layout.world_size)]
@@ -61,6 +63,7 @@ class HaloExchange:
         if not layout.replicated:
             for name in shards:
                 self._plan(name, periods[name])
+        # Without a cut group on any rank, nothing is ever exchanged.
         cut = torch.tensor(
             [any(self.prefix.values()) or any(self.suffix.values())], device=layout.device, dtype=torch.int
         )

@@ -47,11 +47,13 @@ class Matrices:
         self.slices: dict[str, list[MatrixSlice]] = {}
         """Slices of matrices in this rank's shard of each weight, by weight name."""
         for name, shard in shards.items():
+            # Rows of the table, one for each matrix of the weight.
             count = counts[name]
             size = math.prod(shard.shape) // count
             first = len(self.names)
             self.rows[name] = range(first, first + count)
             self.names += [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
+            # Slices of those matrices that the shard reaches into.
             self.slices[name] = []
             for number in range(shard.start // size, math.ceil(shard.stop / size)) if shard.numel else ():
                 start = max(number * size, shard.start) - shard.start

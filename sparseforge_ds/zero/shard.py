@@ -278,14 +278,6 @@ class ShardLayout(ABC):
         """Copy the owner's tensor to every rank, in place."""
         dist.broadcast(tensor, group=self.group, group_src=owner)
 
-    def send(self, tensor: Tensor, receiver: int) -> None:
-        """Send a contiguous tensor to one rank, which calls `receive`."""
-        dist.send(tensor, group=self.group, group_dst=receiver)
-
-    def receive(self, tensor: Tensor, sender: int) -> None:
-        """Fill a contiguous tensor with what one rank sends."""
-        dist.recv(tensor, group=self.group, group_src=sender)
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world_size

@@ -93,6 +93,7 @@ def fused(
             with recompile_limit, duck_shapes, torch.compiler.set_stance("default"):
                 return one_kernel()(*operands, **named)
 
+        # An operator of its own is what graphs of a caller and fake tensors can see.
         schema = torch.library.infer_schema(function, mutates_args=writes)
         KERNELS[function.__name__.strip("_")] = kernels
         READS[function.__name__.strip("_")] = reads
