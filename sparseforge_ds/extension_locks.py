@@ -50,20 +50,21 @@ def clear_before_training() -> None:
 def clear_locks(root: Path) -> None:
     """`clear_extension_locks` for one folder and those below it."""
     for lock in root.rglob("lock"):
-        began, said = time.monotonic(), -_REMIND
+        began = time.monotonic()
+        reminded = -_REMIND
         while (idle := _idle_seconds(lock)) is not None:
             waited = time.monotonic() - began
             if idle >= _GIVEN_UP:
                 lock.unlink(missing_ok=True)
                 _LOG.warning("removed %s, left by a process that was killed while it compiled", lock)
                 break
-            if waited >= _BRIEF and waited - said >= _REMIND:
+            if waited >= _BRIEF and waited - reminded >= _REMIND:
                 _LOG.warning(
                     "waiting for a process that compiles, or was killed while it did: %s is removed when nothing has "
                     "changed beside it for %d s; if nothing compiles there: rm %s",
                     *(lock, _GIVEN_UP, lock),
                 )
-                said = waited
+                reminded = waited
             time.sleep(_POLL)
 
 

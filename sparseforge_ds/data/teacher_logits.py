@@ -63,7 +63,7 @@ class LogitsRecord:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What a resumed run compares: weights and dtype of the teacher, and how much of its answer is there."""
+        """Facts that a resumed run compares: weights and dtype of the teacher, and how many of its logits are kept."""
         return {"teacher_hash": self.teacher_hash, "dtype": self.dtype, "top_k": self.top_k}
 
 
@@ -128,17 +128,19 @@ class TeacherLogits:
             ValueError: there are none of this text, they are of another length, vocabulary or temperature, or they are
                 incomplete.
         """
+        # Logits of this text and tokenizer, or a message that says what differs.
         path = folder / f"{key}.json"
         if not path.is_file():
-            others = []
-            for other in sorted(folder.glob("*.json")):
+            stored_facts = []
+            for record_path in sorted(folder.glob("*.json")):
                 with contextlib.suppress(ValueError):  # JSON of something else
-                    others.append(_read_record(other).facts)
-            changes = differences(dict(others[0]), dict(facts), "data") if others else []
+                    stored_facts.append(_read_record(record_path).facts)
+            changes = differences(dict(stored_facts[0]), dict(facts), "data") if stored_facts else []
             raise ValueError(
                 f"--teacher_logits {folder}: has no logits of this text and tokenizer"
                 f"{f' ({shorten(changes)})' if changes else ''}; make them by sparseforge teach"
             )
+        # The run's settings must be those that they were made with, and all of them must be there.
         record = _read_record(path)
         for name, stored, current in (
             ("--seq_length", record.seq_length, seq_length),

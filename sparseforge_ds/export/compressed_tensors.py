@@ -173,6 +173,7 @@ class QuantizedWeights:
         settings = self._scheme(module).weights
         if settings is None or str(settings.type) not in ("int", "QuantizationType.INT"):
             return
+        # Shapes and dtypes follow from the weight's shape and the settings.
         where = f"{self._folder}: {module}"
         inputs = shape[-1]
         size = settings.group_size or 0
@@ -184,6 +185,7 @@ class QuantizedWeights:
         }
         if str(settings.strategy) in ("tensor", "QuantizationStrategy.TENSOR"):
             expected["weight_scale"] = ((1,), SCALE_DTYPES)
+        # Headers must say the same; a tensor that is missing is named where it is read.
         for leaf, (expected_shape, dtypes) in expected.items():
             spec = self._tensors.specs.get(f"{module}.{leaf}")
             if spec is not None and (spec.shape != expected_shape or spec.dtype not in dtypes):

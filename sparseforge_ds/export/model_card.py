@@ -248,6 +248,7 @@ def write_card(
     Raises:
         ValueError: the metadata of our card that is there is damaged.
     """
+    # Leave somebody else's file alone; take from our own what is not given now.
     path = folder / NAME
     if path.is_file():
         if _OURS not in (text := path.read_text(errors="replace")):

@@ -89,6 +89,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
 
 def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
     """Raise ValueError if the heads of a layer cannot be exchanged, or its attention needs more than causal order."""
+    # Heads are exchanged for parts of the sequence, each rank as many as the others and of one width.
     if call.heads % parts or (call.groups % parts and parts % call.groups):
         sound = [n for n in range(2, call.heads + 1) if not (call.heads % n or (call.groups % n and n % call.groups))]
         raise ValueError(
@@ -100,6 +101,7 @@ def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
             f"its queries, keys and values are {call.widths[0]}, {call.widths[1]} and {call.widths[2]} wide, and "
             "DeepSpeed exchanges heads of one width alone (latent attention has two)"
         )
+    # Positions tell a part from a sequence; masks and other tensors are not exchanged.
     if "position_ids" not in call.more:
         raise ValueError("its layers do not hand position_ids on to attention, so parts would be taken for sequences")
     window = call.more.get("sliding_window")

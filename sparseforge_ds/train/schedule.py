@@ -73,6 +73,7 @@ class LearningRate:
         flags = f"--lr_scheduler_type {self.kind}" + (
             f" --lr_scheduler_kwargs {self.settings}" if self.settings else ""
         )
+        # Let transformers make the rates of a few steps, so that settings it refuses are named now.
         steps = {0, self.warmup_steps, *(self.max_steps * quarter // 4 for quarter in range(1, 4)), self.max_steps - 1}
         try:
             factors = {step: self._factor(step) for step in sorted(steps)}
@@ -83,6 +84,7 @@ class LearningRate:
                 else ""
             )
             raise ValueError(f"{flags}: transformers says {error}; correct its settings{example}") from None
+        # All phases must fit into the run, and every rate between 0 and the peak.
         decay = self._settings.get("num_decay_steps", 0)
         if self.warmup_steps + decay > self.max_steps:
             raise ValueError(

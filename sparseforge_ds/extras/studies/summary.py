@@ -259,6 +259,7 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
     over = f"of seed {first} alone" if len(config.seeds) == 1 else "mean ± sample standard deviation over seeds"
     is_quantized = any(config.block(method, 1).get("quantize") for method in config.methods.values())
     values = "values, of 16 bits or quantized," if is_quantized else "values of 16 bits"
+    # What every table has.
     legend = [
         f"Perplexity per token, {over}. At the same budget and seed all methods read the same tokens in the same "
         f"order. Learning rates, and decays where there is a grid of them, were chosen {_by(config)}on the validation "
@@ -267,6 +268,7 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
         "Bytes and multiplications for a token are those of a pruned matrix at inference, relative to the dense one: "
         f"{values} and the positions of kept values; products with zeros are skipped.",
     ]
+    # Columns that only some studies have.
     if has_costs(lines):
         legend.append(
             "Tokens a weight are those of the run and of all epochs of the start, by pruned weight. Path is steps x "
@@ -285,6 +287,7 @@ def legend_lines(lines: pd.DataFrame, config: CompareConfig) -> list[str]:
             "Columns of tasks are the share of right items, of items that the dense model alone has right (lost), and "
             "of answers that the limit cut, and the mean tokens of an answer."
         )
+    # What sets this study apart.
     if "windows" in (config.validation_text.protocol, config.test_text.protocol):
         legend.append("Texts are cut into windows, where other studies score every document by itself.")
     if len(config.patterns) > 1:
