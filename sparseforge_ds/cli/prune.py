@@ -136,7 +136,7 @@ def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
 
         from sparseforge_ds.evaluate.perplexity import max_positions
         from sparseforge_ds.extras.planner.machine import GPUS
-        from sparseforge_ds.extras.planner.prune import plan_prune
+        from sparseforge_ds.extras.planner.prune_plan import plan_prune
         from sparseforge_ds.model.any_family import any_family
         from sparseforge_ds.model.architecture import bare_model
         from sparseforge_ds.model.families import prunable_weights

@@ -1,4 +1,4 @@
-"""Plans of `sparseforge prune`: a 14B model from its config alone, and a block that is measured."""
+"""Plans of `sparseforge prune`: memory of a 14B model from its config alone, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
-from sparseforge_ds.extras.planner import prune as planner
+from sparseforge_ds.extras.planner import prune_plan
 from sparseforge_ds.extras.planner.machine import GIB
-from sparseforge_ds.extras.planner.prune import PrunePlan, plan_prune
+from sparseforge_ds.extras.planner.prune_plan import PrunePlan, plan_prune
 from sparseforge_ds.model.architecture import bare_model
 from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model
 from tests.tiny_models import BUILDERS
@@ -36,35 +36,16 @@ def test_14b_fits_into_24_gb() -> None:
     assert training["Adam's moments"] == 8 * A_BLOCK and training["block"] == pytest.approx(4 * A_BLOCK, rel=1e-3)
     assert plan.memory["first mask"]["second moments"] > 4 * (3 * 5120**2 + 17408**2)
     assert plan.work.streams == 2 * 2**21 * 5120 * 2 and plan.streams_in == "in memory or on the disk"
-    # Six operations of a weight and a token for each epoch, and two for every pass forward.
-    speed = 989e12 * 0.4
-    assert plan.seconds["training"] == pytest.approx(40 * 2**21 * 4 * 6 * A_BLOCK / speed, rel=0.06)
-    # Fewer tokens take less time, and a GPU at half its speed takes longer.
-    assert sum(of_14b(2**17).seconds.values()) < sum(plan.seconds.values()) / 8
-    assert of_14b(2**21, mfu=0.2).seconds["training"] == pytest.approx(2 * plan.seconds["training"], rel=0.06)
     alone = of_14b(2**17, epochs=0, mask="magnitude")
     assert "training" not in alone.memory and alone.peak < plan.peak and alone.streams_in == "on the GPU"
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_a_block_is_measured(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257}
-    folder = write_model(tmp_path / "model", BUILDERS[family](**options).bfloat16())
-    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
-    assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "text 512 tokens in sequences of 32, 16 steps of 4 sequences a block"
-    assert any(line.startswith("time ") and "minutes for 2 blocks" in line for line in lines)
-    assert any("by one block that was measured on this cpu with" in line for line in lines)
-    assert lines[-1].startswith("verdict fits into") and not (tmp_path / "out").exists()
 
 
 def test_a_block_that_does_not_fit_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_model(tmp_path / "model", BUILDERS["llama"](vocab_size=BYTE_VOCABULARY))
-    monkeypatch.setattr(planner, "free_memory", lambda: 2**20)
-    monkeypatch.setattr(planner, "measured_rates", lambda *_: pytest.fail("a block was measured"))
+    monkeypatch.setattr(prune_plan, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(prune_plan, "measured_rates", lambda *_: pytest.fail("a block was measured"))
     words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
     assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -1,0 +1,191 @@
+"""Memory, disk and time of `sparseforge prune`, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.export.free_memory import free_memory
+from sparseforge_ds.extras.planner.block_rates import assumed_rates, measured_rates
+from sparseforge_ds.extras.planner.machine import GIB, GPUS
+from sparseforge_ds.extras.planner.prune_work import PruneWork
+from sparseforge_ds.model.architecture import share_of_experts
+from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL
+from sparseforge_ds.prune.hidden_streams import SHARE, storage_for
+from sparseforge_ds.start.blocks import body_of, decoder_blocks
+from sparseforge_ds.start.first_mask import mask_for
+from sparseforge_ds.train.lasting_memory import Kinds
+
+_LIBRARIES = 600 << 20
+"""Bytes of Python and its libraries, or of a GPU's context, about."""
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """Memory, disk and time of a prune."""
+
+    work: PruneWork
+    device: str
+    """Name of the device that computes."""
+    memory: dict[str, Kinds]
+    """Result of `prune_memory`."""
+    streams_in: str
+    """Place of the streams: the device, memory or disk."""
+    seconds: dict[str, float]
+    """Seconds of all blocks, by part of the work; nothing where no block could be measured."""
+    rate: str
+    """Origin of the rates."""
+    available: int
+    """Bytes that the device has for it."""
+
+    @property
+    def fits(self) -> bool:
+        """True if the device has room for the largest phase."""
+        return self.peak <= self.available
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the largest phase."""
+        return max(sum(kinds.values()) for kinds in self.memory.values())
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield readable lines."""
+        work = self.work
+        size, per_step = work.micro_batches
+        training = f", {work.steps:,} steps of {size * per_step} sequences a block" if work.start.epochs else ""
+        yield "text", f"{work.tokens:,} tokens in sequences of {work.seq_length}{training}"
+        yield "memory", f"{self.peak / GIB:.2f} GiB of {self.device}, in {self._worst}"
+        for name, kinds in self.memory.items():
+            parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
+            yield f"  {name}", f"{sum(kinds.values()) / GIB:.2f}: {parts}"
+        yield "streams", f"{work.streams / GIB:.2f} GiB {self.streams_in}"
+        model = work.total_elements * work.dtype.itemsize / GIB
+        blocks = work.blocks * work.block_elements * work.dtype.itemsize / GIB
+        yield "disk", f"{model:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
+        if self.seconds:
+            parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
+            yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {work.blocks} blocks: {parts}"
+            yield "", self.rate
+        room = f"{self.available / GIB:.1f} GiB"
+        less = "take a device with more memory, or --mask magnitude"
+        yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {less}"
+
+    @property
+    def _worst(self) -> str:
+        return max(self.memory, key=lambda name: sum(self.memory[name].values()))
+
+
+def plan_prune(
+    model: PreTrainedModel,
+    config: SparseForgeConfig,
+    start: StartConfig,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    out: Path,
+    hardware: torch.device | tuple[str, float],
+) -> PrunePlan:
+    """Plan a prune.
+
+    Args:
+        model: without weights.
+        config: decides what is pruned, to which pattern.
+        start: settings of the blocks' training.
+        dtype: in which the weights are stored.
+        shape: number of sequences, and tokens of one.
+        out: folder to write; its disk may get the streams.
+        hardware: device of this machine, whose rates are measured; or name of a GPU in `GPUS`, and the share of its
+            peak that is reached.
+
+    Raises:
+        ValueError: the model or the settings cannot be used, or the streams fit nowhere.
+    """
+    # The largest block stands for all of them.
+    weights = prunable_weights(model, config)
+    blocks = decoder_blocks(model, weights)
+    sizes = {block.name: sum(p.numel() for p in model.get_submodule(block.name).parameters()) for block in blocks}
+    largest = max((block for block in blocks if block.weights), key=lambda block: sizes[block.name])
+    body = f"{body_of(blocks)}.".removeprefix(".")
+    of_body = sum(p.numel() for name, p in model.named_parameters() if name.startswith(body))
+    work = PruneWork(
+        block=largest,
+        all_blocks=tuple(blocks),
+        block_elements=sizes[largest.name],
+        other_elements=of_body - sum(sizes.values()),
+        total_elements=sum(p.numel() for p in model.parameters()),
+        hidden=int(model.config.get_text_config().hidden_size),
+        pattern=config.parsed_pattern,
+        start=replace(start, mask=mask_for(start, weights, config.parsed_pattern)),
+        dtype=dtype,
+        sequences=shape[0],
+        seq_length=shape[1],
+        expert_share=share_of_experts(model),
+    )
+    # A GPU that is not here has its data sheet.
+    if not isinstance(hardware, torch.device):
+        name, mfu = hardware
+        gpu = GPUS[name]
+        available = int(gpu.memory * GIB)
+        storage = "on the GPU" if work.streams <= SHARE * available else "in memory or on the disk"
+        memory = prune_memory(work, own_streams=storage == "on the GPU")
+        seconds = assumed_rates(work, gpu, mfu).seconds(work, copied=storage != "on the GPU")
+        return PrunePlan(
+            work, f"one {name}", memory, storage, seconds, f"at {mfu:.0%} of its peaks (assumed)", available
+        )
+    parent = next(path for path in out.absolute().parents if path.exists())
+    storage = storage_for(work.streams, hardware, parent)
+    is_gpu = hardware.type == "cuda"
+    available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
+    memory = prune_memory(work, own_streams=storage == ("on the GPU" if is_gpu else "in memory"))
+    # A block is measured only where there is room for it.
+    seconds = {}
+    if max(sum(kinds.values()) for kinds in memory.values()) <= available:
+        seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and storage != "on the GPU")
+    threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
+    rate = f"by one block that was measured on this {hardware.type}{threads}"
+    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, storage, seconds, rate, available)
+
+
+def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
+    """Return the bytes of a prune by phase and kind, on the device that computes.
+
+    Args:
+        work: sizes of the prune.
+        own_streams: True if the streams are in the memory of that device.
+    """
+    masked = sum(weight.numel for weight in work.block.weights)
+    largest = max(weight.numel for weight in work.block.weights)
+    widest = max(inputs for _, inputs in work.matrices)
+    size, _ = work.micro_batches
+    always = {"libraries (assumed)": _LIBRARIES, "streams": work.streams if own_streams else 0}
+    activations = BYTES_A_CHANNEL * size * work.seq_length * work.hidden
+    block: Kinds = {**always, "block": 4 * work.block_elements}
+    # Values as they are stored, in fp32, and which of them are finite.
+    phases: dict[str, Kinds] = {"embedding": {**always, "embedding": (work.dtype.itemsize + 5) * work.other_elements}}
+    if work.start.mask == "sparsegpt":
+        # X^T X of every matrix, which is more than there is where layers share an input; H^-1 of the widest in fp64 and
+        # fp32; copies of W and masks.
+        phases["first mask"] = {
+            **block,
+            "second moments": 4 * sum(inputs**2 for _, inputs in work.matrices),
+            "a factor": 12 * widest**2,
+            "weights and masks": 9 * largest + masked,
+        }
+    else:
+        phases["first mask"] = {**block, "scores": 13 * largest + masked, "activations": activations}
+    if work.start.epochs:
+        soft = 12 * masked + 8 * largest if work.start.mask == "annealed" else 2 * masked
+        phases["training"] = {
+            **block,
+            "gradients": 4 * masked + (6 if work.autocast else 4) * largest,  # one is on its way
+            "Adam's moments": 8 * masked,
+            "masks": soft,
+            "16-bit copies": 2 * masked if work.autocast else 0,
+            "activations": activations,
+        }
+    return {name: {kind: bytes_ for kind, bytes_ in kinds.items() if bytes_} for name, kinds in phases.items()}

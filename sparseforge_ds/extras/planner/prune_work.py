@@ -1,0 +1,91 @@
+"""Sizes of a prune: its largest block, its text, and what is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparseforge_ds.config import StartConfig
+from sparseforge_ds.mask.pattern import Pattern
+from sparseforge_ds.prune.block_by_block import micro_batches
+from sparseforge_ds.start.blocks import DecoderBlock
+from sparseforge_ds.start.solve import MEASURED
+
+
+@dataclass(frozen=True)
+class PruneWork:
+    """Sizes of a prune, as far as memory and time depend on them."""
+
+    block: DecoderBlock
+    """The largest block."""
+    all_blocks: tuple[DecoderBlock, ...]
+    """Blocks of the model, with those that stay dense."""
+    block_elements: int
+    """Elements of the largest block."""
+    other_elements: int
+    """Elements of the embedding and of whatever else is in memory before the first block."""
+    total_elements: int
+    """Elements of the model."""
+    hidden: int
+    pattern: Pattern
+    start: StartConfig
+    """Settings, with the kind of mask."""
+    dtype: torch.dtype
+    """Dtype that the weights are stored in."""
+    sequences: int
+    seq_length: int
+    expert_share: float
+    """Share of the routed experts that a token passes."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks with a mask."""
+        return sum(bool(block.weights) for block in self.all_blocks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.sequences * self.seq_length
+
+    @property
+    def micro_batches(self) -> tuple[int, int]:
+        """Sequences of a micro-batch, and micro-batches of an optimizer step."""
+        return micro_batches(self.sequences, self.seq_length, self.hidden, self.start)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a block."""
+        size, per_step = self.micro_batches
+        return self.start.epochs * max(1, self.sequences // size // per_step)
+
+    @property
+    def autocast(self) -> bool:
+        """True if matrices are multiplied in bf16."""
+        return self.dtype != torch.float32
+
+    @property
+    def streams(self) -> int:
+        """Bytes of both streams of hidden states."""
+        return 2 * self.tokens * self.hidden * (2 if self.autocast else 4)
+
+    @property
+    def needs_inputs(self) -> bool:
+        """True if the inputs of the weights are measured."""
+        return self.start.mask in ("sparsegpt", "wanda") or any(weight.experts for weight in self.block.weights)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of every matrix of the largest block under a mask, as many as it has experts."""
+        shapes = []
+        for weight in self.block.weights:
+            inputs = weight.shape[weight.input_axis]
+            shapes += [(weight.numel // weight.matrices // inputs, inputs)] * weight.matrices
+        return shapes
+
+    def forward_passes(self) -> float:
+        """Passes over all tokens without a backward pass: both streams, the measurement of inputs, and of errors."""
+        size, _ = self.micro_batches
+        count = max(1, self.sequences // size)
+        errors = 1 if self.start.mask == "annealed" else 2
+        return 2 + self.needs_inputs + errors * min(MEASURED, count) / count
