@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +16,8 @@ import hypothesis
 import numpy
 import pytest
 import torch
+
+from tests import forked_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
@@ -67,6 +71,14 @@ def seed() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_proofs() -> Iterator[None]:
+    """Fork the proofs of exports from an interpreter with the imports done, instead of seconds of import each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", forked_interpreter.run)
+        yield
 
 
 @pytest.fixture(scope="session")

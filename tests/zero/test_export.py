@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from sparseforge_ds.mask.kernels.codes import decode, encode
 from sparseforge_ds.model.families import BRANCH
 from tests import tiny_models
 from tests.distributed import ROOT, run_distributed
+from tests.forked_interpreter import run_script
 from tests.zero.case import Case, batch_at, build, probe_of, published, republish, short, states, train_step
 from tests.zero.test_families import Family
 
@@ -348,7 +347,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 from sparseforge_ds.cli.main import main
 sys.exit(main(["consolidate", "--skip_proof", {str(runs["stage3-bf16"].folder)!r}, {str(tmp_path / "out")!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(code, cwd=ROOT)
     assert done.returncode == 2, done.stderr
     assert f"error: {tmp_path / 'out'}: cannot be written" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +22,7 @@ from sparseforge_ds.export.proof import prove_folder
 from sparseforge_ds.mask.packed_values import GRIDS
 from sparseforge_ds.mask.packing import unpack24
 from tests.conftest import ROOT
+from tests.forked_interpreter import run_script
 from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
 
@@ -127,7 +126,7 @@ ours = {path.rpartition("/")[2] for path in opened if path.startswith(folder)}
 assert "config.json" in ours and "sparsity.json" not in ours, ours
 assert "sparseforge_ds" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(code, str(tmp_path / "out"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

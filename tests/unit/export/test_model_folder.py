@@ -22,6 +22,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
+from tests.forked_interpreter import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYERS = 6
@@ -257,7 +258,7 @@ def test_a_killed_export_leaves_no_half_folder(
 ) -> None:
     """Whatever has the final name is whole, and the next one that writes it removes what a kill has left."""
     arguments = [str(run), str(tmp_path / "out"), str(workers)]
-    done = subprocess.run([sys.executable, "-c", _KILLS, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(_KILLS, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     killed, begun = map(int, done.stdout.split())
     assert killed >= 15 and begun >= 10

@@ -3,8 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
+from tests.forked_interpreter import run_script
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_models import tiny_llama
 
@@ -154,5 +153,5 @@ import sparseforge_ds.export.reference, sparseforge_ds.export.formats
 from transformers import AutoModelForCausalLM
 assert "deepspeed" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(code, cwd=ROOT)
     assert done.returncode == 0, done.stderr

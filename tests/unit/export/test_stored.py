@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from sparseforge_ds.export.stored import StoredWeights
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
+from tests.forked_interpreter import run_script
 from tests.sparse_folders import bits, write_dense, write_sparse
 
 pytest.importorskip("sparseforge_ds.extras.packed24", reason="transformers loads packed folders by it")
@@ -121,7 +120,7 @@ for folder in sys.argv[1:]:
     print("loaded")
 assert "deepspeed" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, cwd=ROOT)
+    done = run_script(code, *folders, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert (done.stdout.count("refused: "), done.stdout.count("loaded")) == (2, 2), done.stdout
     assert PACKED24 in done.stderr
