@@ -26,6 +26,17 @@ from sparseforge_ds.mask.kernels.fisher import fisher_sums
 from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
 from sparseforge_ds.mask.kernels.publication import soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
+from sparseforge_ds.mask.kernels.tiles import (
+    SUMS,
+    MatrixRun,
+    TiledCurvature,
+    TiledPartition,
+    can_tile,
+    cut_into_tiles,
+    new_moments,
+    sum_moments,
+    update_partition,
+)
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.distill import tokens_per_block
 from sparseforge_ds.model.token_losses import TokenLosses
@@ -84,6 +95,22 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
     yield "mask_stats", 4.4, elements, lambda: mask_stats(codes, update.target, update.kept, before)
     yield "soft step", 18.1, elements, lambda: soft_step(dense, master, codes, kept, 0.6, 0.5, master)
     yield "keep in place", 8.1, elements, lambda: keep_in_place(master, kept)
+    if can_tile(pattern, dense.device):  # what an update of 2:4 is made of on a GPU, publication included
+        tiles = cut_into_tiles([MatrixRun(0, 0, 0, elements)]).to(device)
+        factors = torch.cat([curvature.share_R, curvature.column_C])
+        bounds = torch.tensor([[0, outputs, inputs]]).to(device)
+        tiled = TiledCurvature(factors, bounds, torch.ones(1, dtype=torch.bool, device=device))
+        partition = TiledPartition(dense, codes, before, kept, master)
+        moments = new_moments(tiles)
+        sums = torch.empty(len(tiles), SUMS, device=device)
+        rows = scaling[None]
+        yield "moments, in tiles", 4, elements, lambda: sum_moments(dense, tiled, tiles, moments)
+        yield (
+            "update, in tiles",
+            12.4,
+            elements,
+            lambda: update_partition(partition, tiled, rows, tiles, DIALS, True, sums),
+        )
     gradient_TO = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
     input_TI = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
     layer = gradient_TO.numel() + input_TI.numel()

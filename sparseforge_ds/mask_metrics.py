@@ -12,10 +12,12 @@ curvature/signal          cosine between the newest sample and the running mean 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from sparseforge_ds.mask.kernels.bits import octets
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.fused_update import mask_stats
 from sparseforge_ds.mask.pattern import Pattern
@@ -37,7 +39,6 @@ _SUMS = (
     "sample_square",
     "average_square",
 )
-_COLUMN = {name: column for column, name in enumerate(_SUMS)}
 
 
 class MaskMetrics:
@@ -51,6 +52,8 @@ class MaskMetrics:
         self._sums: dict[str, list[Tensor]] = {}
         """() fp64 parts of each sum on a device; a report adds all of them up in one kernel."""
         self._targets: dict[tuple[str, int], Tensor] = {}
+        self._target_bits: dict[int, Tensor] = {}
+        """Targets of whole partitions, of which those in `_targets` are views."""
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums.setdefault(name, []).append(value)
@@ -58,6 +61,41 @@ class MaskMetrics:
     def forget_targets(self) -> None:
         """Forget the last targets, so that the next update reports no flip rate; a loaded checkpoint has none."""
         self._targets.clear()
+        self._target_bits.clear()
+
+    def has_target_bits(self, index: int) -> bool:
+        """Return True if `target_bits` of a partition hold the targets of the last update."""
+        return index in self._target_bits
+
+    def target_bits(self, index: int, kept: Tensor, chunks: Iterable[Shard]) -> Tensor:
+        """Return the packed targets of a partition, which an update of tiles reads and overwrites.
+
+        Args:
+            index: the partition.
+            kept: (ceil(n / 8),) packed bits of the partition, whose shape is taken.
+            chunks: chunks of the partition's shards that are in tiles, each of whole bytes.
+        """
+        if index not in self._target_bits:
+            bits = self._target_bits[index] = torch.zeros_like(kept)
+            for chunk in chunks:
+                bytes_of_chunk = octets(slice(chunk.offset, chunk.offset + chunk.numel))
+                self._targets[chunk.name, chunk.start] = bits[bytes_of_chunk]
+        return self._target_bits[index]
+
+    def add_tiles(self, sums: Tensor, elements: int, are_compared: bool) -> None:
+        """Account for the new masks of all tiles.
+
+        Args:
+            sums: (4,) fp64, see `mask.kernels.tiles.SUMS`.
+            elements: number of elements in tiles.
+            are_compared: True if there were targets of an earlier update.
+        """
+        for name, value in zip(("undecided", "kept", "flips", "disagreeing"), sums.unbind(), strict=True):
+            if name != "flips" or are_compared:
+                self._add(name, value)
+        self._counts["count"] += elements
+        self._counts["compared"] += elements if are_compared else 0
+        self._counts["groups"] += elements // self.pattern.members
 
     def add_refresh(self, average: Tensor, sample: Tensor) -> None:
         """Account for one shard's new curvature sample, before it enters the running mean."""
@@ -114,10 +152,13 @@ class MaskMetrics:
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Return the metrics over all ranks, and reset the sums. Collective."""
         device = self.matrices.layout.device
-        table = torch.tensor([list(self._counts.values())], dtype=torch.float64).to(device)
-        for name, parts in self._sums.items():
-            table[0, _COLUMN[name]] += torch.stack(parts).sum().to(device)
-        sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table)[0].tolist(), strict=True))
+        table = torch.tensor(list(self._counts.values()), dtype=torch.float64).to(device)
+        if self._sums:
+            zero = next(iter(self._sums.values()))[0].new_zeros(())
+            parts = [self._sums.get(name, [zero]) for name in _SUMS]
+            totals = [part[0] if len(part) == 1 else torch.stack(part).sum() for part in parts]
+            table += torch.stack(totals).to(device)
+        sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table).tolist(), strict=True))
         self._sums.clear()
         self._counts = dict.fromkeys(_SUMS, 0.0)
         count = sums["count"]

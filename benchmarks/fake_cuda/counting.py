@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from sparseforge_ds.mask.kernels.fusing import KERNELS, READS
+from sparseforge_ds.mask.kernels.fusing import KERNELS, READS, UNREAD
 from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 
 aten = torch.ops.aten
@@ -197,6 +197,9 @@ class Counter(PeakMemoryCounter):
             self._copy(name, args, kwargs, arguments, fresh or changed)
             return
         largest = max((_bytes(tensor) for tensor in fresh), default=0)
+        unread = UNREAD.get(name, ()) if func.namespace == "sparseforge" else ()
+        named = zip(func._schema.arguments, args, strict=False)
+        only_written = {id(value) for argument, value in named if argument.name in unread}
         read = written = 0
         for tensor in () if name.startswith("new_") or name.endswith("_like") else arguments:
             size = _bytes(tensor)
@@ -205,7 +208,7 @@ class Counter(PeakMemoryCounter):
                 size = min(size, largest)
             if name in _PLACES and tensor is arguments[0]:
                 size = min(size, _bytes(arguments[-1]))
-            if not (is_changed and (name in _ONLY_WRITES or "out" in kwargs)):
+            if not (is_changed and (name in _ONLY_WRITES or "out" in kwargs or id(tensor) in only_written)):
                 read += size * (READS.get(name, 1) if func.namespace == "sparseforge" else 1)
             if is_changed:
                 written += size
@@ -213,7 +216,7 @@ class Counter(PeakMemoryCounter):
         if not written and not read:
             return  # nothing in it: no launch
         if any(tensor.is_cuda for tensor in (*arguments, *fresh)):
-            kernels = KERNELS[name] if func.namespace == "sparseforge" and not name.startswith("linear24") else 1
+            kernels = KERNELS.get(name, 1) if func.namespace == "sparseforge" else 1
             cost.kernels += kernels
             cost.read += read
             cost.written += written

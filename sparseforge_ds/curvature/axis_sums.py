@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from sparseforge_ds.zero.matrices import Matrices, MatrixSlice
 from sparseforge_ds.zero.shard import Shard
 
 
+@dataclass(frozen=True)
+class Factors:
+    """Factors of the curvature of all matrices, where it is a product."""
+
+    values: Tensor
+    """(n,) fp32, see `shares`."""
+    bounds: list[tuple[int, int, int]]
+    """Start of each matrix's row factors, start of its column factors, and end."""
+
+    def __getitem__(self, matrix: int) -> tuple[Tensor, Tensor]:
+        """Return views of the (R,) and (C,) factors of a matrix, by its row in the table of `Matrices`."""
+        start, middle, end = self.bounds[matrix]
+        return self.values[start:middle], self.values[middle:end]
+
+
 class AxisSums:
     """R row sums and C column sums, fp64, of every (R, C) matrix in `Matrices`."""
 
@@ -22,7 +38,7 @@ class AxisSums:
         """Make zeros on `device`."""
         self.matrices = matrices
         self.shards = shards
-        self._bounds: list[tuple[int, int, int]] = []
+        self.bounds: list[tuple[int, int, int]] = []
         """Start of each matrix's row sums, start of its column sums, and end."""
         extents = []
         end = 0
@@ -30,7 +46,7 @@ class AxisSums:
             columns = shards[name].shape[-1]
             height = self._size(name) // columns
             for _ in rows:
-                self._bounds.append((end, end + height, end + height + columns))
+                self.bounds.append((end, end + height, end + height + columns))
                 extents.append((height, columns))
                 end += height + columns
         self.values = torch.zeros(end, dtype=torch.float64, device=device)
@@ -45,16 +61,15 @@ class AxisSums:
 
     def zeros(self) -> AxisSums:
         """Return zeros for the same matrices."""
-        return self.holding(torch.zeros(self._bounds[-1][2], dtype=torch.float64, device=self.extents.device))
+        return self.holding(torch.zeros(self.bounds[-1][2], dtype=torch.float64, device=self.extents.device))
 
     def totals(self) -> Tensor:
         """Return (matrices,) sums over the elements of every matrix."""
         return segment_sums(self.values, self.extents)[:, 0]
 
-    def factors(self, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-        """Return views of the (R,) and (C,) factors of every matrix, see `shares`, on `device`."""
-        factors = shares(self.values, self.extents).to(device)
-        return [(factors[start:middle], factors[middle:end]) for start, middle, end in self._bounds]
+    def factors(self, device: torch.device) -> Factors:
+        """Return the factors of every matrix, see `shares`, on `device`."""
+        return Factors(shares(self.values, self.extents).to(device), self.bounds)
 
     def _size(self, name: str) -> int:
         """Count the elements of one of the weight's matrices."""
@@ -68,13 +83,13 @@ class AxisSums:
 
     def matrix_sums(self, matrix: int) -> tuple[Tensor, Tensor]:
         """Return views of the (R,) row and (C,) column sums of a matrix, by its row in the table of `Matrices`."""
-        start, middle, end = self._bounds[matrix]
+        start, middle, end = self.bounds[matrix]
         return self.values[start:middle], self.values[middle:end]
 
     def weight_sums(self, name: str) -> Tensor:
         """Return a view of the sums of all matrices of a weight, end to end, row sums before column sums."""
         rows = self.matrices.rows[name]
-        return self.values[self._bounds[rows.start][0] : self._bounds[rows.stop - 1][2]]
+        return self.values[self.bounds[rows.start][0] : self.bounds[rows.stop - 1][2]]
 
     def first(self, name: str, part: MatrixSlice) -> int:
         """Return the index, in its matrix, of the first element of a slice of a shard."""

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparseforge_ds.curvature.axis_sums import AxisSums
+from sparseforge_ds.curvature.axis_sums import AxisSums, Factors
 from sparseforge_ds.curvature.running_curvature import NO_GRADIENT, RunningCurvature
+from sparseforge_ds.curvature.tiles import Tiles
 from sparseforge_ds.mask.factored import vanishes
-from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments, scalings
-from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, score_moments, standardized_score
+from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments
+from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, scalings, score_moments, standardized_score
 from sparseforge_ds.sharded_weights import DivergedError, ForgeError
 from sparseforge_ds.zero.halo import Span
 from sparseforge_ds.zero.matrices import Matrices
@@ -25,11 +26,11 @@ _LOG = logging.getLogger(__name__)
 class ScoreInputs:
     """Curvature and scaling of every matrix: what scores of its elements are made of."""
 
-    def __init__(self, matrices: Matrices) -> None:
+    def __init__(self, matrices: Matrices, scaling: Tensor) -> None:
         self.matrices = matrices
-        self.scaling: Tensor = matrices.table(3)
+        self.scaling = scaling
         """(matrices, 3) fp64, see `scalings`."""
-        self.factors: list[tuple[Tensor, Tensor]] = []
+        self.factors: Factors | None = None
         """Factors of the curvature of every matrix, where it is a product."""
         self.by_magnitude: set[int] = set()
         """Matrices without a curvature."""
@@ -49,7 +50,7 @@ class ScoreInputs:
             stop = min(span.stop, first + size)
             inside = slice(start - span.start, stop - span.start)
             curvature: Curvature = None if elements is None else elements[inside]
-            if self.factors:
+            if self.factors is not None:
                 curvature = RankOne(*self.factors[row], start - first)
             yield inside, None if row in self.by_magnitude else curvature, self.scaling[row]
 
@@ -87,11 +88,12 @@ class Ranking:
         for chunk in weights.chunks():
             yield chunk, weights.to_groups(chunk, score(chunk), halo)
 
-    def score_inputs(self, magnitude_without_gradient: bool = False) -> ScoreInputs:
+    def score_inputs(self, magnitude_without_gradient: bool = False, tiles: Tiles | None = None) -> ScoreInputs:
         """Return what the scores of all elements are made of. Collective.
 
         Args:
             magnitude_without_gradient: score all matrices by magnitude where the loss had no gradient in any of them.
+            tiles: shards that are read a partition at a time.
 
         Raises:
             ForgeError: some matrix has no usable curvature.
@@ -100,13 +102,15 @@ class Ranking:
         sums = self.curvature.gather()
         # The device of the shards, which is the host under optimizer offload: copy all matrices at once.
         home = weights.layout.flats[0].device
-        inputs = ScoreInputs(weights.matrices)
-        if sums is not None:
-            inputs.factors = sums.factors(home)
+        factors = None if sums is None else sums.factors(home)
         # Moments of every matrix, added up over its parts on all ranks.
-        moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=home)
-        inputs.scaling = moments  # `per_matrix` then yields the row to add to
-        for chunk in weights.chunks():
+        if tiles is None:
+            moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=home)
+        else:
+            moments = tiles.moments(factors)
+        inputs = ScoreInputs(weights.matrices, moments)  # `per_matrix` then yields the row to add to
+        inputs.factors = factors
+        for chunk in weights.chunks(None if tiles is None else tiles.rest):
             dense = weights.dense(chunk)
             for inside, curvature, moments_of_matrix in inputs.per_matrix(chunk, self._elements(chunk)):
                 moments_of_matrix += score_moments(dense[inside], curvature)

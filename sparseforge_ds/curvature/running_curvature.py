@@ -295,9 +295,9 @@ class RunningCurvature:
         """
         weights = self.weights
         sums = self.gather() if self.running is not None else None
-        factors = [] if sums is None else sums.factors(weights.layout.flats[0].device)
+        factors = None if sums is None else sums.factors(weights.layout.flats[0].device)
         for chunk in weights.chunks():
-            if sums is None:
+            if sums is None or factors is None:
                 has_elements = self.estimator is not None and not weights.state.released
                 yield chunk, weights.state_view(chunk, "curvature") if has_elements else None
                 continue

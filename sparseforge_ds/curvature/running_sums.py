@@ -55,8 +55,8 @@ class RunningSums:
         else:
             sample = torch.empty_like(self.slice)
             self.layout.reduce_scatter(sample, padded)
-        sample /= self._of_each(counts)[self._own].clamp(min=1)
-        rate = self._of_each(rates)[self._own]
+        count, rate = self._of_each(torch.stack([counts, rates]))[:, self._own]
+        sample /= count.clamp(min=1)
         table = torch.stack([sample * self.slice, sample.square(), self.slice.square()]).mul_(rate > 0)
         self._products = table.sum(dim=1, dtype=torch.float64)
         self.slice.lerp_(sample, rate)
@@ -110,8 +110,8 @@ class RunningSums:
         return slices[: self.numel]
 
     def _of_each(self, of_matrix: Tensor) -> Tensor:
-        """Repeat (matrices,) numbers for each of their sums, in fp32, padded with 0 to whole slices."""
-        spread = of_matrix.float().repeat_interleave(self._lengths, output_size=self.numel)
+        """Repeat (..., matrices) numbers for each of their sums, in fp32, padded with 0 to whole slices."""
+        spread = of_matrix.float().repeat_interleave(self._lengths, dim=-1, output_size=self.numel)
         return torch.nn.functional.pad(spread, (0, self._size * self.layout.world_size - self.numel))
 
     def _decoded(self, state: object) -> Tensor:

@@ -7,6 +7,7 @@ know about cut groups, checkpoints and metrics. The steps at which masks move an
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class MaskMethod:
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         self.weights = weights
         self.ranking = ranking
+        self.published: Collection[int] = ()
+        """Partitions whose masters `update` has written already, until the next `write_masters`."""
 
     @property
     def next_step(self) -> int:
@@ -101,8 +104,11 @@ class MaskMethod:
 
         `ShardLayout.push` makes it visible.
         """
+        written = () if hard else self.published
+        self.published = ()
         for index in self.weights.state.flats:
-            if (dense := self.weights.state.separate_dense(index)) is not None:  # else the master is W
+            dense = self.weights.state.separate_dense(index)
+            if dense is not None and index not in written:  # without a separate W the master is W
                 self.write_master(index, dense, None, self.weights.step, hard)
 
     def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:

@@ -64,6 +64,7 @@ CASES: dict[str, Case] = {
     "ours": _ours(steps=7),
     "ours, probe": _ours({"curvature": _PROBE}, steps=7),
     "ours, all weights": _ours({"include": []}),
+    "ours, shards of whole bytes of bits": _ours({"include": []}, model="llama_24"),
     "ours, bf16": _ours(weights="bfloat16"),
     "ours, bf16 masters": _ours(weights="bfloat16", master="bfloat16"),
     "ours, fp16": _ours(weights="float16", loss_scale=1024.0),

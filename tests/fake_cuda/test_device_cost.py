@@ -63,4 +63,9 @@ def test_what_is_known_beforehand(tmp_path: Path) -> None:
     assert heard["read"] > 2 * 64 * (4 * 2 * 512 + 3 * (512 + 1024)) * 2 > heard["written"] > 0
     # Two logits of bf16 at least exist at a time, unless they are formed by chunks of tokens.
     assert 0 < phases["loss"]["peak"] < 100 * 64 * CONFIG["vocab_size"]
-    assert sum(phases["mask update"]["collectives"].values()) > 0
+    # An update has as many kernels for any number of matrices. It reads W twice, codes and the old choice; it writes
+    # codes, choices and the master, which is then read and cast. Sums of rows and columns are large in a small model.
+    update = phases["mask update"]
+    assert update["kernels"] <= 60
+    assert 22.3 * WEIGHTS < update["read"] + update["written"] < 26 * WEIGHTS
+    assert sum(update["collectives"].values()) > 0

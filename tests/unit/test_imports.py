@@ -53,7 +53,7 @@ LIBRARIES_OF: dict[str, str] = {
     "started_by": "",
     "extension_locks": "torch",
     "transformers_internals": "",
-    "mask": "torch",
+    "mask": "torch triton",
     "checkpoint": "safetensors torch",
     "start": "torch transformers",
     "branches": "torch",
@@ -62,7 +62,7 @@ LIBRARIES_OF: dict[str, str] = {
 # All rooms that import a library that others can do without.
 ROOMS_WITH: dict[str, str] = {
     "deepspeed": "config zero model train",
-    "triton": "extras.packed24",
+    "triton": "mask extras.packed24",
     "vllm": "extras.packed24",
 }
 # The public names.

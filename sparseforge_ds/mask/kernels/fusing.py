@@ -41,6 +41,8 @@ KERNELS: dict[str, int] = {}
 """Kernels that the compiler makes of each fused function, by name."""
 READS: dict[str, int] = {}
 """Times that the kernels of each fused function read its operands, by name."""
+UNREAD: dict[str, tuple[str, ...]] = {}
+"""Arguments that an operator of the package writes and does not read, by its name."""
 _wanted: bool | None = None
 
 

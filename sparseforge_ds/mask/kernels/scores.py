@@ -69,6 +69,9 @@ def score_moments(dense: Tensor, curvature: Curvature) -> Tensor:
     return torch.stack(parts).sum(0) if parts else dense.new_zeros(MOMENTS, dtype=torch.float64)
 
 
+scalings = fused()(importance.scalings)
+
+
 def standardized_score(dense: Tensor, curvature: Curvature, scaling: Tensor) -> Tensor:
     """Return `importance.standardized_score` of (n,) elements: (n,) fp32."""
     parts = [_score_chunk(dense[chunk], *curvature_slice(curvature, chunk), scaling) for chunk in chunks(dense)]

@@ -21,6 +21,7 @@ from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_
 from sparseforge_ds.mask.kernels.publication import soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import NM
+from tests.unit.mask.kernels.interpreted_tiles import Problem, readable_update, tiled_update
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +86,20 @@ def test_an_update_has_the_cpus_numbers(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(gpu.published, cpu.published, rtol=1e-4, atol=1e-4)
     same = gpu.kept == cpu.kept
     assert torch.equal(gpu.gradient[same], cpu.gradient[same])
+
+
+def test_tiles_have_the_cpus_numbers() -> None:
+    problem = Problem()
+    cpu = readable_update(problem, DIALS, midpoint=True)
+    gpu = tiled_update(problem, DIALS, midpoint=True, device="cuda")
+
+    torch.testing.assert_close(gpu.moments, cpu.moments, rtol=1e-11, atol=0)
+    apart = (gpu.mask.int() - cpu.mask.int()).abs()
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 1
+    assert torch.equal(gpu.target, cpu.target)
+    assert int((gpu.kept != cpu.kept).sum()) <= int((apart > 0).sum())
+    torch.testing.assert_close(gpu.master[apart == 0], cpu.master[apart == 0], rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(gpu.sums, cpu.sums, rtol=1e-5, atol=1)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(64, 96, 32), (4096, 1536, 576)])

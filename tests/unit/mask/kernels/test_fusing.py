@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.mask.importance import scalings
-from sparseforge_ds.mask.kernels import fusing
+from sparseforge_ds.mask.kernels import fusing, scores
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import CODE
 from sparseforge_ds.mask.kernels.fisher import fisher_sums, token_squares, weighted_squares
@@ -30,13 +30,15 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
     """A device's cost is counted by `KERNELS`, which are what the compiler makes of every fused function."""
     dense, mask, curvature = problem((16, 24), "product", CODE, seed=3)
     assert isinstance(curvature, RankOne)
-    scaling = scalings(score_moments(dense, curvature)[None], 1e-3)[0]
+    moments = score_moments(dense, curvature)[None]
+    scaling = scalings(moments, 1e-3)[0]
     bits, given = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
     losses = TokenLosses(torch.arange(12), DistillationConfig(temperature=2.0), given.dtype)
     functions: dict[str, Callable[[], object]] = {
         "update_small_groups": lambda: update_mask_in_place(
             dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1
         ),
+        "scalings": lambda: scores.scalings(moments, 1e-3),
         "sum_moments": lambda: score_moments(dense, curvature),
         "score_chunk": lambda: standardized_score(dense, curvature, scaling),
         "mask_stats": lambda: mask_stats(mask, dense > 0, dense > 0, bits),

@@ -1,0 +1,172 @@
+"""Updates of tiles beside the readable functions: under Triton's interpreter here, and on a GPU in `test_fused_on_gpu`.
+
+TRITON_INTERPRET=1 python -m tests.unit.mask.kernels.interpreted_tiles     the variable holds for a whole process
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from sparseforge_ds.mask import importance
+from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.effective_mask import effective_mask, published
+from sparseforge_ds.mask.factored import rank_one, shares
+from sparseforge_ds.mask.kernels.bits import pack
+from sparseforge_ds.mask.kernels.codes import CODE, decode, encode
+from sparseforge_ds.mask.kernels.tiles import (
+    SUMS,
+    TILE,
+    MatrixRun,
+    TiledCurvature,
+    TiledPartition,
+    add_moments,
+    cut_into_tiles,
+    new_moments,
+    sum_moments,
+    update_partition,
+)
+from sparseforge_ds.mask.pattern import NM, top_n
+from sparseforge_ds.mask.update import update_mask
+from tests.unit.mask.problem import DIALS
+
+SHAPES = [(24, 40), (130, 36), (64, 128), (3, 8)]
+RUNS = [
+    MatrixRun(0, 200, 8, 680),
+    MatrixRun(1, 4, 688, 2 * TILE + 8),
+    MatrixRun(2, 0, 5000, 64 * 128),
+    MatrixRun(3, 16, 13200, 8),
+]
+"""Parts of the matrices on this rank, with padding before, between and behind them."""
+NUMEL = 13216
+
+
+class Result(NamedTuple):
+    """Results of an update, on the CPU."""
+
+    moments: Tensor
+    mask: Tensor
+    target: Tensor
+    kept: Tensor
+    master: Tensor
+    sums: Tensor
+
+
+class Problem:
+    """One partition with parts of four matrices, of which the third is scored by magnitude."""
+
+    def __init__(self, ties: bool = False) -> None:
+        generator = torch.Generator().manual_seed(int(ties))
+        extents = torch.tensor(SHAPES)
+        sums = torch.randn(int(extents.sum()), dtype=torch.float64, generator=generator) + 0.5
+        self.factors = shares(sums, extents)
+        self.bounds = []
+        start = 0
+        for rows, columns in SHAPES:
+            self.bounds.append((start, start + rows, columns))
+            start += rows + columns
+        self.is_measured = torch.tensor([True, True, False, True])
+        inside = torch.zeros(NUMEL, dtype=torch.bool)
+        for run in RUNS:
+            inside[elements_of(run)] = True
+        dense = torch.randn(NUMEL, generator=generator)
+        dense = (dense * 2).round() if ties else dense
+        codes = torch.randint(0, 65536, (NUMEL,), generator=generator)
+        codes[::3] = 65535
+        codes[1::5] = 0
+        self.dense = torch.where(inside, dense, 0.0)
+        self.mask = torch.where(inside, codes, 0).to(CODE)
+        self.before = pack((torch.rand(NUMEL, generator=generator) > 0.5) & inside)
+        moments = [importance.score_moments(self.dense[elements_of(run)], self.curvature(run)) for run in RUNS]
+        self.moments = torch.stack(moments)
+        self.scaling = importance.scalings(self.moments, 1e-3)
+
+    def curvature(self, run: MatrixRun) -> Tensor | None:
+        """Return (count,) H of a run as the readable functions take it."""
+        if not self.is_measured[run.matrix]:
+            return None
+        rows, columns = SHAPES[run.matrix]
+        start = self.bounds[run.matrix][0]
+        share_R, column_C = self.factors[start : start + rows + columns].split([rows, columns])
+        return rank_one(share_R, column_C, run.first, run.first + run.elements)
+
+
+def elements_of(run: MatrixRun) -> slice:
+    return slice(run.offset, run.offset + run.elements)
+
+
+def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
+    """Update one matrix after the other by the functions of `mask`."""
+    target, kept = (torch.zeros(NUMEL, dtype=torch.bool) for _ in range(2))
+    mask = problem.mask.clone()
+    master = torch.zeros(NUMEL)
+    disagreeing = 0
+    for run in RUNS:
+        inside = elements_of(run)
+        curvature = problem.curvature(run)
+        h_GM = None if curvature is None else curvature.view(-1, 4)
+        dense_GM = problem.dense[inside].view(-1, 4)
+        old_GM = decode(mask[inside]).view(-1, 4)
+        scaling = problem.scaling[run.matrix]
+        new_GM, target_GM = update_mask(dense_GM, old_GM, h_GM, scaling, dials, NM(2, 4), midpoint)
+        mask[inside] = encode(new_GM).view(-1)
+        new_GM = decode(mask[inside]).view(-1, 4)
+        kept_GM = top_n(new_GM, 2)
+        disagreeing += int(((new_GM > 0.5) != kept_GM).any(dim=1).sum())
+        target[inside] = target_GM.view(-1)
+        kept[inside] = kept_GM.view(-1)
+        master[inside] = published(dense_GM, effective_mask(new_GM, kept_GM, dials.x)).view(-1)
+    packed = pack(target)
+    m = decode(mask).double()
+    flips = ((packed ^ problem.before)[:, None] >> torch.arange(8) & 1).sum()
+    sums = torch.tensor([(m * (1 - m)).sum(), m.sum(), flips, disagreeing], dtype=torch.float64)
+    return Result(problem.moments, mask, packed, pack(kept), master, sums)
+
+
+def tiled_update(problem: Problem, dials: Dials, midpoint: bool, device: str = "cpu") -> Result:
+    """Update all matrices at once, on a device."""
+    table = cut_into_tiles(RUNS)
+    tiles = table.to(device)
+    bounds = torch.tensor(problem.bounds).to(device)
+    curvature = TiledCurvature(problem.factors.to(device), bounds, problem.is_measured.to(device))
+    target = problem.before.clone().to(device)
+    master = torch.zeros(NUMEL, device=device)
+    dense = problem.dense.to(device)
+    partition = TiledPartition(dense, problem.mask.clone().to(device), target, torch.zeros_like(target), master)
+    # Moments of the tiles, then of the matrices.
+    stops = torch.tensor([run.tiles for run in RUNS]).cumsum(0)
+    segments = torch.stack([F.pad(stops, (1, -1)), stops], dim=1).to(device)
+    sums_of_tiles = new_moments(tiles)
+    sum_moments(dense, curvature, tiles, sums_of_tiles)
+    moments = add_moments(sums_of_tiles, segments)
+    sums = torch.empty(len(table), SUMS, device=device)
+    update_partition(partition, curvature, problem.scaling.to(device), tiles, dials, midpoint, sums)
+    results = (moments, *partition[1:], sums.sum(dim=0, dtype=torch.float64))
+    return Result(*(result.cpu() for result in results))
+
+
+def updates_have_the_bits_of_the_readable_functions() -> None:
+    for ties, dials, midpoint in (
+        (False, DIALS, True),
+        (True, DIALS, True),
+        (False, replace(DIALS, x=0.2, beta=0.9, mask_rate=0.8), False),
+        (False, replace(DIALS, x=0.0, beta=1.0, mask_rate=1.0, temperature=1e-6), True),
+        (False, replace(DIALS, x=1.0, beta=0.0, mask_rate=0.0), True),
+    ):
+        problem = Problem(ties)
+        expected = readable_update(problem, dials, midpoint)
+        tiled = tiled_update(problem, dials, midpoint)
+        torch.testing.assert_close(tiled.moments, expected.moments, rtol=1e-12, atol=0)
+        assert torch.equal(tiled.mask, expected.mask)
+        assert torch.equal(tiled.target, expected.target) and torch.equal(tiled.kept, expected.kept)
+        assert torch.equal(tiled.master.view(torch.int32), expected.master.view(torch.int32))
+        torch.testing.assert_close(tiled.sums, expected.sums, rtol=1e-6, atol=1e-3)
+        assert torch.equal(tiled.sums[2:], expected.sums[2:])
+
+
+if __name__ == "__main__":
+    updates_have_the_bits_of_the_readable_functions()

@@ -1,0 +1,100 @@
+"""Updates of tiles without a GPU: their bits under Triton's interpreter, and that they build for real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparseforge_ds.mask.kernels.tiles import TILE, MatrixRun, can_tile, cut_into_tiles
+from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern
+from tests.distributed import PATIENCE, ROOT
+
+pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+POINTERS = {
+    "moments": ["*fp32", "*fp32", "*u8", "*i64", "*i64", "*fp64"],
+    "update": ["*fp32", "*u16", "*u8", "*u8", "*fp32", "*fp32", "*u8", "*fp64", "*i64", "*i64", "*fp32"],
+}
+SCALARS = {"moments": [], "update": ["fp64", *["fp32"] * 7]}
+GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64)]
+"""H100 and MI300: backend, architecture, threads of a warp."""
+
+
+def test_bits_under_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.mask.kernels.interpreted_tiles"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: str(gpu[1]))
+def test_programs_build_ahead_of_time(
+    gpu: tuple[str, int | str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from sparseforge_ds.mask.kernels import tile_programs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
+    for name, constants in (("moments", {"N": TILE // 4}), ("update", {"MIDPOINT": True, "N": TILE // 4})):
+        program: Any = getattr(tile_programs, name)
+        types = [*POINTERS[name], *SCALARS[name], *["constexpr"] * len(constants)]
+        signature = dict(zip(program.arg_names, types, strict=True))
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(POINTERS[name]))}
+        options = {"num_warps": 4, "enable_fp_fusion": False}
+        built = compile(ASTSource(program, signature, constants, aligned), target=GPUTarget(*gpu), options=options)
+        assert built.asm["cubin" if gpu[0] == "cuda" else "hsaco"][:4] == b"\x7fELF"
+        if gpu[0] == "cuda":
+            ptx = built.asm["ptx"]
+            # Weights are read 16 bytes at a time, and no multiply-add is contracted.
+            assert "ld.global.v4.b32" in ptx and "fma.rn.f32" not in ptx
+
+
+def test_a_rate_of_64_bits_stays_one() -> None:
+    """Scalars go to a device in 32 bits unless their type is given."""
+    from sparseforge_ds.mask.kernels import tile_programs
+
+    program: Any = tile_programs.update
+    types = {parameter.name: parameter.annotation_type for parameter in program.params}
+    assert types["temperature"] == "fp64"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "device", "expected"),
+    [
+        (NM(2, 4), "cuda", True),
+        (NM(2, 4), "cpu", False),
+        (NM(1, 4), "cuda", False),
+        (NM(4, 8), "cuda", False),
+        (Pairs(2, 4), "cuda", False),
+        (Block(4), "cuda", False),
+    ],
+)
+def test_tiles_are_for_2_of_4_on_a_gpu(pattern: Pattern, device: str, expected: bool) -> None:
+    assert can_tile(pattern, torch.device(device)) is expected
+
+
+def test_tiles_cover_every_element_of_a_run_once() -> None:
+    runs = [MatrixRun(2, 40, 16, 2 * TILE + 8), MatrixRun(3, 0, 8192, 8), MatrixRun(5, 0, 9000, 0)]
+    rows = cut_into_tiles(runs).tolist()
+    assert [run.tiles for run in runs] == [3, 1, 0]
+    assert rows == [
+        [2, 40, 16, TILE],
+        [2, 40 + TILE, 16 + TILE, TILE],
+        [2, 40 + 2 * TILE, 16 + 2 * TILE, 8],
+        [3, 0, 8192, 8],
+    ]
+    aligned = [run.is_aligned for run in runs]
+    assert aligned == [True, True, True]
+    assert not any(MatrixRun(0, *numbers).is_aligned for numbers in ((2, 8, 8), (4, 12, 8), (4, 8, 12)))

@@ -1,0 +1,87 @@
+"""A run whose masks are updated a partition at a time, on CPUs in Triton's interpreter: the same as matrix by matrix.
+
+The interpreter holds for a whole process, so that the ranks are started from one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparseforge_ds.curvature.tiles import Tiles
+from sparseforge_ds.methods import soft_mask
+from tests.distributed import PATIENCE, ROOT, run_distributed
+from tests.zero.case import Case, run
+from tests.zero.test_parity import ODD
+
+CASES = {
+    "all in tiles": Case(stage=3, model="llama_24", config={"curvature": {"source": "training"}}),
+    # The first rank's last part and all parts of the second one begin or end inside a byte of bits.
+    "some in tiles": Case(
+        stage=2,
+        dtype="bf16",
+        model="llama_odd",
+        config={"importance": "magnitude", "method": {"threshold": "nth"}, **ODD},
+        steps=6,
+    ),
+}
+
+
+def test_it_is_the_same_run() -> None:
+    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.zero.test_tiles import compare_runs; compare_runs()"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def compare_runs() -> None:
+    """Compare both runs of every case, on two ranks."""
+    for name, (tiled, by_matrix, in_tiles, elsewhere) in run_distributed(run_twice, 2, list(CASES))[0].items():
+        assert in_tiles and bool(elsewhere) == (name == "some in tiles"), (name, in_tiles, elsewhere)
+        assert tiled["losses"] == by_matrix["losses"], name
+        assert len(tiled["updates"]) == len(by_matrix["updates"]) > 2
+        for ours, theirs in zip(tiled["updates"], by_matrix["updates"], strict=True):
+            assert_equal(ours["mask"], theirs["mask"])
+            assert_equal(ours["dense"], theirs["dense"])
+        assert_equal(tiled["published"], by_matrix["published"])
+        for ours, theirs in zip(tiled["metrics"], by_matrix["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def run_twice(names: list[str]) -> dict[str, Any]:
+    """Run every case in tiles and matrix by matrix; return both, and the weights that were in tiles and were not."""
+    runs = {}
+    for name in names:
+        made: list[Tiles] = []
+        move = Tiles.move
+
+        def noting(tiles: Tiles, *args: Any, made: list[Tiles] = made, move: Any = move) -> None:
+            made.append(tiles)
+            move(tiles, *args)
+
+        with mock.patch.object(Tiles, "move", noting):
+            tiled = run(CASES[name])
+        with mock.patch.object(soft_mask, "tiles_of", lambda weights: None):
+            by_matrix = run(CASES[name])
+        in_tiles = [chunk.name for chunks in made[0].chunks.values() for chunk in chunks]
+        runs[name] = (tiled, by_matrix, in_tiles, made[0].rest)
+    return runs if dist.get_rank() == 0 else {}
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
