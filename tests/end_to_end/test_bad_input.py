@@ -424,7 +424,7 @@ class Hostile:
 
 
 def test_a_checkpoint_that_would_execute_something(resumable):
-    """With a manifest that agrees with it: whoever made the one made the other."""
+    """Damage a checkpoint together with its manifest, as whoever made the one made the other."""
     file = shard(resumable)
     torch.save({"optimizer_state_dict": Hostile(resumable.folder / "executed")}, file)
     manifest = file.parent / "checkpoint.json"
@@ -520,7 +520,7 @@ def test_gradients_that_overflow_for_ever(inputs, scale):
 
 
 def test_weights_that_are_lost_are_not_saved_and_the_run_says_so(inputs):
-    """The loss of the second step is finite, and its update makes weights infinite or NaN."""
+    """Make weights infinite or NaN by an update behind a step whose loss is finite."""
     inputs.content = deepspeed_json(stage=0, batch=8, importance="magnitude") | {"gradient_clipping": 0.0}
     inputs.flags |= {"learning_rate": "1e4", "warmup": "0", "save_every": "1", "keep_checkpoints": "1"}
     message = inputs.refused()
@@ -534,7 +534,7 @@ def test_weights_that_are_lost_are_not_saved_and_the_run_says_so(inputs):
 
 
 def test_a_loss_without_any_gradient(inputs):
-    """Every logit is 0, whatever the layers do: an error of the masks, in one line."""
+    """Train where every logit is 0, whatever the layers do: an error of the masks, in one line."""
     model = tiny_llama(vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
     with torch.no_grad():
         model.lm_head.weight.zero_()
@@ -553,7 +553,7 @@ def test_an_infinite_loss_when_curvature_is_due(inputs):
 
 
 def test_a_full_disk(inputs):
-    """No file may become larger than 20 kB: the token cache fits, a checkpoint does not."""
+    """Allow files of at most 20 kB: the token cache fits, a checkpoint does not."""
     from tests.distributed import RankFailure
 
     with pytest.raises(RankFailure, match="exit code 1"):

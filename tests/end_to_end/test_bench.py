@@ -58,7 +58,7 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
 
 
 def test_rivals_that_torchao_quantizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Their layers are those that are packed, and the dense model stays as it is."""
+    """Quantize the layers that are packed, and leave the dense model as it is."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
@@ -81,7 +81,7 @@ def test_rivals_that_torchao_quantizes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_generation_with_a_static_cache_and_compiled_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights are random, and all but the compiler is as on CUDA."""
+    """Generate with random weights; all but the compiler is as on CUDA."""
     BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
     monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
     written: dict[str, list[torch.Tensor]] = {"dense": [], "packed": []}

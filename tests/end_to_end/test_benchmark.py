@@ -19,7 +19,7 @@ TINY = ["--hidden=64", "--layers=1", "--seq=8", "--vocabulary=64", "--accumulati
 
 
 def measure(file: Path, *arguments: str) -> str:
-    """What this rank printed."""
+    """Return what this rank printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([*TINY, *arguments, "--json", str(file)]) == 0
     return printed.getvalue()
@@ -27,7 +27,7 @@ def measure(file: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """One run on two ranks with a teacher, which takes every path; (what it printed, what it wrote)."""
+    """Measure a run on two ranks with a teacher, which takes every path; return what it printed and what it wrote."""
     file = tmp_path_factory.mktemp("cost") / "cost.json"
     printed, nothing = run_distributed(measure, 2, file, "--teacher")
     assert not nothing

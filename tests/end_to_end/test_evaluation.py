@@ -64,7 +64,7 @@ def without_evaluations(content: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_it_leaves_no_trace_and_goes_on_after_an_interruption(tmp_path, stage):
-    """A model with dropout, in steps that the curvature listens to: weights, masks, moments, generators, position."""
+    """Evaluate a model with dropout in steps that curvature listens to: nothing of the training state changes."""
     flags = inputs(tmp_path, stage)
     train(*flags)
     plain = tmp_path / "plain"
@@ -84,7 +84,7 @@ def test_it_leaves_no_trace_and_goes_on_after_an_interruption(tmp_path, stage):
 
 
 def test_it_is_right_and_the_same_on_any_layout(tmp_path, capsys):
-    """The first is the dense model's, of equal weights: equal to the last bit. The last is that of the export."""
+    """Compare the first evaluation with the dense model's, bit by bit, and the last one with the export's."""
     first = []
     for ranks, stage, micro in ((2, 3, 1), (1, 0, 4)):
         run = tmp_path / f"stage_{stage}"
@@ -108,7 +108,7 @@ def test_it_is_right_and_the_same_on_any_layout(tmp_path, capsys):
 
 
 def test_the_best_checkpoint_is_kept_and_can_be_taken(tmp_path):
-    """On letters in any order, which the model knows the less the more it learns of the text."""
+    """Evaluate on letters in any order, which the model knows the less the more it learns of the text."""
     method = {"update_every": 1, "hardening": [0.1, 0.4]}
     content = deepspeed_json(2, batch=8, max_steps=10, method=method, monitor={"histograms_every": 2})
     content["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"}

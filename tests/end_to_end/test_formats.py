@@ -214,7 +214,7 @@ def test_a_learned_projection_is_stored_in_both_formats(
 def test_packed24_with_a_branch_is_the_run(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of GPT-2, whose branches sit on Conv1D."""
+    """Pack GPT-2, whose branches sit on Conv1D."""
     run = runs["gpt2-branch"]
     packed = export(run, tmp_path / "packed", "--format", "packed24")
     record = json.loads((packed / "sparsity.json").read_text())

@@ -47,7 +47,7 @@ def logits(folder: Path) -> Tensor:
     ("family", "stage", "by_activations"), [("llama", 3, True), ("gpt2", 1, False), ("qwen3_moe", 3, True)]
 )
 def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int, by_activations: bool) -> None:
-    """The run starts from the folder like from any other, and its export has the order beside it."""
+    """Start a run from the folder like from any other; its export has the order beside it."""
     dense = dense_model(tmp_path, family)
     run = tmp_path / "run"
     out = tmp_path / "out"

@@ -174,9 +174,11 @@ def _terminate_after(saved: Path) -> None:
 
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
-    """Each start is stopped by a signal to someone else, and the sum of them is the run that was left alone. The first
-    finds the lock of a compiler that was killed, and removes it. The last one, and the run that was left alone until
-    then, have no launcher: there one rank gets the signal."""
+    """Stop every start by a signal to another process; all starts together equal the run that was left alone.
+
+    The first start finds the lock of a compiler that was killed, and removes it. The last one, and the run that was
+    left alone until then, have no launcher: there one rank gets the signal.
+    """
     content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.02, 0.75]})
     more = {"max_steps": STEPS, "log_every": 1, "keep_checkpoints": 0}
     flags = flags_of(tmp_path, content, save_every=0, **more)
@@ -211,7 +213,7 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
 
 
 def test_one_process_without_a_launcher_stops_at_ctrl_c_and_goes_on(tmp_path):
-    """As a user types it, in a terminal."""
+    """Stop a run as a user does in a terminal."""
     flags = flags_of(tmp_path, deepspeed_json(batch=4, max_steps=STEPS), max_steps=STEPS, save_every=0, log_every=1)
     code, step, by = stopped(ALONE, flags, ctrl_c)
     assert (code, by) == (130, "SIGINT")

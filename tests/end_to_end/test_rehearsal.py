@@ -33,7 +33,7 @@ def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
-    """A dense layer and one with experts, everything but our own states in bf16."""
+    """Rehearse a dense layer and one with experts; everything but our own states is bf16."""
     small = [
         "--shrink=16",
         "--experts=8",

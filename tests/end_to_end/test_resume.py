@@ -104,7 +104,7 @@ def test_the_random_numbers_matter(tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (1, 0)), ((1, 0), (2, 2)), ((2, 2), (3, 3))])
 def test_a_run_goes_on_with_other_ranks_and_another_stage(tmp_path, capsys, before, after):
-    """The same global batches: losses agree to rounding. By magnitude, as a probe is one micro-batch of the layout."""
+    """Compare losses of the same global batches, by magnitude, as a probe is one micro-batch of the layout."""
     results = []
     for ranks, stage in (before, after):
         content = deepspeed_json(stage, batch=6, importance="magnitude")

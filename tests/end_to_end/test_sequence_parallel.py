@@ -23,7 +23,7 @@ def completions(path: Path) -> Path:
 def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On 2 x 1 and 2 x 2 ranks (of a sequence, of groups), ZeRO-2 and 3, and back to one rank."""
+    """Train on 2 x 1 and 2 x 2 ranks (of a sequence, of groups) at ZeRO-2 and 3, and go back to one rank."""
     block: dict[str, Any] = {"distillation": {"hidden": {"weight": 4.0}}}
     pairs = completions(tmp_path / "pairs.jsonl")
     text = {"dataset": pairs, "loss_on": "completion", "eval_dataset": pairs, "eval_sequences": 0, "eval_every": 4}

@@ -103,7 +103,7 @@ def test_a_resumed_run_equals_one_in_one_go(straight):
 
 
 def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(straight, capfd):
-    """The tokenising process dies under the ninth step; the run goes on from there, also without the cache."""
+    """End the tokenising process under the ninth step; the run goes on from there, also without the cache."""
     flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
     train(*flags, dies_at=2, exit_code=1)
     output = capfd.readouterr().out  # a failed rank's stderr is in it

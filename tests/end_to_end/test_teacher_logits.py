@@ -20,7 +20,7 @@ def losses(run):
 
 
 def test_stored_logits_train_as_the_teacher_does_on_any_ranks_and_after_a_resume(tmp_path, capfd):
-    """A mixture of two texts and two passes over each; all entries but one, so that the loss is the full one."""
+    """Store all entries but one of a mixture of two texts, read twice, so that the loss is the full one."""
     ids = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
     teacher = write_model(tmp_path / "teacher", tiny_llama(seed=5, initializer_range=0.4, **ids))
     content = deepspeed_json(stage=2, max_steps=8)

@@ -93,7 +93,7 @@ def differences(first: Any, second: Any, where: str = "") -> list[str]:
 
 
 def test_the_shipped_command_writes_a_complete_run(tmp_path):
-    """The launcher, the shipped JSON, the embedded model and text, on two ranks."""
+    """Train with the launcher, the shipped JSON, the embedded model and its text, on two ranks."""
     run = tmp_path / "run"
     outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "20", "--output_dir", str(run))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
@@ -149,7 +149,7 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path):
 
 
 def test_world_size_and_accumulation_do_not_change_the_run(tmp_path):
-    """The same global batches: losses agree to rounding on one rank, on two, and accumulated.
+    """Compare the losses of the same global batches on one rank, on two, and accumulated.
 
     The importance is one that needs no probe, because a probe is one micro-batch, which accumulation makes smaller.
     """
@@ -203,7 +203,7 @@ def test_a_teacher_whole_on_every_rank_gives_the_losses_of_a_divided_one(tmp_pat
 
 
 def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
-    """The task loss alone trains the kept weights, and the mask of the start stays."""
+    """Train the kept weights by the task loss alone, under the mask of the start."""
     block = {"method": "naive_retrain", "importance": "wanda", "distillation": None, "max_steps": 4}
     train(*flags_of(tmp_path, {**deepspeed_json(batch=8), "sparseforge": block}, save_every=2))
     result = json.loads((tmp_path / "run" / "result.json").read_text())["last_step"]
@@ -234,7 +234,7 @@ def test_runs_with_low_rank_branches_resume_bit_by_bit(tmp_path, learned):
 
 
 def test_a_quantized_run_exports_what_it_trained(tmp_path):
-    """On two ranks of ZeRO-3: a group of an output has 15 values at most, as codes and as ordinary weights."""
+    """Train on two ranks of ZeRO-3; a group of an output has at most 15 values, as codes and as ordinary weights."""
     block = {"quantize": {"bits": 4, "group": 16, "from": "freeze"}, "start": None}
     flags = flags_of(tmp_path, deepspeed_json(stage=3, **block), max_steps=10)
     train(*flags)

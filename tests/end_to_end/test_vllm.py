@@ -44,7 +44,7 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The entry points of pyproject.toml, as an installation has them; the code is that of this checkout."""
+    """Write the entry points of pyproject.toml, as an installation has them, for the code of this checkout."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("plugin")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -56,7 +56,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exports(folder: Path, model: PreTrainedModel, dense: Path) -> dict[str, Path]:
-    """The model under its magnitude mask, in both formats, and packed with each kind of 8-bit values."""
+    """Export the model under its magnitude mask in both formats, and packed with each kind of 8-bit values."""
     made = {}
     for name, format, values in (
         ("hf", "hf", None),
@@ -77,14 +77,14 @@ def tiny(folder: Path, family: str, **sizes: Any) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def books(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Llama that was trained on text."""
+    """Return the folder of a Llama that was trained on text."""
     dense = assets / "models" / "books-6m"
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     return exports(tmp_path_factory.mktemp("books"), model, dense)
 
 
 def run(plugin: Path, model: Path, options: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """An engine of vLLM in a process of its own."""
+    """Run an engine of vLLM in a process of its own."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(plugin))),
@@ -107,7 +107,7 @@ def run(plugin: Path, model: Path, options: dict[str, Any]) -> subprocess.Comple
 
 
 def answer(plugin: Path, model: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """What `vllm_tokens` prints."""
+    """Return what `vllm_tokens` prints."""
     done = run(plugin, model, options)
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))
@@ -117,7 +117,7 @@ def answer(plugin: Path, model: Path, options: dict[str, Any]) -> dict[str, Any]
 
 
 def tokens(plugin: Path, model: Path, options: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
-    """What it generates, and how many layers have which method."""
+    """Return the tokens that it generates, and the number of layers by method."""
     found = answer(plugin, model, options)
     return found["tokens"], found["methods"][0]
 
@@ -146,12 +146,12 @@ def test_gpt2_stores_its_inputs_first(tmp_path: Path, plugin: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Its second layer has four experts."""
+    """Write a model whose second layer has four experts."""
     return tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", **WIDE)
 
 
 def greedy(folder: Path) -> list[list[int]]:
-    """What transformers generates in fp32, for which vLLM has no dense experts on a CPU."""
+    """Return what transformers generates in fp32, for which vLLM has no dense experts on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for prompt in PROMPTS:
@@ -187,7 +187,7 @@ def test_experts_stay_packed(
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe"])
 def test_other_mixtures(tmp_path: Path, plugin: Path, family: str) -> None:
-    """With shared experts beside the routed ones, and without."""
+    """Generate with mixtures that have shared experts beside the routed ones, and without."""
     made = tiny(tmp_path, family, **WIDE)
     found = answer(plugin, made["packed24"], EAGER)
     assert found["tokens"] == greedy(made["hf"])

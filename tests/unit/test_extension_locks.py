@@ -55,7 +55,7 @@ def load_integration() -> None:
 
 @pytest.mark.parametrize("start", [lambda: sf.prepare(tiny_llama(), sf.SparseForgeConfig()), load_integration])
 def test_a_trainer_and_a_loop_of_ones_own_remove_it_too(root, monkeypatch, start):
-    """In the first process of a machine, once."""
+    """Remove it in the first process of a machine, once."""
     lock = root / "py311_cpu" / "some_op" / "lock"
     for rank, left in (("1", True), ("0", False), ("0", True)):
         if rank == "1" or not left:
@@ -68,7 +68,7 @@ def test_a_trainer_and_a_loop_of_ones_own_remove_it_too(root, monkeypatch, start
 
 
 def test_a_living_compiler_is_waited_for(root, caplog, monkeypatch):
-    """Its lock is an hour old, but it has just written a file."""
+    """Wait for a compiler whose lock is an hour old, but which has just written a file."""
     monkeypatch.setattr(extension_locks, "_BRIEF", 0.0)
     folder = root / "py311_cpu" / "some_op"
     baton = FileBaton(str(folder / "lock"))

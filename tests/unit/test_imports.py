@@ -175,7 +175,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 
 def test_internals_of_transformers_are_imported_in_one_place() -> None:
-    """Where their absence is an error that names the version."""
+    """Import them where their absence is an error that names the version."""
     modules = {f"transformers.{module}" for module in WHERE.values()} - {"transformers.modeling_outputs"}
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -196,7 +196,7 @@ def test_rows_are_not_stale() -> None:
 
 
 def test_collectives_go_through_the_layout() -> None:
-    """A layout has ZeRO's own group; beside it there are the trainer and the ranks' talk about errors and results."""
+    """Use the layout's group of ZeRO; only the trainer, and the ranks' talk about errors and results, do without."""
     direct = {_module(path) for path in FILES if "torch.distributed" in _imports(path)}
     direct = {name for name in direct if not name.startswith("train.")}
     assert direct == {"zero.shard", "zero.deepspeed_layouts", "ranks"}

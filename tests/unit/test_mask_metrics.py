@@ -90,7 +90,7 @@ def test_histograms_count_every_element_once() -> None:
 
 
 def test_a_large_shard_is_summed_in_runs() -> None:
-    """The same numbers as at once, and no temporary of the shard's size beside the target bits that are kept."""
+    """Sum to the same numbers as at once, with no temporary of the shard's size beside the kept target bits."""
     count = 40 * ELEMENTS_PER_THREAD * torch.get_num_threads() + 8
     shape = (count // 8, 8)
     layout = cast(Any, SimpleNamespace(device=torch.device("cpu"), replicated=True, sum_shards=lambda table: table))

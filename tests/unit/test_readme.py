@@ -50,7 +50,7 @@ def test_it_is_short_and_says_its_status_first() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if ROOT / "docs" not in page.parents], ids=str)
 def test_links_of_the_repository_lead_somewhere(page: Path) -> None:
-    """Those of docs/ are checked where the site is built, which has pages that the folder has not."""
+    """Check links outside of docs/; those of the site are checked where it is built with all its pages."""
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), f"{page}: {target}"
 

@@ -1,4 +1,4 @@
-"""No code of a model's folder runs: no load without `trust_remote_code=False`, and planted files stay files."""
+"""Code of a model's folder, which does not run: every load has `trust_remote_code=False`, and planted files stay."""
 
 from __future__ import annotations
 

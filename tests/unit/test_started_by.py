@@ -1,4 +1,4 @@
-"""Who started a process, as it notes it while that one is being killed."""
+"""Starter of a process, as the process notes it while the starter is being killed."""
 
 import os
 import subprocess

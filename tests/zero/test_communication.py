@@ -152,7 +152,7 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights(config: dict[str, Any])
 
 @pytest.mark.parametrize("importance", ["magnitude", "wanda"])
 def test_publication_on_zero3_moves_no_weight(importance: str) -> None:
-    """On ZeRO-3 the next forward gathers the new weights anyway; magnitude has no probe that could move anything."""
+    """Move nothing: the next forward gathers the new weights anyway, and magnitude has no probe."""
     case = Case(stage=3, zero=NOTHING_PERSISTENT, config={"importance": importance})
     small, large = run_distributed(calls_of_all, 2, [(case, 32, 64), (case, 64, 128)])[0]
     if importance == "magnitude":

@@ -65,7 +65,7 @@ def learned(engine: Any) -> dict[str, Tensor]:
 
 
 def expected_part(matrix: Tensor, rank: int, case: Case, name: str, forge: Any) -> Tensor:
-    """The low-rank part of a whole weight as it is stored, by the iteration that `branches/decompose` describes."""
+    """Compute the low-rank part of a complete weight as it is stored, by the iteration of `branches/decompose`."""
     weight = next(w for w in forge.weights if w.name == name)
 
     def removed(product: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def test_weights_give_up_a_low_rank_part() -> None:
 
 
 def one_shot(low_rank: dict[str, Any] | None) -> float:
-    """How far one-shot pruning moves the logits of a model whose weights are large in 2 directions of 24 and 40."""
+    """Return how far one-shot pruning moves the logits; weights are large in 2 directions of 24 and 40."""
     case = Case(stage=2, model="llama_24", config={"method": "naive_retrain", "low_rank": low_rank})
     model = MODELS[case.model]()
     generator = torch.Generator().manual_seed(0)
@@ -174,13 +174,13 @@ def one_shots() -> list[float]:
 
 
 def test_one_shot_pruning_loses_less_where_weights_are_large_in_a_few_directions() -> None:
-    """With as many numbers as the shift has."""
+    """Compare with the shift at equal numbers."""
     without, shifted, learned_p = run_distributed(one_shots, 2)[0]
     assert shifted < without and learned_p < 0.7 * shifted
 
 
 def nothing_to_remove() -> list[str]:
-    """What does not train of the branches of a model that is 2:4 already."""
+    """Return the parts of branches that do not train, of a model that is 2:4 already."""
     case = Case(stage=2, config={**K4, "method": "naive_retrain", "importance": "magnitude", "max_steps": 4})
     model = MODELS[case.model]()
     with torch.no_grad():

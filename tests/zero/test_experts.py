@@ -148,7 +148,7 @@ def test_the_implementation_is_put_back_after_an_error() -> None:
 
 
 def test_experts_that_nobody_listens_to_are_computed_as_before() -> None:
-    """By single products, which have no demands on sizes: 18 numbers of 16 bits are no multiple of 16 bytes."""
+    """Compute by single products, which demand nothing of sizes: 18 numbers of 16 bits are no multiple of 16 bytes."""
     model = tiny_mixture(Qwen3MoeConfig, moe_intermediate_size=18, mlp_only_layers=[]).to(torch.bfloat16)
     model.set_experts_implementation("eager")
     heard, left = experts_of(model)

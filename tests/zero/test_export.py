@@ -171,7 +171,7 @@ def test_logits_are_those_of_the_frozen_engine(runs: dict[str, Run], exported: d
 
 
 def test_experts_of_a_list_fill_the_model_that_fuses_them(runs: dict[str, Run], exported: dict[str, Path]) -> None:
-    """As the proof of an export does it."""
+    """Fill the model as the proof of an export does."""
     name = "stage2-listed"
     source = open_source(runs[name].folder)
     assert not source.fused_name  # the run had the published names
@@ -253,7 +253,7 @@ def test_a_soft_run_exports_what_hardening_would_give(runs: dict[str, Run], tmp_
 
 
 def test_ties_of_a_soft_mask_go_to_the_lower_index(runs: dict[str, Run], tmp_path: Path) -> None:
-    """As in training; also where the dense weight of the other is larger."""
+    """Break ties as in training, also where the dense weight of the other is larger."""
     run = tmp_path / "run"
     shutil.copytree(runs["stage2-unfinished"].folder, run)
     for file in sorted((run / "checkpoints" / "step").glob("*_optim_states.pt")):
@@ -339,7 +339,7 @@ def test_exports_that_cannot_work_are_refused(
 
 
 def test_a_full_disk_leaves_nothing_behind(runs: dict[str, Run], tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the full disk: the same OSError at the same place."""
+    """Limit the size of files in place of a full disk: the same OSError at the same place."""
     code = f"""
 import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -310,7 +310,7 @@ def test_curvature_is_exact_if_ranks_call_different_experts(text: str, implement
 
 
 def test_experts_train_by_hutchinson() -> None:
-    """A difference of gradients, whose rounding moves some scores."""
+    """Allow for a difference of gradients, whose rounding moves some scores."""
     config = {"importance": "hutchinson", "curvature": {"per_token": False, "radius": 0.1, "damping": 0.05}}
     pair = run_distributed(_train, 2, replace(ZERO3, config=config), Family("deepseek"))
     (alone,) = run_distributed(_train, 1, replace(ALONE, config=config), Family("deepseek"))
@@ -343,7 +343,7 @@ def _check_frozen_in_bf16(result: dict[str, Any]) -> None:
     [("apart", "eager"), ("uneven", "eager"), ("apart", "batched_mm"), ("uneven", "grouped_mm")],
 )
 def test_ranks_that_call_different_experts_train_alike(text: str, implementation: str) -> None:
-    """No rank waits for another, and the result is that of one rank which sees everything."""
+    """Wait for no other rank, and end where one rank does that sees everything."""
     case = replace(ZERO3, eps=1e-6, config={"importance": "magnitude"})  # see the last line
     alike = ("glm4_moe", "llama4_text", "qwen3_next", "qwen3_5_moe_text")  # as DeepSeek; calls all; as Qwen2-MoE
     every = [name for name in MIXTURES if name not in alike]
@@ -377,7 +377,7 @@ def _taken_apart(values: dict[str, Tensor], weights: list[PrunableWeight]) -> di
 
 
 def test_ranks_that_call_different_experts_distil_alike() -> None:
-    """The teacher gathers and routes by itself, and the backward pass gathers and routes again."""
+    """Gather and route in the teacher, and again in the backward pass."""
     case = replace(ZERO3, config={"importance": "magnitude", "distillation": {"hold": "zero3"}})
     families = [
         Family(name, "eager", text=text, taught=True) for name in ("deepseek", "olmoe") for text in ("apart", "uneven")

@@ -1,4 +1,4 @@
-"""What is left once masks are frozen: one bit a weight, masters that train, and zeros that a checkpoint is read by."""
+"""State once masks are frozen: one bit a weight, masters that train, and zeros that a checkpoint is read by."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Drifting(torch.optim.SGD):
 
 
 def states_of(engine: Any, forge: Any) -> list[str]:
-    """What of a forge is in the optimizer's state."""
+    """Return the optimizer's states that belong to a forge."""
     state = engine.basic_optimizer.state
     return sorted(
         {key for flat in forge.sharded.layout.flats for key in state.get(flat, {})} & {"dense", "mask", "curvature"}

@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
 
 
 def expected_norm(weights: dict[str, Tensor], masks: dict[str, Tensor] | None, case: Case, step: int) -> float:
-    """By one process, in fp32: the norm of the mean gradient of all micro-batches, over kept weights."""
+    """Compute in one process, in fp32, the norm of the mean gradient of all micro-batches over kept weights."""
     model = MODELS[case.model]()
     model.load_state_dict({name: value.float() for name, value in weights.items()}, strict=False)
     for micro in range(case.gas):
@@ -62,7 +62,7 @@ def expected_norm(weights: dict[str, Tensor], masks: dict[str, Tensor] | None, c
 
 
 def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """Of each case's last step: the logged norm, that of the gradients as stepped with, and what they must be."""
+    """Return for each case's last step the logged norm, that of the stepped gradients, and the expected one."""
     found = {}
     for name, case in cases.items():
         engine, forge = build(case)
@@ -119,8 +119,10 @@ def attach_unmasked(*args: Any) -> bool:
 
 
 def both_ways(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-    """Of each case: losses, norms and weights as it is, and with a hook on every weight and a second mask; the latter's
-    hooks."""
+    """Return losses, norms and weights of each case as it is, and with a hook on every weight and a second mask.
+
+    The hooks of the latter come last.
+    """
     found = {}
     for name, case in cases.items():
         runs, hooked = [], []

@@ -40,7 +40,7 @@ CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) f
 
 
 def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
-    """All states of prunable weights, whole, and what the network sees."""
+    """Return all states of prunable weights, complete, and the weights that the network sees."""
     held = forge.sharded.state.partition(forge.sharded.state.flats[0])
     keys = {"dense", "mask"} | {key for key, value in held.items() if torch.is_tensor(value) and value.dim()}
     found = states(forge, *sorted(keys))
@@ -85,7 +85,7 @@ def unbroken_and_resumed(folder: str) -> dict[str, Any]:
 
 
 def elsewhere(folder: str) -> dict[str, Any]:
-    """The same runs on these ranks at another ZeRO stage."""
+    """Continue the same runs on these ranks at another ZeRO stage."""
     result = {}
     for name, case in CASES.items():
         engine, forge = build(replace(case, stage=2 if case.stage == 3 else 3))

@@ -20,7 +20,7 @@ SAVE = 4
 
 
 def muon(stage: int, zero: dict[str, Any] | None = None, **more: Any) -> Case:
-    """A case whose matrices Muon trains, but for the head's."""
+    """Return a case whose matrices Muon trains, but for the head's."""
     config = {"curvature": {"source": "training"}, **more.pop("config", {})}
     if zero is None:
         zero = {"reduce_scatter": False} if stage == 3 else {}

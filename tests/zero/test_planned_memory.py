@@ -150,7 +150,7 @@ def test_a_real_run_needs_the_planned_memory(bytes_by_rank: list[list[dict[str, 
 
 
 def test_an_offloaded_optimizer_accumulates_on_the_host(bytes_by_rank: list[list[dict[str, Any]]]) -> None:
-    """In a copy of its own at stage 2, which is too small a part of everything to be missed there."""
+    """Count its own copy at stage 2, which is too small a part of everything to be missed there."""
     once, twice = (i for i, (case, _) in enumerate(STATES) if case.stage == 2 and case.client)
     for rank in bytes_by_rank:
         expected, result = (more - less for more, less in zip(rank[twice]["all"], rank[once]["all"], strict=True))

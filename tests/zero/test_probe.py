@@ -311,7 +311,7 @@ def measure_in_place(requests: list[tuple[Any, ...]]) -> tuple[list[dict[str, Te
 
 
 def test_outputs_may_be_changed_in_place() -> None:
-    """The gradient is that of the output before the change, with and without recomputed activations.
+    """Compare with the gradient of the output before the change, with and without recomputed activations.
 
     ZeRO-3 has hooks of its own between a hook and what changes its output; the other stages have none.
     """
@@ -356,7 +356,7 @@ def prefetch_traces(kinds: tuple[str, ...]) -> dict[tuple[str, bool], set[str]]:
 
 
 def test_prefetching_survives_probes() -> None:
-    """A probe that called modules in another order than training would cost the next two steps their prefetches."""
+    """Keep the order of modules: another one would cost the next two steps their prefetches."""
     kinds = ("hutchinson", "fisher", "wanda", "training")
     (records, _) = run_distributed(prefetch_traces, 2, kinds)
     assert records == {(kind, checkpointing): {"COMPLETE"} for kind in kinds for checkpointing in (False, True)}

@@ -144,7 +144,7 @@ def test_weights_are_shifted_into_the_branches() -> None:
 
 
 def one_shot(low_rank: dict[str, Any] | None) -> float:
-    """How far one-shot pruning moves the logits of a model with weights as they come."""
+    """Return how far one-shot pruning moves the logits of a model with weights as they come."""
     case = Case(stage=2, model="llama_24", config={"method": "naive_retrain", "low_rank": low_rank})
     return moved_by_pruning(case)
 

@@ -245,7 +245,7 @@ def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
 
 
 def test_losses_in_the_head_are_those_of_whole_logits() -> None:
-    """Every stage, tied and not, both holds, accumulated: the head's gradient is reduced once a micro-batch."""
+    """Compare every stage, tied and not, both holds, accumulated: the head's gradient is reduced once a micro-batch."""
     ranks = run_distributed(_all_in_head, 2)
     expected = {tied: _whole_logits(tied, 2) for tied in (True, False)}
     for case, *results in zip(HEADS, *ranks, strict=True):

@@ -43,7 +43,7 @@ SAVE = 3
 
 
 def deepspeed_json(stage: int, optimizer: bool = True, **block: Any) -> dict[str, Any]:
-    """As transformers' documentation has it, with the one more block."""
+    """Return the JSON of transformers' documentation, with the one more block."""
     params = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
     return {
         "train_batch_size": "auto",
@@ -68,7 +68,7 @@ def rows(count: int) -> list[dict[str, list[int]]]:
 
 
 def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Tensor]:
-    """To the longest of the micro-batch, which is another one on other ranks."""
+    """Pad to the longest of the micro-batch, which is another one on other ranks."""
     length = max(least, *(len(example["input_ids"]) for example in examples))
 
     def column(of: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
@@ -84,7 +84,7 @@ def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Te
 def trainer_of(
     out: Path, config: dict[str, Any], micro: int, teacher: str | None = None, kind: Any = None, **more: Any
 ) -> Any:
-    """A trainer of 12 sequences a step, whatever the ranks, over one epoch of `STEPS` steps."""
+    """Return a trainer of 12 sequences a step, whatever the ranks, over one epoch of `STEPS` steps."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     ranks = torch.distributed.get_world_size()
@@ -218,7 +218,7 @@ def test_every_stage_trains_alike(trained: tuple[Path, dict[str, Any]]) -> None:
 
 
 def test_a_saved_model_has_its_sparse_weights(trained: tuple[Path, dict[str, Any]]) -> None:
-    """As the guide's JSON has it, without a key for ZeRO-3."""
+    """Save with the guide's JSON, without a key for ZeRO-3."""
     folder, found = trained
     for stage in (1, 3):
         model = LlamaForCausalLM.from_pretrained(folder / f"saved{stage}")
@@ -248,7 +248,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(trained: tuple[Path, dict
 
 
 def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
-    """By the same masks; while they move, another length would be another run."""
+    """Keep the same masks; while they move, another length would be another run."""
     folder, found = trained
     steps, losses = found["longer"]
     assert steps == len(losses) == STEPS + 2 and losses[:STEPS] == found["plain1"]
@@ -299,7 +299,7 @@ def test_its_checkpoints_are_exported_as_they_are(
 def test_an_unfinished_checkpoint_is_exported_with_its_mask(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its weights lie beside it, dense, in the manner of transformers."""
+    """Export dense weights that lie beside the mask, in the manner of transformers."""
     assert main(["export", "--skip_proof", str(trained[0] / "plain1" / f"checkpoint-{SAVE}"), str(tmp_path / "o")]) == 0
     assert f"not finished at step {SAVE}" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "o")]) == 0
@@ -317,14 +317,14 @@ class Seen(TrainerCallback):
 
 
 def mean_of_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """A loss of the user's own."""
+    """Compute a loss of the user's own."""
     return torch.nn.functional.cross_entropy(
         outputs.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
     ) / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
 
 
 def said(work: Callable[[], Any]) -> str:
-    """The refusal."""
+    """Return the refusal."""
     try:
         work()
     except ValueError as error:
@@ -333,7 +333,7 @@ def said(work: Callable[[], Any]) -> str:
 
 
 def evaluated(folder: str) -> dict[str, Any]:
-    """The best checkpoint, early stopping, callbacks, own losses, methods with passes of their own, and refusals."""
+    """Try the best checkpoint, early stopping, callbacks, own losses, methods with own passes, and refusals."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     place, found = Path(folder), {}
@@ -402,7 +402,7 @@ class Stop(TrainerCallback):
 
 
 def counted(place: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
-    """A mask that is chosen before the first step by passes over uneven micro-batches, padded to at least so much."""
+    """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much."""
     block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
     config = deepspeed_json(1) | {"sparseforge": block}
     collator = partial(padded, least=least)
@@ -617,7 +617,7 @@ def packed(folder: str) -> dict[str, Any]:
 
 
 def probed(trainer: Any) -> tuple[float, float, int]:
-    """The losses that probes take of a packed row, those of its documents alone, and how many these are."""
+    """Return the losses that probes take of a packed row, those of its documents alone, and the number of these."""
     from sparseforge_ds.integrations.trainer_batches import StepBatches
 
     inputs = next(iter(trainer.get_train_dataloader()))

@@ -107,7 +107,7 @@ def trainer_of(out: Path, model: PreTrainedModel, rows: Any, teacher: Any = None
 
 
 def losses_of(folder: str) -> dict[str, Any]:
-    """Of the first step, made by the model itself and by the trainer, with a teacher and by a probe; and refusals."""
+    """Return losses of the first step by model and by trainer, with a teacher and a probe; and refusals."""
     found: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (8 * STEPS, 10), generator=generator)
@@ -150,7 +150,7 @@ def losses_of(folder: str) -> dict[str, Any]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """What is said before a step is made."""
+    """Return the refusals before a step is made."""
     reward, masked = llama_classifier(1), bert(BertForMaskedLM)
     asked = bert(BertForQuestionAnswering)
     few = bert(BertForTokenClassification, num_labels=3)

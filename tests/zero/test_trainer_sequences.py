@@ -28,7 +28,7 @@ def even(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0.0, **block: Any) -> Any:
-    """A trainer of 12 sequences a step, which all ranks share."""
+    """Return a trainer of 12 sequences a step, which all ranks share."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -66,7 +66,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0
 
 
 def trained(out: str, block: dict[str, Any], teacher: str | None) -> tuple[list[float], str]:
-    """The losses, and what is said of clipping at stage 2."""
+    """Return the losses, and the messages about clipping at stage 2."""
     trainer = trainer_of(out, 3, teacher, **block)
     trainer.model_accepts_loss_kwargs = False  # the mean over a micro-batch, as where ranks share sequences
     trainer.train()
@@ -82,8 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_trainer_whose_ranks_share_sequences_trains_alike(tmp_path: Path, case: str) -> None:
-    """With curvature that rides on the step; with passes of its own, which draw labels, beside a teacher; and with
-    passes before the first step, of a model in evaluation mode as it was loaded."""
+    """Train with curvature of the step, with passes of its own, and with passes before the first step.
+
+    The second draws labels beside a teacher; the third starts from a model in evaluation mode, as it was loaded.
+    """
     block, taught = CASES[case], case == "teacher and probes"
     model = tiny_llama(seed=1, vocab_size=BYTE_VOCABULARY)
     teacher = str(write_model(tmp_path / "teacher", model)) if taught else None

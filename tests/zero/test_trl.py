@@ -149,7 +149,7 @@ SCHEDULED = {
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    """A number that differs from text to text."""
+    """Return a number that differs from text to text."""
     return [float(sum(map(ord, text)) % 97) for text in completions]
 
 
@@ -346,7 +346,7 @@ TRAINERS = ("distillation", "gkd", "gold", "grpo", "rloo", "online dpo", "dpo", 
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_every_trainer_makes_a_sparse_model(by_trl: tuple[Path, dict[str, Any]], name: str) -> None:
-    """At ZeRO 2 and 3, and bit for bit from a checkpoint while masks move."""
+    """Compare at ZeRO 2 and 3, and bit for bit from a checkpoint while masks move."""
     stages = by_trl[1][name]
     for run in stages.values():
         assert run["sparse"]

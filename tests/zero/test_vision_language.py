@@ -105,7 +105,7 @@ def test_the_language_tower_is_sparse_and_the_others_are_as_they_were(
 def test_an_export_is_the_whole_model(
     towers: dict[str, tuple[Any, ...]], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a class that is no causal one, in the dtype that config.json has with the text model's settings alone."""
+    """Export a class that is no causal one, in the dtype that config.json has with the text model's settings alone."""
     dense = seeing("qwen3_vl").bfloat16()
     dense.save_pretrained(folder / "dense")
     config = json.loads((folder / "dense" / "config.json").read_text())

@@ -129,7 +129,7 @@ def test_a_snapshot_of_the_hub_is_used_as_before(cloned: Path, tmp_path: Path) -
 def test_an_index_that_names_a_file_elsewhere_is_refused(
     cloned: Path, tmp_path: Path, index: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The weights are there, so that only the index is wrong."""
+    """Keep the weights, so that only the index is wrong."""
     names = list(TensorFolder(cloned).specs)
     (cloned / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     write_json(cloned / index, {"metadata": {}, "weight_map": dict.fromkeys(names, "../elsewhere.safetensors")})

@@ -18,7 +18,7 @@ for _ in tqdm(range(2), unit=" theirs"): pass
 
 
 def test_bars_are_seen_on_a_terminal_without_a_size() -> None:
-    """A container has such a terminal, and tqdm draws nothing there."""
+    """Open a terminal like a container's, on which tqdm draws nothing."""
     ours, reference = pty.openpty()
     assert os.get_terminal_size(reference) == (0, 0)
     subprocess.run([sys.executable, "-c", BARS], stderr=reference, timeout=PATIENCE, check=True)

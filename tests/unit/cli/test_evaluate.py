@@ -39,7 +39,7 @@ def test_wrong_flags_are_refused(
 def test_several_processes_measure_texts_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks leave the message to the first."""
+    """Leave the message to the first rank."""
     monkeypatch.setenv("RANK", "1")
     assert main(["evaluate", "no/model", "--text", "no such file"]) == 2
     assert capsys.readouterr().err == ""

@@ -32,7 +32,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_both_exports_continue_a_text_alike(
     assets: Path, tmp_path: Path, format: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real model, so that the likeliest token is one by more than rounding."""
+    """Continue with a real model, whose likeliest token is likelier by more than rounding."""
     folder = assets / "models" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     export(ModelSource(model, folder, torch.float32), tmp_path / format, format, skip_proof=True)
@@ -50,7 +50,7 @@ def test_both_exports_continue_a_text_alike(
 def test_the_kernel_is_built_before_the_clock_starts(
     assets: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a packed model; the others need none."""
+    """Build the kernel of a packed model alone; other models need none."""
     folder = assets / "models" / "stories260K"
     source = ModelSource(AutoModelForCausalLM.from_pretrained(folder), folder, torch.float32)
     export(source, tmp_path / "out", format, skip_proof=True)
@@ -159,7 +159,7 @@ def test_models_and_prompts_that_cannot_be_continued_are_refused(
 def test_a_model_of_nan_says_so(
     dense: Path, tmp_path: Path, temperature: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its likeliest token would be token 0, for ever, and a sample a traceback."""
+    """Refuse such logits, whose likeliest token would be 0 for ever, and a sample a traceback."""
     folder = shutil.copytree(dense, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
 

@@ -51,7 +51,7 @@ def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 
 def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """The parsers name them without importing what they choose from, so they are held against it here."""
+    """Compare the parsers with what they choose from, which they name without importing it."""
     result = {name: options(command) for name, command in subcommands().items()}
     expected = {
         ("export", "--format"): get_args(formats.Format),

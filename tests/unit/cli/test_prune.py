@@ -131,7 +131,7 @@ def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> No
 
 
 def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, text: Path) -> None:
-    """The folder was permuted, or rotated, before."""
+    """Prune a folder that was permuted or rotated before."""
     folder = write_model(tmp_path / "dense")
     assert main(["permute", str(folder), str(tmp_path / "permuted")]) == 0
     small = ["--text", str(text), "--sequences", "2", "--seq_length", "32"]

@@ -370,7 +370,7 @@ def test_the_last_steps_before_a_mask_update_are_measured() -> None:
 
 
 def test_the_curvature_is_measured_in_training_steps_where_possible() -> None:
-    """By default: not where a pass of its own is asked for, and not where the loss has no gradient at first."""
+    """Choose by default, but for passes that are asked for and a loss without a gradient at first."""
     fixed = {"method": {"hardening": [0.0, 0.0]}}
     by_elements: dict[str, Any] = {"curvature": {"factored": False}}
     own: list[dict[str, Any]] = [

@@ -38,7 +38,7 @@ def _curve(max_steps: int) -> Tensor:
 
 @pytest.mark.parametrize("max_steps", [1_200, 20_000])
 def test_long_runs_take_masks_along_the_curve_of_short_ones(max_steps: int) -> None:
-    """An update more or less by a fraction moves a mask by at most its rate."""
+    """Bound the difference by a mask's rate, as there is an update more or less by a fraction."""
     short = _curve(300)
     long = _curve(max_steps)
     assert short[0].mean() > 0.9 and ((short[-1] < 0.1) | (short[-1] > 0.9)).float().mean() > 0.9

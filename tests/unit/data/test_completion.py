@@ -52,7 +52,7 @@ def tokenizer_with(template=None):
 
 
 def trained_text(record, tokenizer, frame="auto"):
-    """The bytes of a record as a string, with a dot in place of each that is not trained on."""
+    """Return the bytes of a record as a string, with a dot in place of each that is not trained on."""
     document = document_from_record(record, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer, frame)
     assert [ids] == tokenize([document], tokenizer, frame) and len(trained) == len(ids)
@@ -72,7 +72,7 @@ def test_half_of_a_surrogate_pair_moves_nothing():
 
 
 def test_a_token_counts_where_it_begins():
-    """A token of the end of the prompt and the beginning of the completion belongs to the prompt."""
+    """Count a token of the prompt's end and the completion's beginning to the prompt."""
     vocabulary = {letter: number for number, letter in enumerate(["a", "b", "c", "d", "e", "bc"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("b", "c")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -123,7 +123,7 @@ def write(path, records):
 
 
 def pairs(count=40):
-    """Of very different lengths; some completions are empty."""
+    """Return pairs of very different lengths; some completions are empty."""
     return [{"prompt": "p" * (i * i % 11 + 1), "completion": "c" * (i * 7 % 5)} for i in range(count)]
 
 
@@ -220,7 +220,7 @@ def batches(trained, micro=2, accumulation=1, world_size=1, rank=0):
 
 @pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (2, 6, 1)])
 def test_labels_and_their_mean_do_not_depend_on_the_layout(micro, accumulation, world_size):
-    """With what is predicted as its own loss, the mean over micro-batches is that over the step's trained tokens."""
+    """Compare the mean over micro-batches with that over the step's trained tokens; a token's loss is its label."""
     trained = np.random.default_rng(0).random(2000) < np.repeat(np.random.default_rng(1).random(200) ** 4, S)
     whole = batches(trained, 12)
     ranks = [batches(trained, micro, accumulation, world_size, rank) for rank in range(world_size)]
@@ -267,7 +267,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_template_is_one_error(what, monkeypatch):
-    """One that calls itself, and those without an end to their time, text or memory."""
+    """Load a template that calls itself, and templates without an end to their time, text or memory."""
     template, message = HOSTILE[what]
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     limit = resource.getrlimit(resource.RLIMIT_AS)
@@ -303,7 +303,7 @@ WITH_TOOLS = (
 
 
 def test_tools_calls_and_reasoning_go_through_the_template(tmp_path):
-    """From JSON lines and parquet, with tools as a list and as text, as transformers renders them."""
+    """Read tools as a list and as text from JSON lines and parquet, as transformers renders them."""
     tokenizer = tokenizer_with(WITH_TOOLS)
     text = tokenizer.apply_chat_template(TOOL_CHAT, tools=TOOLS, tokenize=False)
     assert '[{"type": "function"' in text and '(sum)add{"a": 2, "b": 3};<tool>5' in text

@@ -37,7 +37,7 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
 
 
 def shown(token: np.ndarray) -> str:
-    """A bar in front of each document; what is trained on in upper case, where <s> is S and </s> is E."""
+    """Put a bar in front of each document, and upper case for what is trained on; <s> is S and </s> is E."""
     first, trained = document_starts(token), trained_flags(token)
     assert first is not None
     letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in ids_of_tokens(token)]

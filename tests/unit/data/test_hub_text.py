@@ -75,7 +75,7 @@ def test_shards_of_every_schema_and_compression_are_read(tmp_path, part, count):
 
 
 def test_reading_by_datasets_itself_would_fail(tmp_path):
-    """Why records are parsed here: if this test fails, hub.py and text_formats.py can become simpler."""
+    """Show why records are parsed here: if this test fails, hub.py and text_formats.py can become simpler."""
     write_dolmino(tmp_path)
     with pytest.raises((datasets.exceptions.DatasetsError, ValueError, TypeError, OSError)):
         list(datasets.load_dataset(str(tmp_path), "math", split="train", streaming=True))
@@ -162,7 +162,7 @@ def test_a_file_that_is_gone_or_damaged_is_not_waited_for(monkeypatch, error):
 
 
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
-    """The hub's dataset may be replaced while a run goes on."""
+    """Replace the hub's dataset while a run goes on."""
     newest, asked = ["first"], []
     load = datasets.load_dataset_builder
 
@@ -211,7 +211,7 @@ print(json.dumps({"parts": parts, "all": [*begun, *again], "rest": list(reader),
 
 
 def test_the_hub_itself_as_far_as_it_can_be_had_without_a_network(tmp_path):
-    """With real requests, to a server on this machine that answers as the hub does and loses a connection."""
+    """Send real requests to a server on this machine that answers as the hub does and loses a connection."""
     expected = write_dolmino(tmp_path / "dataset")
     everything = [text for _, texts in sorted(expected.items()) for text in texts]
     lost = "data/math/gsm8k/v0/train.jsonl"

@@ -28,7 +28,7 @@ OF_SOURCE = 1000
 
 
 def packed(source, windows, seed=SEED):
-    """A source whose window i holds the ids 1000 * source + i."""
+    """Return a source whose window i holds the ids 1000 * source + i."""
     token = np.repeat(np.arange(windows) + OF_SOURCE * source, 5).astype(np.uint32)
     return CachedWindows(token, f"text {source}", 5, seed, 1, f"source/{source}")
 
@@ -168,7 +168,7 @@ def streams(folder):
 
 
 def in_place(folder, layout=ONE_RANK):
-    """A text that is there whole and two streams, without processes."""
+    """Return a text that is there in full and two streams, without processes."""
     sources = [packed(0, 30)]
     for stream in streams(folder):
         windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, Ranks())
@@ -199,7 +199,7 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
 
 
 def read_on_ranks(folder, steps, state):
-    """The same with a real process group and a process for each stream."""
+    """Read with a real process group and a process for each stream."""
     ranks, sources = Ranks(), [packed(0, 30)]
     for stream in streams(folder):
         sources.append(open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks))

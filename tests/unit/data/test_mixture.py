@@ -112,7 +112,7 @@ LINE = "a word and another one " * 20
     ],
 )
 def test_nothing_is_read_but_the_beginning(folder, name, line, between):
-    """Of an array too, which is often one long line: every rank looks."""
+    """Begin to read an array too, which is often one long line: every rank looks."""
     content = between.join([line] * 2**15)
     content = f"[{content}]" if ".json" in name and "," in between else content
     (folder / name).write_bytes(gzip.compress(content.encode(), 1) if name.endswith(".gz") else content.encode())

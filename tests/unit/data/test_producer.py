@@ -51,7 +51,7 @@ def until(condition):
 
 
 def make(spec, count):
-    """The chunks before `count`, by a writer that goes on where the folder ends."""
+    """Make the chunks before `count` by a writer that goes on where the folder ends."""
     writer = ChunkWriter(spec)
     while writer.finished < count:
         writer.write_next()
@@ -83,7 +83,7 @@ def hub_stream(folder):
     ],
 )
 def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, write, documents, frame):
-    """In the middle of a document, of a batch and of a file, before and after the end of the text."""
+    """Change the writer in the middle of documents, batches and files, before and after the end of the text."""
     monkeypatch.setattr(tokenization, "_DOCUMENTS_AT_A_TIME", documents)
     spec = dataclasses.replace(chunk_spec(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
     count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
@@ -152,7 +152,7 @@ def test_the_process_writes_requested_chunks_and_some_ahead(tmp_path):
 
 
 def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path):
-    """The producer is killed again and again while it makes chunks of some milliseconds each."""
+    """Kill the producer again and again while it makes chunks of some milliseconds each."""
     stream = write_stream(tmp_path / "text", texts(4000))
     sizes = ChunkSizes(5, 20_000, 20_000)
     spec, count, rng = chunk_spec(stream, tmp_path / "data", sizes), 30, random.Random(0)

@@ -1,4 +1,4 @@
-"""Which files of a folder are read: those of a split, whoever wrote the folder."""
+"""Files of a folder that are read: those of a split, whoever wrote the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(folder, *files):
 
 
 def saved_dict(folder):
-    """A DatasetDict with a split that no word of `datasets` names, which is never trained on unasked, and a cache."""
+    """Write a DatasetDict with a cache, and with a split of another name, which is not trained on unasked."""
     splits = {"train": ["one", "two"], "test": ["three"], "kept_back": ["four"]}
     whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()})
     whole.save_to_disk(folder)
@@ -171,7 +171,7 @@ def test_a_long_list_is_shortened_on_the_screen(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 700_000, 1_999_999])
 def test_large_files_are_known_by_samples(tmp_path, place):
-    """A change at an end is always found; one that moves what follows too."""
+    """Find every change at an end, and one that moves what follows."""
     path = tmp_path / "a.txt"
     content = bytearray(os.urandom(1_000_000).hex().encode())
     path.write_bytes(content)

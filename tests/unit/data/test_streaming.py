@@ -68,7 +68,7 @@ def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumula
 
 @pytest.mark.parametrize("cache", ["kept", "lost"])
 def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
-    """In the middle of documents and chunks, before and after the end of the text, from the checkpoint alone too."""
+    """Resume within documents and chunks, around the end of the text, and from the checkpoint alone."""
     expected, batches = order(1000), in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     for position in range(0, 900, 6):
         state = json.loads(json.dumps(batches.state_dict()))
@@ -112,7 +112,7 @@ def test_a_position_in_another_order_is_refused(tmp_path, other, cure):
 
 @pytest.mark.parametrize("change", ["a file more", "another file"])
 def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplog, change):
-    """As if the run had always read it."""
+    """Go on as if the run had always read the other text."""
     caplog.set_level(logging.INFO)
     batches = in_place(tmp_path)
     for _ in range(130):

@@ -175,7 +175,7 @@ def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
 
 
 def test_zstd_is_read_by_ours_also_where_fsspec_has_another(tmp_path, monkeypatch):
-    """That of the package zstandard takes a file that breaks off, and the first of several frames, for a whole one."""
+    """Read without the package zstandard, which takes a broken file, and one of several frames, for complete."""
     monkeypatch.setitem(fsspec.compression.compr, "zstd", lambda content, mode="rb": io.BytesIO(b'{"text": "x"}\n'))
     monkeypatch.setitem(fsspec.utils.compressions, "zst", "zstd")
     test_a_compressed_file_that_breaks_off_says_so(tmp_path, ".zst")

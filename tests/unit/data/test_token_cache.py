@@ -80,7 +80,7 @@ def test_every_frame_has_a_cache_of_its_own(tmp_path):
 
 
 def test_one_token_for_both_ends_stands_in_front_or_behind(tmp_path):
-    """As GPT-2 and OPT have it."""
+    """Put the token where GPT-2 and OPT have it."""
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = tokenizer.eos_token
     assert ensure_token_cache(documents(), tokenizer, tmp_path).open().tolist() == [257, *ids("abc"), 257, *ids("de")]
@@ -143,7 +143,7 @@ def test_a_cache_that_is_not_as_it_was_written_is_made_again(tmp_path, caplog, s
 
 
 def test_one_wrong_byte_of_a_large_cache_is_found(tmp_path, monkeypatch):
-    """All blocks of a file are compared while there are few."""
+    """Compare all blocks of a file while there are few."""
     monkeypatch.setattr("sparseforge_ds.data.token_cache._BLOCK", 64)
     text = [f"document {number}" for number in range(40)]
     packed = ensure_token_cache(documents(text), byte_tokenizer(), tmp_path)

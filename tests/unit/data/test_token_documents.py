@@ -32,7 +32,7 @@ def cached(source, tmp_path, **options):
 
 
 def write_kinds(folder):
-    """The same documents in every kind of file."""
+    """Write the same documents in every kind of file."""
     (folder / "a.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in IDS))
     datasets.Dataset.from_dict({"input_ids": IDS}).save_to_disk(folder / "saved")
     padded = [[0, 0, *ids, 0] for ids in IDS]

@@ -21,7 +21,7 @@ CONFIG = LlamaConfig(max_position_embeddings=512)
 
 @pytest.fixture(params=["stories260K", "stdlib_llama"])
 def model(request: pytest.FixtureRequest, assets: Path) -> str:
-    """One tokenizer of sentencepiece, one by bytes."""
+    """Return a tokenizer of sentencepiece, and one by bytes."""
     own = Path(module.__file__).parents[1] / "assets" / "stdlib_llama"
     return str(own if request.param == "stdlib_llama" else assets / "models" / request.param)
 

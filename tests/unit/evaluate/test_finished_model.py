@@ -24,7 +24,7 @@ ID = "own/branched"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with an adapter that matters beside its weights."""
+    """Write a model with an adapter that matters beside its weights."""
     made = write_model(tmp_path / "made")
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(made), lora).save_pretrained(made)
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same as `ID` in the cache of the hub, which is not to be asked."""
+    """Write the same as `ID` into the cache of the hub, which is not to be asked."""
     repository = tmp_path / "cache" / f"models--{ID.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(REVISION)
@@ -77,7 +77,7 @@ def test_an_adapter_that_is_missing_on_the_hub_is_named(snapshot: Path) -> None:
 
 
 def test_plain_transformers_loads_both_once_the_adapter_names_the_model(folder: Path, snapshot: Path) -> None:
-    """As `sparseforge card --push` has it name it."""
+    """Name the model as `sparseforge card --push` does."""
     config = json.loads((snapshot / "adapter_config.json").read_text())
     write_json(snapshot / "adapter_config.json", config | {"base_model_name_or_path": ID})
     ids = torch.arange(9)[None]

@@ -154,7 +154,7 @@ def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
 
 
 def test_a_real_model_has_its_known_perplexity(stories: str, assets: Path, tmp_path: Path) -> None:
-    """The first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
+    """Measure the first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     command = ["evaluate", stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
     assert main(command) == 0

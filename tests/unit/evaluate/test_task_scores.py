@@ -83,7 +83,7 @@ RACE = {
 
 
 def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All nine: the benchmarks themselves, HellaSwag prepared already, and RACE by hand and by a task file."""
+    """Run all nine benchmarks, HellaSwag as it was prepared, and RACE by hand and by a task file."""
     pytest.importorskip("lm_eval")
     folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"
     if not folder.is_dir() or not benchmarks.is_dir():
@@ -204,7 +204,7 @@ def test_generated_answers_agree_with_generation_by_hand(
 def test_gsm8k_offline_with_examples_of_its_train_split(
     stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The hub's layout, the harness' own task; five examples, whose answers fit 32 tokens beside the limit."""
+    """Read the hub's layout by the harness' own task; the answers of five examples fit 32 tokens beside the limit."""
     pytest.importorskip("lm_eval")
     rows = [{"question": f"Tom has {n} cats. And {n} more?", "answer": f"{n}+{n}\n#### {2 * n}"} for n in range(1, 9)]
     data = tmp_path / "gsm8k" / "main"
@@ -250,7 +250,7 @@ def test_a_limit_by_another_name_is_refused(stories: Path, tmp_path: Path, capsy
 
 
 def test_graded_values_of_one_model_are_not_compared() -> None:
-    """An F1 that is 0 everywhere looks like right and wrong, where the dense model's is graded."""
+    """Measure an F1 that is 0 everywhere, which looks like right and wrong, where the dense model's is graded."""
     scores = [
         task_scores.TaskScores(metrics={"qa": {}}, choices={"qa": {}}, is_right={"qa": right}, generated={})
         for right in ({"f1,none": {0: False}, "em,none": {0: False}}, {"em,none": {0: True}})

@@ -50,7 +50,7 @@ def batches_of(folder: Path, out: str = "logits", block: Any = None, **flags: An
 
 
 def test_every_batch_has_the_logits_of_its_tokens(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In the second epoch too, and after a change of the micro-batch."""
+    """Compare in the second epoch too, and after a change of the micro-batch."""
     model = AutoModelForCausalLM.from_pretrained(written / "model")
     batches = batches_of(written)
     windows = batches.sources[0].windows

@@ -74,7 +74,7 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
 def test_names_without_that_of_the_inner_model(tmp_path: Path, format: str) -> None:
-    """As the original GPT-2 is stored: h.0... for transformer.h.0..., with a buffer of old versions."""
+    """Read names as the original GPT-2 is stored: h.0... for transformer.h.0..., with a buffer of old versions."""
     folder = write_dense(tmp_path / "elsewhere", "gpt2")
     stored = load_file(folder / "model.safetensors")
     short = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}

@@ -153,7 +153,7 @@ HOSTILE = (
 
 
 def test_a_hostile_record_puts_nothing_into_the_card(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No HTML, no link, no line of its own, and no perplexity that no model has."""
+    """Write no HTML, link or line of the record's own, and no perplexity that no model has."""
     named = "owner/name:part](http://evil.example)<b>"
     run = {**dict.fromkeys(("model", "teacher", "seq_length", "global_batch", "learning_rate"), HOSTILE)}
     score = {"text": HOSTILE, "loss": 2.0, "sequences": 8}

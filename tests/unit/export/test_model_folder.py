@@ -110,7 +110,7 @@ def test_workers_write_the_same_bytes(
 
 
 def test_one_file_is_shared_by_all_workers(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single file must not mean a single worker: some moment finds all of them inside of `read`."""
+    """Find all workers inside of `read` at some moment: a single file must not mean a single worker."""
     barrier = threading.Barrier(3, timeout=60)
     original = RunSource.read
     met = threading.Event()
@@ -291,7 +291,7 @@ print(before, peak())
 
 
 def test_peak_memory_is_of_a_weight_and_not_of_the_model(run: Path, tmp_path: Path) -> None:
-    """Each of three workers holds one, in the process that is measured."""
+    """Measure the process of three workers, each of which holds one weight."""
     workers = 3
     write_run(tmp_path / "run", model_config(hidden=512, layers=17), ranks=2)
     (tmp_path / "out").mkdir()

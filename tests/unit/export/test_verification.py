@@ -156,7 +156,7 @@ def test_a_missing_weight_is_reported(folder: Path) -> None:
 def test_a_weight_that_is_no_float_does_not_verify(
     folder: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its zeros are in the pattern, and whatever loads it casts it in silence."""
+    """Refuse zeros in the pattern that whatever loads the weight casts in silence."""
     (folder / "sparsity.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {DOWN: tensors[DOWN].sign().to(dtype)}, folder / "model.safetensors")
@@ -174,7 +174,7 @@ def test_changed_bytes_are_reported(folder: Path) -> None:
 
 
 def test_a_tensor_that_sparsity_json_does_not_know(folder: Path) -> None:
-    """A head beside tied embeddings is another model to transformers."""
+    """Refuse a head beside tied embeddings, which is another model to transformers."""
     edit(folder, lambda tensors: tensors.update({"more.weight": torch.zeros(4)}))
     assert check_folder(folder).changed == ["more.weight, which sparsity.json does not list"]
 

@@ -108,7 +108,7 @@ def test_a_folder_without_a_config_is_one_line(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_pickled_weights_are_refused_with_the_cure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command that reads a folder says what it found, and what to do."""
+    """Read the folder by every command; each names the fault and the cure."""
     model = write_model(tmp_path / "model")
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").write_bytes(b"a pickle")

@@ -29,7 +29,7 @@ def batch(step: int, micro_batch: int) -> Tensor:
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range, before_step: Callable[[], None] = lambda: None) -> list:
-    """A plain loop with two micro-batches a step and clipping; returns the norms of the gradients."""
+    """Train a plain loop with two micro-batches a step and clipping; return the norms of the gradients."""
     norms = []
     for step in steps:
         for micro_batch in range(2):

@@ -44,7 +44,7 @@ def test_accumulate_is_an_average(decay: float) -> None:
 
 
 def test_an_expert_average_weighs_every_token_alike() -> None:
-    """An average of per-token means by `token_rate` is a faded sum over tokens by the faded count of tokens."""
+    """Compare the average with a faded sum over tokens, divided by the faded count of tokens."""
     decay, tokens = 0.8, [5, 0, 40, 1, 0, 7]
     means = [torch.tensor([float(3 * k - 4), 2.0**k]) for k in range(len(tokens))]
     average = torch.zeros(2)

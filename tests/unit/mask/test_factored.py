@@ -66,7 +66,7 @@ def test_nothing_positive_is_no_curvature() -> None:
 
 
 def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
-    """A row outweighed by the others, in every column: all column sums are negative, a row sum is not."""
+    """Outweigh a row by the others in every column: all column sums are negative, a row sum is not."""
     by_columns = torch.full((R, C), -1.0)
     by_columns[0] = 2.0
     for lost in (by_columns, by_columns.t().contiguous(), -matrix().abs()):
@@ -78,7 +78,7 @@ def test_a_matrix_vanishes_by_its_rows_or_its_columns_alone() -> None:
 
 
 def test_matrices_that_lie_end_to_end_are_those_that_lie_alone() -> None:
-    """One of them nothing but negative sums, and one a billion times another."""
+    """Compute a matrix of negative sums alone beside others, of which one is a billion times another."""
     alone = [
         sums_of(matrix()),
         sums_of(-matrix().abs()),

@@ -50,7 +50,7 @@ def test_an_update_is_the_literal_loop(
 
 
 def test_ends_of_the_schedule_are_exact() -> None:
-    """The target itself at beta = alpha = 1; nothing moves at alpha = 0; a decided mask stays exactly 0 or 1."""
+    """Reach the target at beta = alpha = 1, and move nothing at alpha = 0; a decided mask stays exactly 0 or 1."""
     dense, mask, _ = problem((8, 40), "none")
     scaling = scalings(score_moments(dense, None)[None], 1e-3)[0]
     dense_GM = dense.view(-1, 4)

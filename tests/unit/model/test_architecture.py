@@ -78,7 +78,7 @@ def test_every_expert_of_llama4_is_given_all_tokens() -> None:
 
 @pytest.mark.parametrize("make", [tiny_models.tiny_llama, tiny_models.BUILDERS["falcon"]])
 def test_an_empty_model_leaves_the_config_alone(make: Callable[..., PreTrainedModel]) -> None:
-    """A run writes it into its folder."""
+    """Leave a config as it is, which a run writes into its folder."""
     config = make().config
     before = config.to_dict(), config._attn_implementation
     for dtype in (None, torch.bfloat16):

@@ -268,7 +268,7 @@ def test_the_saved_config_names_the_class_and_no_code(tmp_path: Path) -> None:
 
 
 def test_remote_code_is_not_run(tmp_path: Path) -> None:
-    """The checkpoint names Python files; here they are bombs."""
+    """Load a checkpoint that names Python files; here they are bombs."""
     _checkpoint(tmp_path / "model")
     for name in ("configuration_deepseek.py", "modeling_deepseek.py"):
         (tmp_path / "model" / name).write_text("raise RuntimeError('remote code was run')\n")

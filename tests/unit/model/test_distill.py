@@ -92,7 +92,7 @@ def test_low_precision_logits_lose_only_the_last_rounding(dtype: torch.dtype, te
 
 
 def test_loss_scaling_reaches_the_fp16_gradient_before_it_is_rounded() -> None:
-    """A mean over many tokens and a large vocabulary is below fp16's range; the loss scale must lift it in fp32."""
+    """Scale in fp32 a mean over many tokens and a large vocabulary, which is below fp16's range."""
     student, teacher, labels = _case(4, 128, 400, dtype=torch.float16, ignored=0.0)
     loss = distillation_loss(student, teacher, labels, DistillationConfig()).total
     (unscaled,) = torch.autograd.grad(loss, student, retain_graph=True)
@@ -140,7 +140,7 @@ def test_a_student_that_equals_its_teacher_has_no_kl(temperature: float) -> None
 
 
 def test_compiled_is_step_by_step() -> None:
-    """A GPU runs it so: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
+    """Compile as for a GPU: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
     config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=9)
     results = []
     for compiled in (False, True):
@@ -359,7 +359,7 @@ def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
 
 
 def test_parts_of_sequences_are_a_loss_of_whole_ones() -> None:
-    """As ranks that share sequences form it: what a part's last token predicts is in the next part, or ignored."""
+    """Divide sequences as ranks do that share them: a part's last token predicts the next part's first, or nothing."""
     config = DistillationConfig(temperature=2.0, chunk_tokens=5)
     generator = torch.Generator().manual_seed(0)
     student_BSV, teacher_BSV = torch.randn(2, 2, 12, 9, generator=generator).unbind(0)

@@ -165,7 +165,7 @@ def test_every_family_with_rows_is_measured_everywhere(importance: str) -> None:
 
 
 def test_a_weight_of_several_layers_is_refused() -> None:
-    """The blocks of Zamba2 that have attention: a hook at one of them would not see the others' tokens."""
+    """Refuse the blocks of Zamba2 that have attention: a hook at one of them would not see the others' tokens."""
     twice = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
     config = AutoConfig.for_model("zamba2", **{**_SIZES, **UNKNOWN["zamba2"], **twice})
     block = SparseForgeConfig(include=("*proj.weight",), allow_dense=("*.conv1d.weight",))

@@ -105,7 +105,7 @@ def test_the_tests_walk_the_whole_table() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_is_named_exactly_once(family: str) -> None:
-    """In memory with fused experts, and in published files with one entry per expert."""
+    """Name them in memory with fused experts, and in published files with one entry per expert."""
     used = set()
     for overrides in ({}, {"tie_word_embeddings": True}, VARIANTS.get(family, {})):
         model = BUILDERS[family](**overrides)
@@ -470,7 +470,7 @@ def test_every_expert_has_a_place(family: str) -> None:
 
 
 def test_tiles_lie_in_one_matrix() -> None:
-    """A tile over the last rows of gate and the first of up would be in no published tensor."""
+    """Refuse a tile over the last rows of gate and the first of up, which would be in no published tensor."""
     model = BUILDERS["qwen3_moe"](moe_intermediate_size=24)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj .*cannot be block16:0.5: its matrix is 24 x 32"):
         prunable_weights(model, SparseForgeConfig(pattern="block16", exclude=("*.experts.down_proj",)))

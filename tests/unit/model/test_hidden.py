@@ -149,7 +149,7 @@ def test_a_graph_that_checkpointing_keeps_away_is_no_loss_of_zero_gradient(monke
 
 
 def test_a_batch_may_be_divided() -> None:
-    """The mean over equal parts is that of the whole, which an own normalisation of a batch would not give."""
+    """Compare the mean over equal parts with that of all; an own normalisation of a batch would differ."""
     student = tiny_llama().eval()
     teacher = tiny_llama(seed=1).eval()
     config = _config()

@@ -167,7 +167,7 @@ def test_a_strided_input_gives_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_block_sums_accumulate_in_fp32(dtype: torch.dtype) -> None:
-    """One rounding per sum: 1 + 63 small terms, each of which a 16-bit accumulator would drop."""
+    """Round once a sum: 1 + 63 small terms, each of which a 16-bit accumulator would drop."""
     layer = add_branch(nn.Linear(64, 1, bias=False), 64).to(dtype)
     layer.enabled = True
     nn.init.zeros_(layer.weight)
@@ -210,7 +210,7 @@ def test_the_start_is_exact_for_equal_inputs_in_a_run(case: tuple[int, int, int,
 @settings(deadline=None)
 @given(sizes, st.floats(0.0, 0.95))
 def test_the_start_is_the_least_squares_solution(case: tuple[int, int, int, int], correlation: float) -> None:
-    """For inputs that are correlated inside runs: solve the normal equations of the expected error and compare."""
+    """Compare with the normal equations of the expected error, for inputs that are correlated inside runs."""
     outputs, runs, k, seed = case
     removed = torch.randn(outputs, runs * k, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     run = torch.full((k, k), correlation, dtype=torch.float64).fill_diagonal_(1.0)
@@ -334,7 +334,7 @@ def test_a_learned_projection_is_lora(which: int) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 64))
 def test_a_learned_branch_has_a_number_for_k_weights(outputs: int, inputs: int, k: int) -> None:
-    """To the nearest rank, and never none."""
+    """Round to the nearest rank, and never to none."""
     numbers = branch_rank(outputs, inputs, k, learned=True) * (outputs + inputs)
     assert abs(numbers - outputs * inputs / k) <= (outputs + inputs) / 2 or numbers == outputs + inputs
 

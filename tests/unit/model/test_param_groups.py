@@ -34,7 +34,7 @@ def test_every_parameter_is_in_one_group(family: str) -> None:
 
 
 def test_decay_is_the_optimizers_own_unless_one_is_given() -> None:
-    """A 0 in the groups won over what the DeepSpeed JSON says."""
+    """Keep the decay of the DeepSpeed JSON, over which a 0 in the groups once won."""
     optimizer = torch.optim.SGD(param_groups(tiny_llama(), SparseForgeConfig()), lr=1.0, weight_decay=0.3)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
 

@@ -62,7 +62,7 @@ VALUES = {
 def test_values_of_a_config_that_no_model_has(
     dense: Path, tmp_path: Path, key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In every command that reads it, at once."""
+    """Refuse them at once in every command that reads a config."""
     value, message = VALUES[key]
     other = Path(shutil.copytree(dense, tmp_path / "other"))
     write_json(other / "config.json", {**json.loads((other / "config.json").read_text()), key: value})

@@ -46,7 +46,7 @@ def test_names_of_unknown_families_are_what_they_are() -> None:
 
 @pytest.mark.parametrize("family", [family for family in MIXTURES if FAMILIES[family].published])
 def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_path: Path) -> None:
-    """What was published goes in and comes out; verify checks all experts, also where globs name fused ones."""
+    """Export the names that were read; verify checks all experts, also where globs name fused ones."""
     dense = write_dense(tmp_path / "dense", family)
     sparse = write_sparse(tmp_path / "sparse", dense, family, max_shard_size="20KB")
     specs = TensorFolder(sparse).specs

@@ -146,7 +146,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("fault", HOSTILE)
 def test_a_hostile_tokenizer_is_one_error(tmp_path, fault, capsys):
-    """The tokenizers library raises Exception itself, or its Rust code panics, or has no limit."""
+    """Catch what the tokenizers library raises: Exception itself, a panic of its Rust code, or nothing at all."""
     model = write_model(tmp_path / "model")
     path = model / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -161,7 +161,7 @@ def test_a_hostile_tokenizer_is_one_error(tmp_path, fault, capsys):
 
 
 def test_a_text_at_which_a_tokenizer_fails_is_one_error(capsys, tmp_path):
-    """The expression backtracks for few texts, and not for the one that is tried when it is loaded."""
+    """Backtrack for few texts, and not for the one that is tried when the tokenizer is loaded."""
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(q+)+!!"), "isolated")
     model = write_model(tmp_path / "model")

@@ -260,7 +260,7 @@ def test_what_has_no_known_axis_is_not_pruned_by_include() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_fused_experts_that_say_how_they_are_stored_are_pruned_by_include(family: str) -> None:
-    """In the same matrices and along the same axes as the family table has them."""
+    """Prune the same matrices along the same axes as the family table."""
     expected = prunable_weights(BUILDERS[family](), SparseForgeConfig())
     model = unknown(family)
     with pytest.raises(ValueError, match="no rows for 'bloom'") as raised:

@@ -213,7 +213,7 @@ def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints, gone):
 
 
 def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, caplog):
-    """As on a network file system while someone reads it."""
+    """Fail to remove, as on a network file system while someone reads the file."""
 
     def busy(path):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))

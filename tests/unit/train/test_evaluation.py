@@ -54,7 +54,7 @@ def test_scores_of_another_text_do_not_count(caplog: pytest.LogCaptureFixture) -
     ("method", "counted"), [("sparseforge", {2: 3.0, 8: 2.5}), ("sr_ste", {0: 2.0, 2: 3.0, 8: 2.5})]
 )
 def test_soft_masks_are_never_the_best(method: str, counted: dict[int, float]) -> None:
-    """Of 10 steps masks of sparseforge are frozen at the second."""
+    """Freeze masks of sparseforge at the second of 10 steps."""
     result = evaluation(keep_best=True, method=method)
     result.losses = {0: 2.0, 2: 3.0, 8: 2.5, 9: float("nan")}
     assert result.ranking() == counted

@@ -9,7 +9,7 @@ from sparseforge_ds.train.loop import _log_masks
 
 
 def test_the_gap_is_measured_on_what_was_just_read() -> None:
-    """A stream may have no more, or would have to make a chunk that the run never needs."""
+    """Measure on the last batch: a stream may have no more, or would have to make a chunk that the run never needs."""
     read: list[range] = []
 
     def micro_batches(sequences: range) -> list[Any]:

@@ -150,7 +150,7 @@ def test_a_weight_that_changes_is_refused_where_nobody_knows_the_progress() -> N
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_hidden_losses_agree_in_the_head_and_with_whole_logits(cap: float | None) -> None:
-    """The same distance on both ways, and a gradient of it: models that cap their logits are no other case."""
+    """Compare distances and their gradients; models that cap their logits are no other case."""
     hidden = HiddenConfig(weight=2.0)
     distillation = DistillationConfig(weight=1e-30, task_weight=0.0, hold="replicated", hidden=hidden)
     config = replace(CONFIG, distillation=distillation)

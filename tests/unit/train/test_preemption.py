@@ -101,7 +101,7 @@ with Preemption() as preemption:
 
 
 def test_a_process_ends_although_nobody_reads_its_output():
-    """As behind a `| tee` that the same Ctrl-C has ended."""
+    """Close its output, as the `| tee` behind it is ended by the same Ctrl-C."""
     process = subprocess.Popen([sys.executable, "-c", IN_TRAINING], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.stdout.close()

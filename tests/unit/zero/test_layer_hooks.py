@@ -29,7 +29,7 @@ def flex() -> Iterator[list[str]]:
 
 
 def test_flex_attention_stays_compiled(flex: list[str]) -> None:
-    """As it is, it forms the scores of all pairs of tokens."""
+    """Keep it from forming the scores of all pairs of tokens."""
     stored = ALL_ATTENTION_FUNCTIONS["flex_attention"]
     with uncompiled():
         assert stance() == "force_eager"
@@ -64,7 +64,7 @@ def sums_in_backward(device: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_hooks_compile_inside_a_backward_pass(device: str) -> None:
-    """On a GPU that is in a thread of autograd's."""
+    """Compile in a thread of autograd's, as on a GPU."""
     with fusing.compiled(True):
         outputs, inputs, *expected = sums_in_backward(device)
     torch.testing.assert_close(outputs, expected[0], rtol=1e-5, atol=0)

@@ -52,7 +52,7 @@ def sound(operator: str, rng: random.Random) -> Operands:
 
 
 def damaged(operands: Operands, rng: random.Random) -> Operands:
-    """The same with one operand of another dtype, shape, device, layout or content, or with all in a foreign dtype."""
+    """Return the operands with one of another dtype, shape, device, layout or content, or all in a foreign dtype."""
     if rng.random() < 0.2:  # as a mixture of a damaged file has them: x takes the dtype of the values
         dtype = rng.choice(OTHERS)
         kept = {name: operands[name] for name in operands.keys() & {"positions", "ends", "scale"}}
@@ -81,7 +81,7 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
 
 
 def literal(operands: Operands, backward: bool) -> Tensor:
-    """The product in float64, by `unpack24` and one row after another. ValueError for damaged positions."""
+    """Compute the product in float64, by `unpack24` and one row after another; ValueError for damaged positions."""
     x, values, positions = (operands[name] for name in ("x", "values", "positions"))
     weight = unpack24(values.float().double() if "scale" in operands else values.double(), positions)
     weight = weight * operands["scale"].double() if "scale" in operands else weight

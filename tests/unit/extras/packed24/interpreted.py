@@ -61,7 +61,7 @@ def within_the_bound_of_fp32_sums(
 
 
 def experts_are_those_of_linear24() -> None:
-    """Each row by its own expert; one expert has none, and the last rows are nobody's."""
+    """Multiply each row by its own expert; one expert has none, and the last rows are nobody's."""
     for dtype, outputs, groups, runs in (
         (torch.float32, 19, 43, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
         (torch.float16, 8, 64, ((0, 0, 1), (1, 1, 6), (3, 6, 9))),
@@ -90,7 +90,7 @@ def experts_are_those_of_linear24() -> None:
 
 
 def parts_of_sums_are_added_up() -> None:
-    """Each of several programs has some of the inputs; the last has fewer, or none."""
+    """Give each of several programs some of the inputs; the last has fewer, or none."""
     for dtype, groups, splits, has_bias in (
         (torch.float16, 43, 2, True),
         (torch.float32, 64, 4, False),
@@ -158,7 +158,7 @@ def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None
 
 
 def runs_of_damaged_ends_stay_inside() -> None:
-    """The host of a GPU does not look at them, and programs read and write from `first` to `end`."""
+    """Damage ends, at which the host of a GPU does not look: programs read and write from `first` to `end`."""
     for ends in ([-5, 9, 3], [2**40, -(2**40), 7], [7, 0, 2**31]):
         for _, first, end in divide_rows(torch.tensor(ends), 7, 4).tolist():
             assert first >= 0 and end <= 7

@@ -49,7 +49,7 @@ def within_bound(
 
 @pytest.fixture(scope="module", params=["", "avx512", "avx2", "portable"], ids=lambda path: path or "best")
 def path(request: pytest.FixtureRequest) -> str:
-    """A path of the kernel; bf16 may have one that fp32 has not."""
+    """Select a path of the kernel; bf16 may have one that fp32 has not."""
     assert load_cpu_kernel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPARSEFORGE_CPU_KERNEL", request.param)
@@ -102,7 +102,7 @@ def test_within_the_stated_bound_of_fp64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> None:
-    """Each code in many places of a row, by both ways; small ones of fp8 also where torch flushes its own to zero."""
+    """Place each code many times in a row, for both ways; small ones of fp8 also where torch flushes to zero."""
     codes = torch.arange(256, dtype=torch.uint8).view(GRIDS[grid])
     codes = codes[codes.float().isfinite() & (codes.float() >= -LARGEST[GRIDS[grid]])].view(torch.uint8)
     kept = len(codes) // 4 * 4
@@ -122,7 +122,7 @@ def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
-    """A tile has 64 or 256 outputs of 14336 inputs, and up to 24 or 73 rows of x are multiplied without one."""
+    """Multiply by tiles of 64 or 256 outputs of 14336 inputs; up to 24 or 73 rows of x go without one."""
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
     x, bias = torch.randn(75, 14336).to(dtype), torch.randn(300).to(dtype)

@@ -88,7 +88,7 @@ def test_a_family(tmp_path: Path, family: str, grid: str | None, caplog: pytest.
 
 
 def test_compiled_whole_in_bf16_with_an_adapter(tmp_path: Path) -> None:
-    """The adapter's gradient passes through the experts; they themselves are refused one."""
+    """Pass the adapter's gradient through the experts; they themselves are refused one."""
     _, folder = folders(tmp_path, "gpt_oss", "bfloat16")
     packed = load(folder)
     torch.compiler.reset()  # a limit of recompilations counts those of other models
@@ -125,7 +125,7 @@ def test_experts_that_cannot_stay_packed_are_named_once(
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
 def test_damaged_folders_do_not_load(tmp_path: Path, family: str) -> None:
-    """One line that names the weight, from `from_pretrained` itself."""
+    """Raise one line that names the weight, from `from_pretrained` itself."""
     _, folder = folders(tmp_path, family)
     sound = load_file(folder / "model.safetensors")
     positions = next(name for name in sound if ".experts." in name and name.endswith(POSITIONS) and "down" in name)

@@ -43,7 +43,7 @@ SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for in
 
 @pytest.fixture(scope="module")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The real source, once for each case, compiled for the host."""
+    """Compile the real source for the host, once for each case."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
@@ -116,7 +116,7 @@ def test_tilings_fit_and_divide_everything(gpu: str) -> None:
 
 
 def test_tilings_are_those_that_were_measured() -> None:
-    """On an H200, of some that were tried."""
+    """Compare with the best on an H200 of some that were tried."""
     for outputs, inputs, expected in (
         (14336, 4096, Tiling(1, 8, 1, 1, 16, 2, 1)),
         (4096, 4096, Tiling(1, 8, 1, 2, 8, 2, 1)),
@@ -133,7 +133,7 @@ def on_meta(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a device has the instruction is asked once for each product, and only for what could be its own."""
+    """Ask once a product if a device has the instruction, and only for products that it could take."""
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(mma_kernel, "_PLANS", {})
     monkeypatch.setattr(mma_kernel, "_plan", lambda *key: asked.append(key[:3]))

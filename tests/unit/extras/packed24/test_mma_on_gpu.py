@@ -66,7 +66,7 @@ def test_numbers_of_8_bit_values(grid: str, dtype: torch.dtype) -> None:
 
 
 def test_every_kind_of_tiling() -> None:
-    """Of those that the rule knows, and not of those alone that it takes here."""
+    """Try the tilings that the rule knows, beside those that it takes here."""
     properties = torch.cuda.get_device_properties(0)
     memory = mma_kernel.shared_memory_limit(0)
     sizes = ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (24, 1000, 4160), (32, 264, 2048))

@@ -1,4 +1,4 @@
-"""What no operator on packed weights may take: it is refused in one line, and no memory is touched before."""
+"""Operands that no operator on packed weights may take: one line refuses them, and no memory is touched before."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ends_and_positions_of_experts(operator: str, change: dict[str, Tensor],
 
 
 def test_weights_without_inputs_or_experts() -> None:
-    """By whose number of inputs kernels divide."""
+    """Refuse a weight without inputs, by whose number kernels divide."""
     nothing = torch.ones(6, 0, dtype=torch.uint8)
     with pytest.raises(ValueError, match="no weight that is packed along its last axis"):
         linear24.linear24(torch.ones(7, 0), torch.ones(6, 0), nothing)

@@ -23,7 +23,7 @@ VARIANTS: dict[str, dict[str, bool]] = {
 
 
 def experts_of(how: dict[str, bool]) -> Any:
-    """An experts module of transformers with 2:4 weights."""
+    """Return an experts module of transformers with 2:4 weights."""
 
     @use_experts_implementation(**how)
     class Experts(nn.Module):

@@ -121,7 +121,7 @@ def test_made_dense_in_one_dtype(folders: FOLDERS, how: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
-    """One line that names the weight, from `from_pretrained` itself; before, the first forward pass found some."""
+    """Raise one line that names the weight from `from_pretrained` itself; the first forward pass is too late."""
     folder = tmp_path / "damaged"
     shutil.copytree(folders[name][1], folder)
     sound = load_file(folder / "model.safetensors")
@@ -200,7 +200,7 @@ def test_compiled_whole(folders: FOLDERS) -> None:
 
 
 def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> None:
-    """One graph, no breaks and the same tokens; semi-structured tensors are not compiled."""
+    """Compile one graph without breaks, of the same tokens; semi-structured tensors are not compiled."""
     packed = load(folders["llama-odd int8"][1])
     expected = packed.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
     how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
@@ -217,7 +217,7 @@ def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> Non
 
 @pytest.mark.parametrize("name", ["llama-odd", "llama-odd int8"])
 def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: str, tmp_path: Path) -> None:
-    """The adapter is trained as in QLoRA, merged into the unpacked weights, and projected onto their zeros."""
+    """Train the adapter as in QLoRA, merge it into the unpacked weights, and project these onto their zeros."""
     packed = load(folders[name][1])
     arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8

@@ -101,7 +101,7 @@ def test_it_builds_ahead_of_time(
 
 
 def test_many_rows_go_to_the_tensor_cores() -> None:
-    """What chooses is the shape alone, and no tile is smaller than the matrix instructions."""
+    """Choose by the shape alone; no tile is smaller than the matrix instructions."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     from sparseforge_ds.extras.packed24.triton_kernel import FEW_ROWS, choose_tile
 

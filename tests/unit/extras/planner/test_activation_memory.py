@@ -78,7 +78,7 @@ def test_saved_tensors(family: str, checkpointing: bool) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek", "qwen3_moe"])
 def test_experts_that_are_heard_keep_more(family: str) -> None:
-    """Their forward is then ours, which sorts tokens and weighs them by itself."""
+    """Run our own forward pass of experts, which sorts tokens and weighs them by itself."""
     model, token_BS = real(family, False)
     fused = {name: module for name, module in model.named_modules() if name.endswith(".experts")}
     with expert_tokens(fused, lambda *_: None):
@@ -112,7 +112,7 @@ def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpointing: bool) -> None:
-    """A layer's distance needs a block and its own gradient beside what the pass has; the states are the teacher's."""
+    """Count a block and its gradient for a layer's distance; the states are the teacher's."""
     forge = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64, "hidden": {}}})
     assert forge.distillation is not None and forge.distillation.hidden is not None
     model, token_BS = real(family, checkpointing)

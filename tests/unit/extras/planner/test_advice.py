@@ -51,7 +51,7 @@ def test_the_measured_products_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_whole_model_gains_what_is_predicted(batch: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model that was measured as a whole, from products that were measured by themselves."""
+    """Compare a model that was measured in full with products that were measured by themselves."""
     ((dense, packed, gain),) = re.findall(
         rf"^\| decode, tokens/s \| {batch} \| ([\d,]+) \| ([\d,]+) \| \*\*([\d.]+)\*\* \|", RESULTS, flags=re.MULTILINE
     )

@@ -137,7 +137,7 @@ def test_teachers() -> None:
 
 
 def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
-    """One sub-group of the optimizer at a time, as long as masks are soft and weights follow them."""
+    """Step one sub-group of the optimizer at a time, as long as masks are soft and weights follow them."""
 
     def before(block: dict[str, Any], bf16: bool = True, **zero: Any) -> int:
         model, laid_out = planned(3, 8, {"distillation": None, **block}, **zero)
@@ -221,7 +221,7 @@ def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
 
 
 def test_fused_experts_are_traced_as_they_are_heard() -> None:
-    """In the training step while masks move, where it is listened to, or in the passes of a probe by token."""
+    """Trace the training step while masks move, where it is listened to, or the passes of a probe by token."""
 
     def activations(block: dict[str, Any], config: Any = deepseek_moe_16b) -> list[int]:
         def trace(_micro: int, _checkpointing: bool, heard: bool) -> Activations:

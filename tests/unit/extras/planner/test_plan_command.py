@@ -185,7 +185,7 @@ def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_model_may_lie_where_temporary_files_do(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No folder of a run is asked for, or refused."""
+    """Plan without a folder of a run, which is neither asked for nor refused."""
     monkeypatch.setattr("tempfile.tempdir", str(Path(qwen).parent))
     assert plan("--model", str(Path(qwen).parent), "--gpus", "8", "--deepspeed", ZERO3) == 0
 
@@ -276,7 +276,7 @@ def test_probes_at_outputs_of_experts_are_refused(tmp_path: Path, capsys: pytest
 
 
 def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of this mixture most is experts, and the plan says how much they are where they stay dense."""
+    """Plan a mixture that is mostly experts, and report their share where they stay dense."""
     PhimoeConfig(**EXPERTS).save_pretrained(tmp_path)
     arguments = ("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed")
     assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json()))) == 2

@@ -41,7 +41,7 @@ def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
 
 
 def test_a_family_without_rows(tmp_path: Path, content: dict[str, Any]) -> None:
-    """The baseline prunes what the runs do."""
+    """Let the baseline prune what the runs do."""
     bloom = write_model(tmp_path / "bloom", tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)())
     changes = {**content, "model": str(bloom), "flags": {"any_family": True}, "methods": {"ours": OURS}}
     config = read_comparison(write(tmp_path, **changes, one_shot={}))

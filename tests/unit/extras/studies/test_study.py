@@ -1,4 +1,4 @@
-"""What a comparison measures after a run was trained anew."""
+"""Measurements of a comparison after a run was trained anew."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.unit.extras.studies.test_settings import write
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_path: Path) -> None:
-    """Of a record that was removed, as the message about other settings advises. A run that went on has exported its
-    own model, perhaps, when it was interrupted."""
+    """Remove a record, as the message about other settings advises.
+
+    A run that went on may have exported its own model when it was interrupted.
+    """
     study: Any = object.__new__(Study)
     model, seen = tmp_path / "model", []
     model.mkdir()

@@ -85,7 +85,7 @@ def test_logits_stay_within_rounding(family: str, which: str, biased: bool) -> N
 
 @pytest.mark.parametrize("family", CHANNELS)
 def test_every_input_axis_has_channels_that_move(family: str) -> None:
-    """With all dimensions every prunable weight is read in another order."""
+    """Read every prunable weight in another order, as all dimensions are permuted."""
     from sparseforge_ds.config import SparseForgeConfig
     from sparseforge_ds.model.families import prunable_weights
 

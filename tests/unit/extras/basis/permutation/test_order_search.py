@@ -52,7 +52,7 @@ def test_better_than_identity_and_than_sorted(pattern: NM) -> None:
 
 
 def test_near_the_best_of_all_orders() -> None:
-    """Of 8 channels there are 35 ways to make two groups of 4."""
+    """Compare with the 35 ways to make two groups of 4 of 8 channels."""
     score_BCR = scores(20, 8, 12)
     ways = [(0, *rest) for rest in itertools.combinations(range(1, 8), 3)]
     orders = [[*way, *(c for c in range(8) if c not in way)] for way in ways]
