@@ -1,6 +1,6 @@
 """The packed product against torch's dense one, on a CPU also against a dense kernel written as carefully.
 
-python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9] [--values int8 fp8_e4m3]
+python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9] [--values int8 int4:64]
 python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...]
 
 On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import load
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, round_values
+from sparseforge_ds.mask.packed_values import Grid, require_grid, round_values
 from sparseforge_ds.mask.packing import pack24
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
-    parser.add_argument("--values", nargs="+", choices=list(GRIDS), default=[], help="8-bit values, too")
+    parser.add_argument("--values", nargs="+", type=grid, default=[], metavar="NAME[:GROUP]", help="rounded, too")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
@@ -63,13 +63,23 @@ def main() -> None:
                 )
 
 
-def packed_forms(weight: Tensor, grids: Sequence[str]) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return products with a 2:4 weight: with values in its dtype, `packed`, and with 8-bit ones, by their names."""
+def grid(text: str) -> Grid:
+    """Return the grid of `int4:64`, of int4 with a scale for 64 values, or of `int8`."""
+    name, _, group = text.partition(":")
+    parsed = require_grid(name, int(group) if group else None)
+    assert parsed is not None
+    return parsed
+
+
+def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return products with a 2:4 weight: with values in its dtype, `packed`, and with rounded ones, by name."""
     values, positions = pack24(weight, -1)
     forms: dict[str, Callable[[Tensor], Tensor]] = {"packed": partial(linear24, values=values, positions=positions)}
-    for name in grids:
-        codes, scale = round_values(values, -1, GRIDS[name])
-        forms[name] = partial(linear24, values=codes, positions=positions, scale=scale)
+    for grid in grids:
+        codes, scale = round_values(values, -1, grid)
+        forms[grid.name if grid.group is None else f"{grid.name}:{grid.group}"] = partial(
+            linear24, values=codes, positions=positions, scale=scale
+        )
     return forms
 
 

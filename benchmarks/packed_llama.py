@@ -1,6 +1,6 @@
 """A packed24 folder of a Llama with random weights, or of a Qwen3-MoE with --experts, for measurements of speed.
 
-python -m benchmarks.packed_llama OUT [--hidden_size 1536] [--layers 8] [--experts 64] [--values int8] ...
+python -m benchmarks.packed_llama OUT [--hidden_size 1536] [--layers 8] [--experts 64] [--values int4:64] ...
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
+from benchmarks.linear24 import grid
+from sparseforge_ds.export.model_folder import stored_grid
 from sparseforge_ds.extras.packed24.packed_experts import pack_experts, packed_kind
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, round_values
+from sparseforge_ds.mask.packed_values import SCALE, Grid, round_values
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
 
 
@@ -31,13 +33,13 @@ def config_of(args: argparse.Namespace) -> PreTrainedConfig:
         "quantization_config": {"quant_method": PACKED24, "format": PACKED24_FORMAT, "semi_structured": False},
     }
     if args.values:
-        sizes["quantization_config"]["values"] = args.values
+        sizes["quantization_config"] |= stored_grid(args.values)
     if args.experts:
         return Qwen3MoeConfig(**sizes, num_experts=args.experts, moe_intermediate_size=args.intermediate_size)
     return LlamaConfig(**sizes, intermediate_size=args.intermediate_size)
 
 
-def write(out: str, config: PreTrainedConfig, grid: str | None) -> None:
+def write(out: str, config: PreTrainedConfig, grid: Grid | None) -> None:
     """Write a model whose linear layers but the head, and experts, keep the first two of each group of four."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
@@ -47,7 +49,7 @@ def write(out: str, config: PreTrainedConfig, grid: str | None) -> None:
             model.model.set_submodule(name, Packed24Linear(values, positions, layer.bias, scale))
         elif kind := packed_kind(layer):
             parts = {name: _packed(weight, grid) for name, weight in layer.named_parameters()}
-            pack_experts(layer, kind, list(parts), GRIDS[grid] if grid else None)
+            pack_experts(layer, kind, list(parts), grid)
             for name, (values, positions, scale) in parts.items():
                 setattr(layer, name, nn.Parameter(values, requires_grad=False))
                 setattr(layer, name + POSITIONS, positions)
@@ -57,13 +59,13 @@ def write(out: str, config: PreTrainedConfig, grid: str | None) -> None:
     model.save_pretrained(out)
 
 
-def _packed(parameter: Tensor, grid: str | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _packed(parameter: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor, Tensor | None]:
     weight = parameter.detach()
     weight.view(*weight.shape[:-1], -1, 4)[..., 2:] = 0
     values, positions = pack24(weight, -1)
     if grid is None:
         return values, positions, None
-    codes, scale = round_values(values, -1, GRIDS[grid])
+    codes, scale = round_values(values, -1, grid)
     return codes, positions, scale
 
 
@@ -76,6 +78,6 @@ if __name__ == "__main__":
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--experts", type=int, default=0)
-    parser.add_argument("--values", choices=list(GRIDS))
+    parser.add_argument("--values", type=grid, metavar="NAME[:GROUP]")
     args = parser.parse_args()
     write(args.out, config_of(args), args.values)

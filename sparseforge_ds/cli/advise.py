@@ -11,8 +11,8 @@ from sparseforge_ds.cli.imports import large_imports
 _EPILOG = """\
 Speed is the least time of a decode step: its bytes over the bytes a second that matrix products reached on an H200
 (docs/hardware.md has them, and what whole models did). Rows marked "assumed" take the same share of the bandwidth
-for 8 and 4 bits, which no GPU has measured here: our kernels for 8-bit values have not run on one, and for 4 bits there
-are none. Prompts are not in it: a short one is read slower from packed weights.
+for 8 and 4 bits, which no GPU has measured here: our kernels for such values have not run on one. Prompts are not in
+it: a short one is read slower from packed weights.
 
 example:
   sparseforge advise Qwen/Qwen3-14B --gpu h100 --batch 8

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.export.source import Source
 
 FORMATS = ("hf", "packed24", "compressed-tensors")
-VALUES = ("int8", "fp8_e4m3")
+VALUES = ("int8", "fp8_e4m3", "int4")
 TOKENS = 8192
 """Tokens of `--text` that are scored."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -23,15 +23,16 @@ _EPILOG = """\
 formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
-            after `import sparseforge_ds.extras.packed24`. With --values: 8 bits a value and one scale a row, 5 bits a
-            weight, in 0.3125 of their bf16 bytes
+            after `import sparseforge_ds.extras.packed24`. With --values int8 or fp8_e4m3: one scale a row, 5 bits a
+            weight, in 0.3125 of their bf16 bytes. With int4: one scale a row or --group, about 3 bits, in 0.195 of
+            them with groups of 64; a run that was trained so ("quantize": bits 4) is stored bit by bit
   compressed-tensors
             weights that were trained quantized to 4 or 8 bits ("quantize" in the sparseforge block), as codes and
             scales in that library's pack-quantized format, zeros included: transformers and vLLM load it without us
 
 Each is proved before it reports success: it is loaded in a fresh process and gives the source's logits bit by bit.
---skip_proof is for a machine that cannot hold the model. 8-bit values are held against the source's own, rounded alike;
-what rounding costs is measured on --text, with both models in memory.
+--skip_proof is for a machine that cannot hold the model. Rounded values are held against the source's own,
+rounded alike; what rounding costs is measured on --text, with both models in memory.
 
 examples:
   sparseforge export runs/qwen3_14b models/qwen3_14b_packed24 --format packed24
@@ -59,7 +60,13 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--values",
         choices=VALUES,
-        help="with packed24: round the kept values to 8 bits, to nearest (default: they keep their dtype)",
+        help="with packed24: round the kept values to 8 or 4 bits, to nearest (default: they keep their dtype)",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        metavar="N",
+        help="with --values int4: kept values that share a scale, a multiple of 16 (default: the run's, or a row)",
     )
     parser.add_argument(
         "--text",
@@ -84,31 +91,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export a model, and print what was made and how it was proved."""
     with large_imports():
-        from sparseforge_ds.export.formats import export, require_roundable
+        from sparseforge_ds.export.formats import choose_grid, export
         from sparseforge_ds.export.open import open_source
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import require_free
+        from sparseforge_ds.mask.packed_values import Grid
 
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
     source = open_source(args.source, args.model, args.dtype)
-    if args.values is not None:
-        require_roundable(source, args.format, args.values)
+    if args.group is not None and args.values is None:
+        raise ValueError(f"--group {args.group}: it is for rounded values; give --values int4, or leave it out")
+    grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group))
     compare = None if args.text is None else _comparison(args.text)
     if source.unused:
         print(describe_unused(source.model_folder, source.unused))
     limits = (args.max_shard_size, args.workers, args.skip_proof)
-    record = export(source, args.out, args.format, *limits, args.values, compare)
+    record = export(source, args.out, args.format, *limits, grid, compare)
     if not record["finished"]:
         print(f"note: the run was not finished at step {record['step']}: its mask is soft and was projected here")
     print(f"{args.out}: {_what(args.format, record)}")
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
-    if args.values is not None:
+    if grid is not None:
         errors = {name: row["error"] for name, row in record["weights"].items()}
-        print(f"{args.out}: {describe_values(args.values, errors)}")
+        print(f"{args.out}: {describe_values(grid, errors)}")
         print(f"{args.out}: {_describe_comparison(record.get('compared'))}")
     if record.get("adapter"):
         fixed = "" if source.low_rank.learned else ". It stores the fixed matrix P too: --format packed24 does not"

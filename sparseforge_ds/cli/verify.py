@@ -12,6 +12,7 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
+    from sparseforge_ds.mask.packed_values import Grid
 
 _EPILOG = """\
 A folder of consolidate or export has a sparsity.json with the pattern of each weight. In any other folder every
@@ -66,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def describe_values(grid: str, errors: dict[str, float]) -> str:
-    """Return a line on 8-bit values: their grid, and what rounding changed, as a share of each weight."""
-    line = f"values: {grid}, one scale a row"
+def describe_values(grid: Grid, errors: dict[str, float]) -> str:
+    """Return a line on rounded values: their grid, and what rounding changed, as a share of each weight."""
+    line = f"values: {grid}"
     if not errors:
         return line
     worst = max(errors, key=lambda name: errors[name])

@@ -13,7 +13,7 @@ from sparseforge_ds.export.model_folder import Format, write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packed_values import GRIDS, GROUP_UNIT, Grid
 from sparseforge_ds.mask.pattern import NM
 
 
@@ -24,7 +24,7 @@ def export(
     max_shard_size: str = "5GB",
     workers: int | None = None,
     skip_proof: bool = False,
-    values: str | None = None,
+    grid: Grid | None = None,
     compare: Callable[[Source, Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Write `out`, and prove it before it gets its name.
@@ -36,7 +36,8 @@ def export(
         max_shard_size: most bytes of a file, such as "5GB".
         workers: threads.
         skip_proof: True for a machine that has no memory for the model.
-        values: a key of `GRIDS`, to round the values of `packed24` to 8 bits; None to keep them.
+        grid: to round the values of `packed24` to; a run that was trained in up to 4 bits has a group of its own. None
+            to keep them.
         compare: measures the folder that was written against the source; its result goes into `sparsity.json`.
 
     Returns:
@@ -51,8 +52,7 @@ def export(
     packed = format == "packed24"
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
-    if values is not None:
-        require_roundable(source, format, values)
+    grid = None if grid is None else choose_grid(source, format, grid)
     if format == "compressed-tensors":
         require_codes(source)
     if not skip_proof:
@@ -61,8 +61,8 @@ def export(
     # The folder gets its name at the end of the block.
     with unfinished_folder(out) as folder:
         source.check_bytes(workers)
-        record = write_model(source, folder, format, shard_bytes, workers, values)
-        record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed, grid=values)
+        record = write_model(source, folder, format, shard_bytes, workers, grid)
+        record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed, grid=grid)
         if compare is not None:
             record["compared"] = compare(source, folder)
         write_json(folder / "sparsity.json", record)
@@ -70,26 +70,44 @@ def export(
     return record
 
 
-def require_roundable(source: Source, format: str, values: str) -> None:
-    """Reject `--values` where there is nothing to round, or it was rounded before.
+def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
+    """Return the grid of an export with `--values`; a run that was trained in up to 4 bits has its own.
 
     Raises:
-        ValueError: the message names the flag.
+        ValueError: there is nothing to round, or it was rounded before; the message names the flag.
     """
+    values, group = grid
+    where = f"--values {values}"
     if values not in GRIDS:
-        raise ValueError(f"--values {values}: use one of {', '.join(GRIDS)}")
+        raise ValueError(f"{where}: use one of {', '.join(GRIDS)}")
     if format != "packed24":
-        raise ValueError(f"--values {values}: the {format} format stores no 8-bit values; give --format packed24")
+        raise ValueError(f"{where}: the {format} format stores no rounded values; give --format packed24")
     if source.grid is not None:
         raise ValueError(
-            f"--values {values}: the values of {source.folder} are {source.grid} already, and would be rounded twice; "
+            f"{where}: the values of {source.folder} are {source.grid.name} already, and would be rounded twice; "
             "export from what it was made of, or copy the folder"
         )
-    if source.quantize is not None:
+    trained = source.quantize
+    if trained is not None and (values != "int4" or trained.bits > 4):
         raise ValueError(
-            f"--values {values}: the weights of {source.folder} were trained in {source.quantize.bits} bits, and would "
-            "be rounded twice; leave it out"
+            f"{where}: the weights of {source.folder} were trained in {trained.bits} bits, and would be rounded twice; "
+            f"{'give int4' if trained.bits <= 4 else 'leave it out'}"
         )
+    if group is not None and values != "int4":
+        raise ValueError(f"--group {group}: {values} has one scale a row; leave it out")
+    if trained is not None and group not in (None, trained.group):
+        raise ValueError(f"--group {group}: the run was trained with {trained.group} (null is a row); leave it out")
+    grid = Grid(values, trained.group if trained is not None else group)
+    if grid.group is not None and (grid.group < 1 or grid.group % GROUP_UNIT):
+        raise ValueError(
+            f"--group {grid.group}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of a row; "
+            f"{'give another' if trained is None else 'give --format compressed-tensors'}"
+        )
+    for name, weight in source.prunable.items():
+        kept = weight.shape[weight.input_axis] // 2
+        if grid.group is not None and kept % grid.group:
+            raise ValueError(f"--group {grid.group}: does not divide the {kept} kept inputs of {name}; give another")
+    return grid
 
 
 def require_codes(source: Source) -> None:

@@ -1,7 +1,7 @@
 """Writing of a model as a Hugging Face folder in one of three storages, one weight at a time in each worker.
 
 `hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
-inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. 8-bit values have
+inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. Rounded values have
 `<name>_scale` beside them (`mask.packed_values`). `compressed-tensors` stores the codes of weights that were trained
 quantized, zeros included, for engines that know no pattern. Beside the weights lies `sparsity.json`: pattern, groups,
 non-zeros and sha256 of every weight, source step, resolved config.
@@ -25,7 +25,7 @@ from sparseforge_ds.export.compressed_tensors import pack_codes, packed_shape, q
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, round_values, scale_shape
+from sparseforge_ds.mask.packed_values import SCALE, Grid, pair_codes, round_values, scale_shape
 from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes, unpack24
 from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.model.registration import build_model, load_config
@@ -44,7 +44,7 @@ def write_model(
     format: Format = "hf",
     max_shard_bytes: int = NO_LIMIT,
     workers: int | None = None,
-    grid: str | None = None,
+    grid: Grid | None = None,
 ) -> dict[str, Any]:
     """Write all files of the model, read all bytes back, and verify the folder as `sparseforge verify` does.
 
@@ -57,7 +57,7 @@ def write_model(
         format: storage of the folder.
         max_shard_bytes: most bytes of a file.
         workers: threads.
-        grid: a key of `GRIDS`, to round packed values to 8 bits; None to keep them.
+        grid: to round packed values to; None to keep them.
 
     Returns:
         The content of `sparsity.json`, whose `proof` is null. Hashes are of the weights in their dense shapes, after
@@ -77,13 +77,15 @@ def write_model(
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         parts = {name: value}
         if weight is not None and packed:
-            values, positions = pack24(value, weight.input_axis)
-            parts = {name: values, name + POSITIONS: positions}
-            if grid is not None:
+            if grid is None:
+                values, positions = pack24(value, weight.input_axis)
+                parts = {name: values, name + POSITIONS: positions}
+            else:
+                values, positions, scale = _rounded(source, name, value, grid)
+                parts = {name: values, name + POSITIONS: positions, name + SCALE: scale}
                 exact = value
-                parts[name], parts[name + SCALE] = round_values(values, weight.input_axis, GRIDS[grid])
-                value = unpack24(parts[name], positions, parts[name + SCALE], exact.dtype)
-                row |= {"error": relative_error(value, exact), "scale_sha256": hash_tensor(parts[name + SCALE])}
+                value = unpack24(values, positions, scale, exact.dtype)
+                row |= {"error": relative_error(value, exact), "scale_sha256": hash_tensor(scale)}
         if weight is not None and format == "compressed-tensors":
             parts = _coded(source, name, value)
         row["sha256"] = hash_tensor(value)
@@ -112,7 +114,7 @@ def write_model(
         if source.low_rank.learned:
             quantization["low_rank_learned"] = True
     if grid is not None:
-        quantization["values"] = grid
+        quantization |= stored_grid(grid)
     if format == "compressed-tensors":
         assert source.quantize is not None
         quantization = quantization_config(source.quantize, _inputs_of_scale(source), dense_linears(source))
@@ -127,7 +129,7 @@ def write_model(
         "proof": None,
     }
     if grid is not None:
-        record["values"] = grid
+        record |= stored_grid(grid)
     write_json(folder / "sparsity.json", record)
     # What lies on the disk is what is verified and counted.
     report = check_folder(folder, workers=workers)
@@ -168,15 +170,42 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         shutil.copytree(templates, folder / CHAT_TEMPLATES)
 
 
-def read_rounded(source: Source, name: str, grid: str) -> Tensor:
+def stored_grid(grid: Grid) -> dict[str, Any]:
+    """Return the keys of a grid in config.json and `sparsity.json`."""
+    return {"values": grid.name} | ({} if grid.group is None else {"group": grid.group})
+
+
+def _rounded(source: Source, name: str, value: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values, positions and scales of a weight; a run that was trained quantized has codes of its own.
+
+    Args:
+        source: of the weight.
+        name: of the weight.
+        value: the weight, dense.
+        grid: of the result.
+
+    Raises:
+        ValueError: codes and scales do not give `value`, or it has no place on the grid.
+    """
+    axis = source.prunable[name].input_axis
+    if source.quantize is None:
+        values, positions = pack24(value, axis)
+        rounded, scale = round_values(values, axis, grid)
+        return rounded, positions, scale
+    code, scale = source.codes(name)
+    codes, positions = pack24(code.float(), axis)
+    values = pair_codes(codes.to(torch.int8), axis)
+    if not torch.equal(unpack24(values, positions, scale, value.dtype), value):
+        raise ValueError(f"{name}: its codes and scales are not the weight; use another checkpoint")
+    return values, positions, scale
+
+
+def read_rounded(source: Source, name: str, grid: Grid) -> Tensor:
     """Return a weight as `write_model` with `grid` writes it, in its dense shape and the dtype of the source."""
     value = source.read(name)
     if name not in source.prunable:
         return value
-    axis = source.prunable[name].input_axis
-    values, positions = pack24(value, axis)
-    codes, scale = round_values(values, axis, GRIDS[grid])
-    return unpack24(codes, positions, scale, value.dtype)
+    return unpack24(*_rounded(source, name, value, grid), value.dtype)
 
 
 def relative_error(rounded: Tensor, exact: Tensor) -> float:
@@ -224,7 +253,7 @@ def dense_linears(source: Source) -> list[str]:
     return [name for name in linears if f"{name}.weight" not in source.prunable]
 
 
-def _stored_specs(source: Source, format: Format, grid: str | None) -> dict[str, TensorSpec]:
+def _stored_specs(source: Source, format: Format, grid: Grid | None) -> dict[str, TensorSpec]:
     """Return shape and dtype of every tensor in a folder, branches excepted."""
     specs: dict[str, TensorSpec] = {}
     for name, spec in source.specs.items():
@@ -240,9 +269,9 @@ def _stored_specs(source: Source, format: Format, grid: str | None) -> dict[str,
             specs[f"{module}.weight_shape"] = TensorSpec((2,), torch.int64)
         else:
             axis = source.prunable[name].input_axis
-            values, positions = packed24_shapes(spec.shape, axis)
-            specs[name] = TensorSpec(values, spec.dtype if grid is None else GRIDS[grid])
+            values, positions = packed24_shapes(spec.shape, axis, None if grid is None else grid.dtype)
+            specs[name] = TensorSpec(values, spec.dtype if grid is None else grid.dtype)
             specs[name + POSITIONS] = TensorSpec(positions, torch.uint8)
             if grid is not None:
-                specs[name + SCALE] = TensorSpec(scale_shape(values, axis), torch.float32)
+                specs[name + SCALE] = TensorSpec(scale_shape(values, axis, grid), grid.scale_dtype)
     return specs

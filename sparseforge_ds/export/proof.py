@@ -26,6 +26,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.mask.packing import PACKED24_MODULE
 from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
 
@@ -58,14 +59,14 @@ def require_provable(source: Source, packed: bool) -> None:
         raise ValueError("the adapter's proof needs peft: pip install 'sparseforge_ds[peft]', or give --skip_proof")
 
 
-def prove_folder(source: Source, folder: Path, plain: bool, grid: str | None = None) -> dict[str, Any]:
+def prove_folder(source: Source, folder: Path, plain: bool, grid: Grid | None = None) -> dict[str, Any]:
     """Load `folder` in a fresh process, and compare its logits with those of the source.
 
     Args:
         source: that the folder was exported from.
         folder: the exported one.
         plain: True to load it without our package, if transformers has the family's classes.
-        grid: to which its 2:4 weights were rounded, a key of `GRIDS`; those of the source are rounded alike.
+        grid: to which its 2:4 weights were rounded; those of the source are rounded alike.
 
     Returns:
         The content of `proof` in `sparsity.json`.

@@ -14,14 +14,15 @@ from tqdm import tqdm
 
 from sparseforge_ds.export.model_folder import read_rounded
 from sparseforge_ds.export.source import Source
+from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.model.registration import build_model, load_config
 
 
-def filled_model(source: Source, grid: str | None = None) -> Any:
-    """Build the source's model, in evaluation mode, on the CPU; with `grid` its 2:4 weights are rounded to 8 bits.
+def filled_model(source: Source, grid: Grid | None = None) -> Any:
+    """Build the source's model, in evaluation mode, on the CPU; with `grid` its 2:4 weights are rounded to it.
 
     Raises:
         ValueError: transformers has no class for config.json, or the tensors of the source are not exactly those of the
@@ -107,8 +108,8 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
 
 @torch.no_grad()
-def reference_logits(source: Source, tokens: int, grid: str | None = None) -> dict[str, Tensor]:
-    """Compute the logits of a source's model for fixed tokens; with `grid` its 2:4 weights are rounded to 8 bits.
+def reference_logits(source: Source, tokens: int, grid: Grid | None = None) -> dict[str, Tensor]:
+    """Compute the logits of a source's model for fixed tokens; with `grid` its 2:4 weights are rounded to it.
 
     Returns:
         `ids`, (1, tokens), and `logits` of the weights alone. With low-rank branches also `branched`, the logits of

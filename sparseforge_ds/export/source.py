@@ -22,6 +22,7 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, QuantizeConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
+from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
@@ -60,8 +61,8 @@ class Source(abc.ABC):
     """Grid that the weights of `prunable` were trained on; None if they were not quantized, or no codes are left."""
     unused: Sequence[str] = ()
     """Tensors of the files that are no part of the model, and are left out."""
-    grid: str | None = None
-    """Grid of 8-bit values that the weights were rounded to, a key of `GRIDS`; None if they were not."""
+    grid: Grid | None = None
+    """Grid that the weights of a packed folder were rounded to; None if they were not."""
     folder: Path
     """Checkpoint or folder that was opened, for messages."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
+from sparseforge_ds.mask.packed_values import SCALE, Grid, require_grid, values_per_element
 from sparseforge_ds.mask.packing import (
     PACKED24_FORMAT,
     POSITIONS,
@@ -45,7 +45,7 @@ class StoredWeights:
         positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
         self.grid = _grid(folder, config) if self.packed else None
-        """`values` of config.json: the grid of 8-bit values, or None."""
+        """Grid of rounded values, by config.json; or None."""
         self._dtype = _DTYPES.get(str(config.get("dtype")), torch.float32)
         scales = {name + SCALE for name in self._packed} & tensors.specs.keys() if self.grid else set()
         self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
@@ -107,25 +107,25 @@ class StoredWeights:
             return spec
         positions, scale = self._tensors.specs[name + POSITIONS], self._tensors.specs.get(name + SCALE)
         try:
-            axis = packed24_axis(spec.shape, positions.shape)
+            axis = packed24_axis(spec.shape, positions.shape, None if self.grid is None else self.grid.dtype)
             if self.grid is None:
                 require_packed_dtypes(spec.dtype, positions.dtype)
             elif scale is None:
                 raise ValueError(f"is there without {name}{SCALE}; export or download it again")
             else:
-                if spec.dtype != GRIDS[self.grid]:
-                    raise ValueError(f"values are stored as {spec.dtype}, and config.json says {self.grid}")
+                if spec.dtype != self.grid.dtype:
+                    raise ValueError(f"values are stored as {spec.dtype}, and config.json says {self.grid.name}")
                 require_packed_dtypes(spec.dtype, positions.dtype, scale.dtype)
-                require_scale_shape(spec.shape, scale.shape, axis)
+                require_scale_shape(spec.shape, scale.shape, axis, self.grid)
         except ValueError as error:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
         shape = list(spec.shape)
-        shape[axis] *= 2
+        shape[axis] *= 2 * values_per_element(spec.dtype)
         return TensorSpec(tuple(shape), self._dtype if self.grid else spec.dtype)
 
 
-def _grid(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return `values` of a packed folder's quantization_config. Raises ValueError where it is damaged."""
+def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
+    """Return the grid of a packed folder's quantization_config. Raises ValueError where it is damaged."""
     stored_format = config["quantization_config"].get("format", PACKED24_FORMAT)
     if type(stored_format) is not int or stored_format != PACKED24_FORMAT:
         raise ValueError(
@@ -133,7 +133,7 @@ def _grid(folder: Path, config: dict[str, Any]) -> str | None:
             f"sparseforge_ds reads {PACKED24_FORMAT}; upgrade it, or export again"
         )
     try:
-        return require_grid(config["quantization_config"].get("values"))
+        return require_grid(*map(config["quantization_config"].get, ("values", "group")))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 

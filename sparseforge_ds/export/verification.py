@@ -26,6 +26,7 @@ from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
+from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
@@ -52,10 +53,10 @@ class FolderReport:
     """Number of weights that were stored quantized, and dequantized by the compressed-tensors library."""
     unused: Sequence[str] = ()
     """Tensors that were left out, since transformers does not load them."""
-    values: str | None = None
-    """Grid of the 8-bit values of a packed folder, a key of `GRIDS`; None for others."""
+    values: Grid | None = None
+    """Grid of the rounded values of a packed folder; None for others."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Relative rounding error of each 8-bit weight, measured on export; hashes show that the weight is the same."""
+    """Relative rounding error of each rounded weight, measured on export; hashes show that the weight is the same."""
 
     @property
     def violations(self) -> int:
@@ -78,7 +79,7 @@ class FolderReport:
         result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         result["unused"] = list(self.unused)
         if self.values is not None:
-            result |= {"values": self.values, "errors": self.errors}
+            result |= {"values": self.values.name, "group": self.values.group, "errors": self.errors}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -154,8 +155,10 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
             for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
                 if key in sparsity and sparsity[key] != hash_file(folder / file):
                     changed.append(str(folder / file))
-    if sparsity and sparsity.get("values") != tensors.grid:
-        notes.append(f"config.json says values {tensors.grid}, and sparsity.json {sparsity.get('values')}")
+    recorded = tuple(sparsity.get(key) for key in ("values", "group"))
+    stored = (None, None) if tensors.grid is None else tuple(tensors.grid)
+    if sparsity and recorded != stored:
+        notes.append(f"config.json says values and group {stored}, and sparsity.json {recorded}")
     errors = {name: entry["error"] for name, entry in sparse.items() if isinstance(entry.get("error"), float)}
     return FolderReport(
         str(pattern),

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.mask.packed_values import GRIDS, require_sound_values, scale_shape, scaled
+from sparseforge_ds.mask.packed_values import (
+    DTYPE_NAMES,
+    GROUP_UNIT,
+    PAIRS,
+    SCALE_DTYPES,
+    Grid,
+    grid_of,
+    require_sound_values,
+    scale_shape,
+    scaled,
+    values_per_element,
+)
 
 PACKED24 = "sparseforge_packed24"
 """Name of the storage of `pack24` in config.json: its `quant_method`."""
@@ -23,22 +34,24 @@ STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloa
 """Dtypes of kept values, by safetensors' names. All operators and kernels know these, and no others."""
 VALUE_DTYPES = frozenset(STORED_DTYPES.values())
 VALUE_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
-STORED_GRIDS = {"int8": "I8", "fp8_e4m3": "F8_E4M3"}
+STORED_GRIDS = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "int4": "U8"}
 """Names that safetensors has for the dtypes of `GRIDS`."""
+STORED_SCALES = {"int8": "F32", "fp8_e4m3": "F32", "int4": "BF16"}
+"""Names that it has for those of their scales."""
 
 
 def require_packed_dtypes(values: torch.dtype, positions: torch.dtype, scale: torch.dtype | None = None) -> None:
     """Reject dtypes that no packed weight has. `scale` is None for values without scales, which are floating point."""
     if scale is None and values not in VALUE_DTYPES:
         raise ValueError(f"values of a packed weight are {VALUE_DTYPE_NAMES}, these are {values}")
-    if scale is not None and (values not in GRIDS.values() or scale != torch.float32):
-        raise ValueError(f"values with scales are int8 or float8_e4m3fn, scales float32; these are {values}, {scale}")
+    if scale is not None and SCALE_DTYPES.get(values) != scale:
+        raise ValueError(f"values are {DTYPE_NAMES}; these are {values}, {scale}")
     if positions != torch.uint8:
         raise ValueError(f"positions of a packed weight are uint8, these are {positions}")
 
 
 def require_stored_dtypes(
-    name: str, values: str, positions: str | None, scale: str | None = None, grid: str | None = None
+    name: str, values: str, positions: str | None, scale: str | None = None, grid: Grid | None = None
 ) -> None:
     """Reject dtypes in the header of a packed model's file, which loaders would cast silently.
 
@@ -47,20 +60,20 @@ def require_stored_dtypes(
         values: dtype of the values, like the next two by safetensors' name.
         positions: dtype of the positions; None for a weight without.
         scale: dtype of the scales; None for a weight without.
-        grid: `values` of the model's quantization_config, a key of `GRIDS`; None for floating-point values.
+        grid: of the model's quantization_config; None for floating-point values.
 
     Raises:
         ValueError: a dtype is not the one that a packed model has there.
     """
     is_rounded = grid is not None and positions is not None
-    known = STORED_GRIDS[str(grid)] if is_rounded else "F64, F32, BF16 or F16"
-    model = f"a packed model of {grid} values" if is_rounded else "a packed model"
+    known = STORED_GRIDS[grid.name] if grid is not None and is_rounded else "F64, F32, BF16 or F16"
+    model = f"a packed model of {grid.name} values" if grid is not None and is_rounded else "a packed model"
     if values not in known.replace(" or", ",").split(", "):
         kind, stored = "weight", values
     elif positions not in (None, "U8"):
         kind, stored, known = "positions", positions, "U8"
-    elif is_rounded and scale != "F32":
-        kind, stored, known = "scales", str(scale), "F32"
+    elif grid is not None and is_rounded and scale != STORED_SCALES[grid.name]:
+        kind, stored, known = "scales", str(scale), STORED_SCALES[grid.name]
     else:
         return
     raise ValueError(f"{name}: {kind} stored as {stored}, in {model} only {known}; export or download it again")
@@ -105,18 +118,18 @@ def unpack24(
     """Unpack a weight of `pack24`; the input axis is the one on which the shapes differ.
 
     Args:
-        values: kept values; with `scale` 8-bit ones.
+        values: kept values; with `scale` rounded ones.
         positions: their positions.
-        scale: fp32, of length 1 on the input axis; or None.
+        scale: of `round_values`; or None.
         dtype: dtype of the result, if there is a scale.
 
     Raises:
         ValueError: the tensors do not belong together, their dtypes are none of a packed weight, a group's positions
-            are not two different ones in order, or 8-bit values or scales are damaged.
+            are not two different ones in order, or rounded values or scales are damaged.
     """
     input_axis, inside = _checked(values, positions, scale)
     if scale is not None:
-        values = scaled(values, scale, dtype)
+        values = scaled(values, scale, dtype, input_axis)
     rows = values.transpose(-1, input_axis)
     groups = rows.shape[-1] // 2
     group = torch.zeros((*rows.shape[:-1], groups, 4), dtype=values.dtype, device=values.device)
@@ -131,13 +144,14 @@ def check24(values: Tensor, positions: Tensor, scale: Tensor | None = None) -> N
 
 def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[int, Tensor]:
     """Check a packed weight, and return its input axis and the positions with that axis last, (..., groups, 2)."""
-    input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape))
     require_packed_dtypes(values.dtype, positions.dtype, None if scale is None else scale.dtype)
+    input_axis = packed24_axis(tuple(values.shape), tuple(positions.shape), values.dtype)
     if scale is not None:
-        require_scale_shape(tuple(values.shape), tuple(scale.shape), input_axis)
+        shapes = (tuple(values.shape), tuple(scale.shape))
+        require_scale_shape(*shapes, input_axis, grid_of(values.dtype, *shapes, input_axis))
         require_sound_values(values, scale)
     byte = positions.transpose(-1, input_axis)
-    groups = values.shape[input_axis] // 2
+    groups = values.shape[input_axis] * values_per_element(values.dtype) // 2
     half = torch.stack((byte & 15, byte >> 4), dim=-1).reshape(*byte.shape[:-1], -1)
     position = torch.stack((half & 3, half >> 2), dim=-1)
     inside = position[..., :groups, :]
@@ -146,26 +160,36 @@ def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[i
     return input_axis, inside
 
 
-def packed24_shapes(shape: tuple[int, ...], input_axis: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of (values, positions) of a weight of `shape`."""
+def packed24_shapes(
+    shape: tuple[int, ...], input_axis: int, dtype: torch.dtype | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of (values, positions) of a weight of `shape`; `dtype` matters where it is that of int4."""
     values = list(shape)
     positions = list(shape)
-    values[input_axis] //= 2
+    values[input_axis] //= 2 * values_per_element(dtype)
     positions[input_axis] = -(-positions[input_axis] // 8)
     return tuple(values), tuple(positions)
 
 
-def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...]) -> int:
-    """Return the input axis of a packed weight, on which in/2 and ceil(in/8) differ for every in.
+def packed24_axis(values: tuple[int, ...], positions: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
+    """Return the input axis of a packed weight.
+
+    in/2 and ceil(in/8) differ for every in. in/4 of int4 differs but for four inputs, which are the last axis unless
+    the other one alone fits.
+
+    Args:
+        values: shape of the values.
+        positions: shape of the positions.
+        dtype: of the values; it matters where it is that of int4.
 
     Raises:
         ValueError: the shapes do not belong together.
     """
     for axis in (-1, -2):
-        if len(values) >= 2 and values[axis] % 2 == 0 and values[axis] > 0:
+        if len(values) >= 2 and (values[axis] % 2 == 0 or dtype == PAIRS) and values[axis] > 0:
             shape = [*values]
-            shape[axis] *= 2
-            if packed24_shapes(tuple(shape), axis) == (values, positions):
+            shape[axis] *= 2 * values_per_element(dtype)
+            if packed24_shapes(tuple(shape), axis, dtype) == (values, positions):
                 return axis
     raise ValueError(f"values of shape {values} and positions of shape {positions} are no packed 2:4 weight")
 
@@ -176,10 +200,14 @@ def has_packed_weights(module: nn.Module) -> bool:
     return any(isinstance(getattr(module, name.removesuffix(POSITIONS), None), Tensor) for name in ends)
 
 
-def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_axis: int) -> None:
-    """Reject scales of another shape than one for each row of the packed values."""
-    if scale != (expected := scale_shape(values, input_axis)):
-        raise ValueError(f"scales of shape {scale} do not fit values of shape {values}, one a row is {expected}")
+def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_axis: int, grid: Grid) -> None:
+    """Reject scales of another shape than those of the packed values."""
+    if scale != (expected := scale_shape(values, input_axis, grid)):
+        kind = "a row" if grid.group is None else f"for {grid.group}"
+        groups = f", or one for a multiple of {GROUP_UNIT}" if grid == Grid("int4") else ""
+        raise ValueError(
+            f"scales of shape {scale} do not fit values of shape {values}, one {kind} is {expected}{groups}"
+        )
 
 
 _INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

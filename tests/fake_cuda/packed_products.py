@@ -17,7 +17,7 @@ from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
 from sparseforge_ds.extras.packed24 import alignment, triton_kernel, triton_programs
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE_DTYPES, values_per_element
 
 OUTPUTS, INPUTS = 200, 328
 """No multiple of any tile."""
@@ -41,7 +41,7 @@ class Launches:
 
 def packed(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a weight of OUTPUTS x INPUTS."""
-    values = torch.empty(OUTPUTS, INPUTS // 2, dtype=dtype, device=CUDA)
+    values = torch.empty(OUTPUTS, INPUTS // 2 // values_per_element(dtype), dtype=dtype, device=CUDA)
     return values, torch.empty(OUTPUTS, -(-INPUTS // 8), dtype=torch.uint8, device=CUDA)
 
 
@@ -54,6 +54,7 @@ def products() -> dict[str, Any]:
             (torch.bfloat16, None),
             (torch.float32, None),
             (torch.bfloat16, "int8"),
+            (torch.bfloat16, "int4"),
         ):
             for rows in ROWS:
                 records["launches"].append(_launch(dtype, rows, grid))
@@ -68,7 +69,7 @@ def _launch(dtype: torch.dtype, rows: int, grid: str | None) -> dict[str, Any]:
     x = torch.empty(INPUTS, rows, dtype=dtype, device=CUDA).t()[None]  # not contiguous, three axes
     bias = torch.empty(OUTPUTS, dtype=dtype, device=CUDA)
     values, positions = packed(dtype if grid is None else GRIDS[grid])
-    scale = None if grid is None else torch.empty(OUTPUTS, 1, device=CUDA)
+    scale = None if grid is None else torch.empty(OUTPUTS, 1, dtype=SCALE_DTYPES[values.dtype], device=CUDA)
     product = partial(triton_kernel.triton24, x, values, positions, bias, scale)
     return {"rows": rows, "dtype": str(dtype), **_seen_in(product)}
 

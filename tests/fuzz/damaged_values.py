@@ -231,22 +231,22 @@ def scale_value(scene: Scene) -> None:
 def scale_form(scene: Scene) -> None:
     """Give scales another dtype or shape, or none of them."""
     choices: list[Callable[[torch.Tensor], torch.Tensor | None]] = [
-        lambda scale: scale.bfloat16(),
+        lambda scale: scale.half(),
         lambda scale: scale.double(),
         lambda scale: scale[:-1],
         lambda scale: scale.view(-1),
-        lambda scale: scale.expand(-1, 2).contiguous(),
+        lambda scale: torch.cat((scale, scale), 1),
         lambda scale: None,
     ]
     _change_part(scene, SCALE, scene.rng.choice(choices))
 
 
 def value_off_the_grid(scene: Scene) -> None:
-    """Put -128 or NaN into 8-bit values, which no export writes."""
+    """Put -128, -8 or NaN into rounded values, which no export writes."""
 
     def change(values: torch.Tensor) -> torch.Tensor:
         bits = values.view(torch.uint8)
-        bits.view(-1)[scene.rng.randrange(bits.numel())] = 0x80 if values.dtype == torch.int8 else 0x7F
+        bits.view(-1)[scene.rng.randrange(bits.numel())] = {torch.int8: 0x80, torch.uint8: 0x38}.get(values.dtype, 0x7F)
         return values
 
     _change_part(scene, "", change)

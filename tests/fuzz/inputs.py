@@ -11,6 +11,7 @@ import torch
 
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
+from sparseforge_ds.mask.packed_values import Grid
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
@@ -38,11 +39,12 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hf_shards": ("stage3_fp32", {"max_shard_size": "10KB"}),
     "hf_low_rank": ("stage3_bf16_low_rank", {}),
     "packed24": ("stage1_bf16", {"format": "packed24"}),
-    "packed24_int8": ("stage1_bf16", {"format": "packed24", "values": "int8"}),
-    "packed24_fp8": ("stage3_fp32", {"format": "packed24", "values": "fp8_e4m3"}),
+    "packed24_int8": ("stage1_bf16", {"format": "packed24", "grid": Grid("int8")}),
+    "packed24_fp8": ("stage3_fp32", {"format": "packed24", "grid": Grid("fp8_e4m3")}),
+    "packed24_int4": ("stage1_bf16", {"format": "packed24", "grid": Grid("int4")}),
 }
 """Exported folders: the run, and how it is exported."""
-SCALED = ("packed24_int8", "packed24_fp8")
+SCALED = ("packed24_int8", "packed24_fp8", "packed24_int4")
 """Those of them whose values have scales."""
 STEPS = 6
 

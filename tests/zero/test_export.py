@@ -219,6 +219,32 @@ def test_an_export_with_branches_is_a_source_too(
         export(open_source(tmp_path / "again"), tmp_path / "third", skip_proof=True)
 
 
+@pytest.mark.parametrize("name", ["stage2-quantized-conv1d-bf16", "stage1-unfinished-quantized"])
+def test_codes_and_scales_of_a_run_are_packed_as_they_are(
+    runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[CASES[name][1].dtype]
+    how = ["--format", "packed24", "--dtype", dtype, "--values"]
+    assert main(["export", str(runs[name].folder), str(tmp_path / "out"), *how, "int4"]) == 0
+    told = capsys.readouterr().out
+    assert "rounding changed a weight by 0.00%" in told and "logits bit-equal" in told
+    run, packed = open_source(runs[name].folder, dtype=dtype), open_source(tmp_path / "out")
+    stored = TensorFolder(tmp_path / "out")
+    for key, weight in run.prunable.items():
+        assert torch.equal(packed.read(key), run.read(key))
+        scale = run.codes(key)[1]
+        assert torch.equal(stored.read(f"{key}_scale"), scale)
+        assert stored.specs[key].shape[weight.input_axis] == weight.shape[weight.input_axis] // 4
+    for flags, message in (
+        (["int8"], "were trained in 4 bits, and would be rounded twice; give int4"),
+        (["int4", "--group", "32"], "--group 32: the run was trained with"),
+    ):
+        assert main(["export", str(runs[name].folder), str(tmp_path / "no"), *how, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["export", str(runs["stage3-quantized"].folder), str(tmp_path / "no"), *how, "int4"]) == 2
+    assert "--group 8: packed24 stores scales of a multiple of 16 kept values, or of a row" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", "stage2-unfinished", "stage3-one-step"])
 def test_weights_are_hard_mask_times_dense(runs: dict[str, Run], tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.linear24 import TRITON_DTYPES, linear24, triton_kernels
 from sparseforge_ds.extras.packed24.operands import require_ends, require_operands
+from sparseforge_ds.mask.packed_values import dense_inputs
 from sparseforge_ds.mask.packing import unpack24
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
@@ -29,11 +30,12 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale:
     Args:
         x: (rows, in), sorted by expert.
         values: (experts, out, in/2), the kept values, in the dtype of `x`; with `scale` int8 without -128, or
-            float8_e4m3fn.
+            float8_e4m3fn, or (experts, out, in/4) uint8, two int4 without -8.
         positions: (experts, out, ceil(in/8)), uint8, where they belong.
         ends: (experts,), int32 or int64, in order from 0 to the number of rows: behind the last row of each expert. A
             GPU does not look at their order; wrong ones give wrong numbers there, and touch no foreign memory.
-        scale: (experts, out, 1), fp32, by which the sums of 8-bit values are multiplied; None for values without.
+        scale: (experts, out, 1), fp32, by which the sums of 8-bit values are multiplied; (experts, out, groups), bf16,
+            by which int4 is; None for values without.
 
     Returns:
         (rows, out) in the dtype of `x`; rows behind the last end are zero. Its gradient goes to `x`; a packed weight
@@ -87,7 +89,7 @@ def _input_gradient(
 ) -> Tensor:
     """Return the gradient (rows, in) of `experts24`'s x for that of its outputs, (rows, out), an expert at a time."""
     require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, scale=scale, backward=True)
-    to_x = gradient.new_zeros(len(gradient), 2 * values.shape[2])
+    to_x = gradient.new_zeros(len(gradient), dense_inputs(values))
     for expert, run in _runs(ends, len(gradient)):
         of_expert = None if scale is None else scale[expert]
         to_x[run] = gradient[run] @ unpack24(values[expert], positions[expert], of_expert, gradient.dtype)
@@ -97,7 +99,7 @@ def _input_gradient(
 @_input_gradient.register_fake
 def _(gradient: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
     require_operands("experts24_input_gradient", gradient, values, positions, ends=ends, scale=scale, backward=True)
-    return gradient.new_empty(gradient.shape[0], 2 * values.shape[2])
+    return gradient.new_empty(gradient.shape[0], dense_inputs(values))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packed_values import SCALE, Grid, values_per_element
 from sparseforge_ds.mask.packing import (
     POSITIONS,
     packed24_axis,
@@ -43,14 +43,14 @@ def read_headers(files: Iterable[str]) -> dict[str, Header]:
     return headers
 
 
-def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid: str | None = None) -> None:
+def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid: Grid | None = None) -> None:
     """Reject tensors that do not fit the model's parameters.
 
     Args:
         model: as `from_pretrained` has built it, with dense weights on the meta device.
         headers: headers of the packed folder's files.
         targets: names of these tensors in the model.
-        grid: `values` of the model's quantization_config.
+        grid: of the model's quantization_config.
 
     Raises:
         ValueError: a dtype or shape is wrong, or one of values, positions and scales is missing.
@@ -74,7 +74,7 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid
         # A weight with half its inputs, or beside packed ones that it is merged with, is packed.
         if key not in packed:
             require_stored_dtypes(key, headers[key].dtype, None)
-            if target in merges or (pattern is None and shape in _halves(expected)):
+            if target in merges or (pattern is None and shape in _packed_shapes(expected, grid)):
                 raise ValueError(f"{key} is there without {key}{POSITIONS}; export or download it again")
             continue
 
@@ -85,13 +85,13 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid
             raise ValueError(f"{key} is there without {key}{SCALE}; export or download it again")
         require_stored_dtypes(key, headers[key].dtype, positions.dtype, scale and scale.dtype, grid)
         try:
-            axis = packed24_axis(shape, positions.shape)
-            if scale is not None:
-                require_scale_shape(shape, scale.shape, axis)
+            axis = packed24_axis(shape, positions.shape, None if grid is None else grid.dtype)
+            if scale is not None and grid is not None:
+                require_scale_shape(shape, scale.shape, axis, grid)
         except ValueError as error:
             raise ValueError(f"{key}: {error}; export or download it again") from None
         dense = list(shape)
-        dense[axis] *= 2
+        dense[axis] *= 2 * values_per_element(None if grid is None else grid.dtype)
         if pattern is None and tuple(dense) != expected:
             wrong = f"packed from {tuple(dense)}, and config.json makes it {expected}"
         elif pattern is not None and shape != headers[merges[target]].shape:
@@ -101,9 +101,10 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid
         raise ValueError(f"{key}: shape {wrong}; config.json and weights do not belong together")
 
 
-def _halves(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _packed_shapes(shape: tuple[int, ...], grid: Grid | None) -> list[tuple[int, ...]]:
     """Return the shapes that the values of a weight can have."""
-    return [packed24_shapes(shape, axis)[0] for axis in (-1, -2)] if len(shape) > 1 else []
+    dtype = None if grid is None else grid.dtype
+    return [packed24_shapes(shape, axis, dtype)[0] for axis in (-1, -2)] if len(shape) > 1 else []
 
 
 def collect_damage(model: Any) -> None:

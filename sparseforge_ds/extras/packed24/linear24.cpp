@@ -72,7 +72,7 @@ Path path_of(bool bf16) {
 using Product = void (*)(const Job&, int64_t, int64_t);
 using Unpack = void (*)(char*, const Job&, int64_t, int64_t);
 
-enum class Values { as_x, int8, fp8 };
+enum class Values { as_x, int8, fp8, int4 };
 
 template <typename T>
 Product product_with(Path path, Values values) {
@@ -81,14 +81,17 @@ Product product_with(Path path, Values values) {
     if (path == Path::avx512) {
         if (values == Values::int8) return bf16 ? avx512_bf16_int8 : avx512_fp32_int8;
         if (values == Values::fp8) return bf16 ? avx512_bf16_fp8 : avx512_fp32_fp8;
+        if (values == Values::int4) return bf16 ? avx512_bf16_int4 : avx512_fp32_int4;
         return bf16 ? avx512_bf16 : avx512_fp32;
     }
     if (path == Path::avx2) {
         if (values == Values::int8) return avx2_rows<T, Int8>;
+        if (values == Values::int4) return avx2_rows<T, Int4>;
         return values == Values::fp8 ? avx2_rows<T, Fp8> : avx2_rows<T>;
     }
 #endif
     if (values == Values::int8) return portable::product_rows<T, Int8>;
+    if (values == Values::int4) return portable::product_rows<T, Int4>;
     return values == Values::fp8 ? portable::product_rows<T, Fp8> : portable::product_rows<T>;
 }
 
@@ -99,11 +102,13 @@ Unpack unpack_with(Path path, Values values) {
         if (path != Path::portable) {
             if (values == Values::int8) return avx2::unpack_codes<T, Int8, avx2_decode<T, Int8>>;
             if (values == Values::fp8) return avx2::unpack_codes<T, Fp8, avx2_decode<T, Fp8>>;
+            if (values == Values::int4) return avx2::unpack_codes<T, Int4, avx2_decode<T, Int4>>;
             return avx2::unpack_rows<sizeof(T)>;
         }
     }
 #endif
     if (values == Values::int8) return portable::unpack_codes<T, Int8>;
+    if (values == Values::int4) return portable::unpack_codes<T, Int4>;
     return values == Values::fp8 ? portable::unpack_codes<T, Fp8> : portable::unpack_rows<sizeof(T)>;
 }
 
@@ -121,7 +126,7 @@ Tensor padded(const Tensor& x, int64_t block) {
     return wide;
 }
 
-// x as the AVX-512 path reads it for bf16 and 8-bit values: of each block of 128 inputs first the even runs of 16.
+// x as the AVX-512 path reads it for bf16 and rounded values: of each block of 128 inputs first the even runs of 16.
 Tensor halved(const Tensor& x) {
     constexpr int64_t RUN = 16, RUNS = 8, BLOCK = RUN * RUNS;
     const int64_t inputs = x.size(1), width = (inputs + BLOCK - 1) / BLOCK * BLOCK;
@@ -173,15 +178,20 @@ bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const 
     const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble;
     const auto here = [](const Tensor& t) { return t.is_cpu() && t.layout() == at::kStrided; };
     if (!known || values.dim() != 2 || !here(values) || !here(positions) || !here(x)) return false;
-    const int64_t outputs = values.size(0), kept = values.size(1);
+    const bool paired = scale && code == at::kByte;
+    const int64_t outputs = values.size(0), kept = values.size(1) * (paired ? 2 : 1);
     if (kept == 0 || kept % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
         positions.size(0) != outputs || positions.size(1) != (kept + 3) / 4)
         return false;
     if (x.dim() == 0 || x.size(-1) != 2 * kept) return false;
     if (!scale && code != dtype) return false;
-    if (scale && ((code != at::kChar && code != at::kFloat8_e4m3fn) || !here(*scale) || scale->dim() != 2 ||
-                  scale->scalar_type() != at::kFloat || scale->size(0) != outputs || scale->size(1) != 1))
+    if (scale && ((code != at::kChar && code != at::kFloat8_e4m3fn && !paired) || !here(*scale) || scale->dim() != 2 ||
+                  scale->scalar_type() != (paired ? at::kBFloat16 : at::kFloat) || scale->size(0) != outputs))
         return false;
+    if (scale && scale->size(1) != 1) {  // groups of a multiple of 16
+        const int64_t groups = scale->size(1);
+        if (!paired || groups == 0 || kept % groups || kept / groups % 16) return false;
+    }
     return !bias || (here(*bias) && bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == outputs);
 }
 
@@ -198,10 +208,14 @@ bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const 
 Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias,
                 const Optional& scale) {
     if (!fits(x, values, positions, bias, scale)) refuse(x, values, positions, bias, scale);
-    const int64_t outputs = values.size(0), kept = values.size(1), inputs = 2 * kept;
+    const bool paired = scale && values.scalar_type() == at::kByte;
+    const int64_t outputs = values.size(0), kept = values.size(1) * (paired ? 2 : 1), inputs = 2 * kept;
     const auto dtype = x.scalar_type();
     const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
-    const Values kind = !scale ? Values::as_x : values.scalar_type() == at::kChar ? Values::int8 : Values::fp8;
+    const Values kind = !scale                                 ? Values::as_x
+                        : paired                               ? Values::int4
+                        : values.scalar_type() == at::kChar ? Values::int8
+                                                               : Values::fp8;
 
     auto shape = x.sizes().vec();
     shape.back() = outputs;
@@ -210,8 +224,10 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
     const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
     const Tensor b = bias ? bias->contiguous() : Tensor(), s = scale ? scale->contiguous() : Tensor();
     Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
-            scale ? s.const_data_ptr<float>() : nullptr, bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(),
-            outputs};
+            scale && !paired ? s.const_data_ptr<float>() : nullptr,
+            paired ? s.const_data_ptr<c10::BFloat16>() : nullptr, 1 << 30, 1,  // a row: as many whole blocks as there are
+            bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
+    if (paired && s.size(1) > 1) job.group = kept / s.size(1), job.groups = s.size(1);
     const Path path = path_of(bf16);
 
     if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, kind != Values::as_x, inputs)) {
@@ -227,8 +243,9 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
 
     // Each thread unpacks and multiplies outputs of its own, so that none waits for another between two tiles.
     // Without instructions for bf16, torch is four times as fast in fp32. Sums that are not scaled yet may be too large
-    // for fp16.
-    const bool coded = kind != Values::as_x, widen = (bf16 && path == Path::avx2) || (dtype == at::kHalf && coded);
+    // for fp16. int4, which has scales of groups, is scaled in the tile.
+    const bool coded = kind != Values::as_x, scaled_later = coded && !paired;
+    const bool widen = (bf16 && path == Path::avx2) || (dtype == at::kHalf && coded);
     const Tensor wide = widen ? rows.to(at::kFloat) : rows, shift = widen && bias ? b.to(at::kFloat) : b;
     const auto tile_type = coded ? wide.scalar_type() : dtype;
     const int64_t row_bytes = inputs * at::elementSize(tile_type);
@@ -246,9 +263,9 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             const Optional part_bias = bias ? Optional(shift.narrow(0, first, count)) : Optional();
             const Tensor part = tile_type == wide.scalar_type() ? tile.narrow(0, 0, count)
                                                                 : tile.narrow(0, 0, count).to(wide.scalar_type());
-            const Tensor product = at::linear(wide, part, coded ? Optional() : part_bias);
+            const Tensor product = at::linear(wide, part, scaled_later ? Optional() : part_bias);
             Tensor to = out.narrow(1, first, count);
-            if (!coded) {
+            if (!scaled_later) {
                 to.copy_(product);
                 continue;
             }

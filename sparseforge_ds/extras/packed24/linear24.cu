@@ -13,17 +13,24 @@
 // A block takes tiles of outputs in turn, and each warp has U supersteps of weights on their way (cp.async, each lane
 // its own pieces). gridDim.y parts of the inputs leave fp32 sums in `part`, which `sum24` adds up.
 //
-// Values in 8 bits: a lane loads 8 bytes of them, and makes 16-bit numbers of them when it takes them (`expand`). Sums
-// are scaled when they are stored.
+// Values in 8 or 4 bits: a lane loads 8 or 4 bytes of them, and makes 16-bit numbers of them when it takes them
+// (`expand`). Sums are scaled when they are stored; where groups of SPAN blocks share a scale, the 16-bit numbers are.
+// Lane t of row g loads the scale of block t, with its neighbour in the same four bytes, for all lanes of its row.
 //
 // Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs
-// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8 or FP8 (e4m3): values in 8 bits; ORDERED: the compiler
-// knows mma.sp::ordered_metadata.
+// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8, FP8 (e4m3) or INT4: rounded values; SPAN, with INT4:
+// blocks that share a scale, or 0; ORDERED: the compiler knows mma.sp::ordered_metadata.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-#if defined(INT8) || defined(FP8)
+#ifndef SPAN
+#define SPAN 0
+#endif
+#if defined(INT4)
+#define KEPT 4
+typedef u32 Kept;
+#elif defined(INT8) || defined(FP8)
 #define KEPT 8  // bytes of a lane's values of a block
 typedef uint2 Kept;
 #else
@@ -31,7 +38,13 @@ typedef uint2 Kept;
 typedef uint4 Kept;
 #endif
 #define THREADS (32 * WO * WK)
-#define SLOT (WM * (256 * KEPT + 512))
+#ifdef INT4
+typedef u16 Scale;  // the bits of bf16
+#else
+typedef float Scale;
+#endif
+#define SCALES (SPAN ? 256 : 0)
+#define SLOT (WM * (256 * KEPT + 512 + SCALES))
 #define FRAGMENT (XR * 64)
 
 #ifndef EMULATED  // a test on the host brings its own
@@ -73,6 +86,7 @@ __device__ __forceinline__ float wide(u16 v) {
 #endif
   return r;
 }
+__device__ __forceinline__ float bf16_bits(u16 v) { return __uint_as_float((u32)v << 16); }
 // Two 16-bit numbers: differences, and products.
 __device__ __forceinline__ u32 minus(u32 a, u32 b) {
   u32 r;
@@ -93,6 +107,14 @@ __device__ __forceinline__ void copy8(char* to, const char* from, bool there = t
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;"
                :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 8 : 0) : "memory");
 }
+__device__ __forceinline__ void copy4(char* to, const char* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy4(char* to, const char* from, bool there) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 4, %2;"
+               :: "r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
@@ -100,6 +122,9 @@ __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0
 #endif
 
 __device__ __forceinline__ u32 word(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
+__device__ __forceinline__ float wide_scale(float scale) { return scale; }
+__device__ __forceinline__ float wide_scale(u16 scale) { return bf16_bits(scale); }
 
 // Nibbles j, 4 + j, 8 + j, 12 + j of eight bytes, in the lower half (the upper half is not meant).
 __device__ __forceinline__ u32 pick(uint2 m, int j) {
@@ -131,6 +156,28 @@ __device__ __forceinline__ u32 decode(u32 codes, bool upper) {
 #endif
 #endif
 }
+// Two of int4, the lower one in the lower half: 136 + it, less 136; of fp16 1032.
+__device__ __forceinline__ u32 decode4(u32 pair) {
+#ifdef HALF
+  const u32 magic = 0x64006400u;
+#else
+  const u32 magic = 0x43004300u;
+#endif
+  const u32 w = (pair & 0xFu) | (pair << 12 & 0x000F0000u);
+  return minus(magic | (w ^ 0x00080008u), magic | 0x00080008u);
+}
+__device__ __forceinline__ uint4 expand(u32 kept) {
+  return make_uint4(decode4(kept), decode4(kept >> 8), decode4(kept >> 16), decode4(kept >> 24));
+}
+// Two 16-bit numbers times a scale in bf16, rounded once.
+__device__ __forceinline__ u32 scaled(u32 pair, u16 scale) {
+#ifdef HALF
+  const float factor = bf16_bits(scale);
+  return (u32)narrow(wide(pair) * factor) | (u32)narrow(wide(pair >> 16) * factor) << 16;
+#else
+  return times(pair, scale | (u32)scale << 16);
+#endif
+}
 __device__ __forceinline__ uint4 expand(uint2 kept) {
   return make_uint4(decode(kept.x, false), decode(kept.x, true), decode(kept.y, false), decode(kept.y, true));
 }
@@ -141,8 +188,8 @@ struct Stage {
 };
 
 // A superstep into a slot: [output tile, half, q][lane] of KEPT bytes, then [output tile, half][lane] of 8 bytes.
-__device__ __forceinline__ void fetch(char* slot, const char* values, const char* positions, int output, int inputs,
-                                      int out, int superstep, int g, int t) {
+__device__ __forceinline__ void fetch(char* slot, const char* values, const char* positions, const char* scales,
+                                      int output, int inputs, int out, int superstep, int g, int t) {
   const int lane = g * 4 + t;
 #pragma unroll
   for (int m = 0; m < WM; m++)
@@ -153,6 +200,11 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
       const char* p = positions + (u64)row * (inputs >> 3) + superstep * 32 + t * 8;
       char* to = slot + (m * 2 + half) * (128 * KEPT) + lane * KEPT;
       uint2* place = (uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
+      if (SPAN) {
+        const int groups = (inputs >> 6) / (SPAN + !SPAN), group = (superstep * 4 + t) / (SPAN + !SPAN);
+        const u64 at = (u64)row * groups + min(group, groups - 1);
+        copy4(slot + WM * (256 * KEPT + 512) + (m * 2 + half) * 128 + lane * 4, scales + (at & ~(u64)1) * 2);
+      }
       if (!TAIL || superstep * 256 + t * 64 < inputs)
         copy8((char*)place, p);
       else
@@ -163,21 +215,40 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
         const char* from = there ? v + q * (4 * KEPT) : values;
         if (KEPT == 16)
           copy16(to + q * (32 * KEPT), from, there);
+        else if (KEPT == 4)
+          copy4(to + q * (32 * KEPT), from, there);
         else
           copy8(to + q * (32 * KEPT), from, there);
       }
     }
 }
 
-__device__ __forceinline__ void take(Stage& stage, const char* slot, int lane) {
+// The scale that a lane has loaded into a slot.
+__device__ __forceinline__ u32 own_scale(const char* slot, int output, int inputs, int out, int superstep, int m,
+                                         int half, int lane) {
+  const int groups = (inputs >> 6) / (SPAN + !SPAN), group = (superstep * 4 + (lane & 3)) / (SPAN + !SPAN);
+  const u32 row = min(output + 16 * m + 8 * half + (lane >> 2), out - 1);
+  const u32 pair = *(const u32*)(slot + WM * (256 * KEPT + 512) + (m * 2 + half) * 128 + lane * 4);
+  return (row * groups + min(group, groups - 1)) & 1 ? pair >> 16 : pair & 0xFFFFu;
+}
+
+__device__ __forceinline__ void take(Stage& stage, const char* slot, int output, int inputs, int out, int superstep,
+                                     int lane) {
 #pragma unroll
   for (int m = 0; m < WM; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       stage.place[m][half] = *(const uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
+      const u32 own = SPAN ? own_scale(slot, output, inputs, out, superstep, m, half, lane) : 0;
 #pragma unroll
-      for (int q = 0; q < 4; q++)
-        stage.value[m][q][half] = expand(*(const Kept*)(slot + ((m * 2 + half) * 128 + q * 32 + lane) * KEPT));
+      for (int q = 0; q < 4; q++) {
+        uint4 v = expand(*(const Kept*)(slot + ((m * 2 + half) * 128 + q * 32 + lane) * KEPT));
+        if (SPAN) {
+          const u16 scale = (u16)__shfl_sync(0xFFFFFFFFu, own, q, 4);
+          v = make_uint4(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale));
+        }
+        stage.value[m][q][half] = v;
+      }
     }
 }
 
@@ -239,7 +310,7 @@ __device__ __forceinline__ void fill(char* shared, const u16* x, int rows, int i
 }
 
 struct Target {
-  const float* scale;  // of 8-bit values, or none
+  const Scale* scale;  // of rows of rounded values, or none
   const u16* bias;
   u16* y;
   float* part;  // of these inputs, or none
@@ -252,7 +323,7 @@ __device__ __forceinline__ void store(const Target& to, float v, int n, int o) {
     to.part[(u64)n * to.out + o] = v;
     return;
   }
-  if (to.scale) v *= to.scale[o];
+  if (to.scale) v *= wide_scale(to.scale[o]);
   to.y[(u64)n * to.out + o] = narrow(to.bias ? v + wide(to.bias[o]) : v);
 }
 __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o) {
@@ -266,7 +337,7 @@ __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o)
 // with WK 1); then WO * WK * U slots. `part`: (gridDim.y, rows, out), or none with one part.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     linear24(const char* __restrict__ values, const char* __restrict__ positions, const u16* __restrict__ x,
-             const float* __restrict__ scale, const u16* __restrict__ bias, u16* __restrict__ y,
+             const Scale* __restrict__ scale, const u16* __restrict__ bias, u16* __restrict__ y,
              float* __restrict__ part, int rows, int out, int inputs) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
@@ -276,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int steps = (each + WK - 1) / WK;           // of a warp, for each tile of outputs
   const int tasks = (out + 16 * WM * WO - 1) / (16 * WM * WO);
   const int total = blockIdx.x < tasks ? ((tasks - 1 - blockIdx.x) / gridDim.x + 1) * steps : 0;
-  const Target to = {scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
+  const Target to = {SPAN ? nullptr : scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
   float4* sums = (float4*)(shared + each * NT * 8 * FRAGMENT);
   char* const ring = (char*)sums + (WK == 1 ? 0 : WO * WK * WM * NT * 512) + warp * (U * SLOT);
 
@@ -285,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (left > 0) {
       int k = wk + next_step * WK;
       if (k < mine)
-        fetch(ring + slot * SLOT, values, positions, (next_task * WO + wo) * 16 * WM, inputs, out, first + k, g, t);
+        fetch(ring + slot * SLOT, values, positions, (const char*)scale, (next_task * WO + wo) * 16 * WM, inputs, out, first + k, g, t);
       if (++next_step == steps) next_step = 0, next_task += gridDim.x;
       left--;
     }
@@ -308,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int it = 0; it < total; it++) {
     int k = wk + step * WK;
     arrived<U - 1>();
-    if (k < mine) take(stage, ring + slot * SLOT, lane);
+    if (k < mine) take(stage, ring + slot * SLOT, (task * WO + wo) * 16 * WM, inputs, out, first + k, lane);
     fetch_next(slot);
     if (++slot == U) slot = 0;
     if (k < mine) multiply(c, stage, shared + k * NT * 8 * FRAGMENT, lane);
@@ -347,14 +418,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // part (parts, rows, out), n = rows * out -> y (rows, out); four elements a thread where out % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)
-    sum24(const float* __restrict__ part, const float* __restrict__ scale, const u16* __restrict__ bias,
+    sum24(const float* __restrict__ part, const Scale* __restrict__ scale, const u16* __restrict__ bias,
           u16* __restrict__ y, int n, int out, int parts) {
+  if (SPAN) scale = nullptr;  // the weights were scaled
   const int width = out % 4 ? 1 : 4, i = (blockIdx.x * 256 + threadIdx.x) * width;
   if (i >= n) return;
   if (width == 1) {
     float s = 0;
     for (int k = 0; k < parts; k++) s += part[(u64)k * n + i];
-    if (scale) s *= scale[i % out];
+    if (scale) s *= wide_scale(scale[i % out]);
     y[i] = narrow(bias ? s + wide(bias[i % out]) : s);
     return;
   }
@@ -365,7 +437,10 @@ extern "C" __global__ void __launch_bounds__(256)
     s.x += v.x, s.y += v.y, s.z += v.z, s.w += v.w;
   }
   const int o = i % out;
-  if (scale) s.x *= scale[o], s.y *= scale[o + 1], s.z *= scale[o + 2], s.w *= scale[o + 3];
+  if (scale) {
+    s.x *= wide_scale(scale[o]), s.y *= wide_scale(scale[o + 1]);
+    s.z *= wide_scale(scale[o + 2]), s.w *= wide_scale(scale[o + 3]);
+  }
   if (bias) {
     s.x += wide(bias[o]), s.y += wide(bias[o + 1]), s.z += wide(bias[o + 2]), s.w += wide(bias[o + 3]);
   }

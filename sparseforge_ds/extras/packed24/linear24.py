@@ -20,6 +20,7 @@ from torch import Tensor
 from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.extras.packed24.mma_kernel import mma24
 from sparseforge_ds.extras.packed24.operands import require_operands
+from sparseforge_ds.mask.packed_values import dense_inputs
 from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ def linear24(
 
     Args:
         x: (..., in), of any strides.
-        values: (out, in/2), the kept values, in the dtype of `x`; with `scale` int8 without -128, or float8_e4m3fn.
+        values: (out, in/2), the kept values, in the dtype of `x`; with `scale` int8 without -128, or float8_e4m3fn, or
+            (out, in/4) uint8, two int4 without -8.
         positions: (out, ceil(in/8)), uint8, where they belong.
         bias: (out,), in the dtype of `x`.
-        scale: (out, 1), fp32, by which the sums of 8-bit values are multiplied; None for values without.
+        scale: (out, 1), fp32, by which the sums of 8-bit values are multiplied; (out, groups), bf16, by which int4 is,
+            groups being of a multiple of 16 values, or 1; None for values without.
 
     Returns:
         (..., out) in the dtype of `x`. Its gradient goes to `x` and to `bias`; a packed weight has none.
@@ -117,7 +120,7 @@ def _input_gradient(gradient: Tensor, values: Tensor, positions: Tensor, scale: 
 @_input_gradient.register_fake
 def _(gradient: Tensor, values: Tensor, positions: Tensor, scale: Tensor | None = None) -> Tensor:
     require_operands("linear24_input_gradient", gradient, values, positions, scale=scale, backward=True)
-    return gradient.new_empty((*gradient.shape[:-1], 2 * values.shape[1]))
+    return gradient.new_empty((*gradient.shape[:-1], dense_inputs(values)))
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -45,6 +45,19 @@ struct Sixteen<Int8> : Sixteen<float> {
 };
 
 template <>
+struct Sixteen<Int4> : Sixteen<float> {
+    ISA(ISA_AVX2) static INLINE __m256 eight(int32_t pairs) {
+        const __m256i left = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(pairs), left), 28));
+    }
+    ISA(ISA_AVX2) static INLINE void load(const Int4* from, __m256& low, __m256& high) {
+        int32_t word[2];
+        std::memcpy(word, from, sizeof word);
+        low = eight(word[0]), high = eight(word[1]);
+    }
+};
+
+template <>
 struct Sixteen<Fp8> : Sixteen<float> {  // by way of fp16, 256 times too small: no flag flushes small numbers there
     static constexpr float UNIT = 256;
     ISA(ISA_AVX2) static INLINE void load(const Fp8* from, __m256& low, __m256& high) {
@@ -53,6 +66,17 @@ struct Sixteen<Fp8> : Sixteen<float> {  // by way of fp16, 256 times too small: 
         low = _mm256_cvtph_ps(_mm256_castsi256_si128(half)), high = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
     }
 };
+
+// Sixteen values as fp32, of int4 scaled.
+template <typename V>
+ISA(ISA_AVX2)
+INLINE void load_sixteen(const V* from, const Place& place, __m256& low, __m256& high) {
+    Sixteen<V>::load(from, low, high);
+    if constexpr (std::is_same_v<V, Int4>) {
+        const __m256 scale = _mm256_set1_ps(place.scale());
+        low = _mm256_mul_ps(low, scale), high = _mm256_mul_ps(high, scale);
+    }
+}
 
 // The inputs that eight values meet, of two registers of x.
 ISA(ISA_AVX2) INLINE __m256 meet(__m256 outer, __m256 inner, __m256i index) {
@@ -68,7 +92,7 @@ ISA(ISA_AVX2) INLINE float total(__m256 sum) {
 template <typename V, int R, int M>
 ISA(ISA_AVX2)
 INLINE void avx2_step(const Job& job, const float* x, const V* values, int64_t stride, const uint8_t* positions,
-                      int64_t position_stride, __m256 (&sum)[R][M]) {
+                      int64_t position_stride, int64_t output, int64_t at, __m256 (&sum)[R][M]) {
     using S = Sixteen<V>;
     const __m256i first = _mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(S::FIRST)), 1);
     const __m256i second = _mm256_add_epi32(first, _mm256_set1_epi32(2 * S::NEXT));
@@ -82,7 +106,7 @@ INLINE void avx2_step(const Job& job, const float* x, const V* values, int64_t s
         const __m256i bits = _mm256_set1_epi32(word);
         const __m256i low = _mm256_srlv_epi32(bits, first), high = _mm256_srlv_epi32(bits, second);
         __m256 kept, more;
-        S::load(values + r * stride, kept, more);
+        load_sixteen(values + r * stride, Place{job, output + r, at}, kept, more);
         for (int m = 0; m < M; ++m) {
             sum[r][m] = _mm256_fmadd_ps(meet(input[m][0], input[m][1], low), kept, sum[r][m]);
             sum[r][m] = _mm256_fmadd_ps(meet(input[m][2], input[m][3], high), more, sum[r][m]);
@@ -93,9 +117,10 @@ INLINE void avx2_step(const Job& job, const float* x, const V* values, int64_t s
 template <typename T, typename V, int R, int M>
 ISA(ISA_AVX2)
 void avx2_block(const Job& job, int64_t row, int64_t output) {
-    constexpr int64_t LINE = 64 / sizeof(V);
+    constexpr int64_t LINE = 64 / sizeof(V) * PER<V>;
+    const int64_t stride = job.kept / PER<V>;
     const auto* x = static_cast<const float*>(job.x) + row * job.x_stride;
-    const auto* values = static_cast<const V*>(job.values) + output * job.kept;
+    const auto* values = static_cast<const V*>(job.values) + output * stride;
     const auto* positions = job.positions + output * job.position_bytes;
     __m256 sum[R][M];
     for (int r = 0; r < R; ++r)
@@ -104,21 +129,22 @@ void avx2_block(const Job& job, int64_t row, int64_t output) {
     const auto* later = positions + 2 * R * job.position_bytes;
     for (; at + LINE <= job.kept; at += LINE, later += LINE / 4 * R) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) fetch(values + at + (R + r) * job.kept);
+        for (int r = 0; r < R; ++r) fetch(values + at / PER<V> + (R + r) * stride);
         for (int i = 0; i < LINE / 4 * R; i += 64) fetch(later + i);
 #pragma GCC unroll 2
         for (int64_t i = at; i < at + LINE; i += BLOCK)
-            avx2_step<V, R, M>(job, x + 2 * i, values + i, job.kept, positions + i / 4, job.position_bytes, sum);
+            avx2_step<V, R, M>(job, x + 2 * i, values + i / PER<V>, stride, positions + i / 4, job.position_bytes,
+                               output, i, sum);
     }
     for (; at < job.kept; at += BLOCK) {  // through copies, with zeros behind the last value
         const int64_t count = std::min(BLOCK, job.kept - at);
-        V padded[R][BLOCK] = {};
+        V padded[R][BLOCK / PER<V>] = {};
         uint8_t words[R][4] = {};
         for (int r = 0; r < R; ++r) {
-            std::memcpy(padded[r], values + r * job.kept + at, count * sizeof(V));
+            std::memcpy(padded[r], values + r * stride + at / PER<V>, count / PER<V> * sizeof(V));
             std::memcpy(words[r], positions + r * job.position_bytes + at / 4, (count + 3) / 4);
         }
-        avx2_step<V, R, M>(job, x + 2 * at, padded[0], BLOCK, words[0], 4, sum);
+        avx2_step<V, R, M>(job, x + 2 * at, padded[0], BLOCK / PER<V>, words[0], 4, output, at, sum);
     }
     for (int r = 0; r < R; ++r)
         for (int m = 0; m < M; ++m) store<T>(job, row + m, output + r, Sixteen<V>::UNIT * total(sum[r][m]));
@@ -142,22 +168,26 @@ void avx2_rows(const Job& job, int64_t output, int64_t end) {
 ISA(ISA_AVX2) INLINE void avx2_put(float* to, __m256 low, __m256 high) {
     _mm256_storeu_ps(to, low), _mm256_storeu_ps(to + 8, high);
 }
-ISA(ISA_AVX2) INLINE void avx2_put(c10::BFloat16* to, __m256 low, __m256 high) {  // exact, of 8-bit values
-    const __m256i a = _mm256_srli_epi32(_mm256_castps_si256(low), 16);
-    const __m256i b = _mm256_srli_epi32(_mm256_castps_si256(high), 16);
+ISA(ISA_AVX2) INLINE __m256i avx2_rounded(__m256 value) {  // to bf16, ties to even
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+}
+ISA(ISA_AVX2) INLINE void avx2_put(c10::BFloat16* to, __m256 low, __m256 high) {
+    const __m256i a = avx2_rounded(low), b = avx2_rounded(high);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8));
 }
 
-// 8-bit values as fp32 or bf16, with room for 15 more behind the last.
+// Rounded values of an output as fp32 or bf16, with room for 15 more behind the last.
 template <typename T, typename V>
 ISA(ISA_AVX2)
-void avx2_decode(T* to, const V* from, int64_t count) {
+void avx2_decode(T* to, const V* from, int64_t count, const Job& job, int64_t output) {
     const __m256 unit = _mm256_set1_ps(Sixteen<V>::UNIT);
     for (int64_t at = 0; at < count; at += BLOCK) {
-        V padded[BLOCK] = {};
-        if (count - at < BLOCK) std::copy_n(from + at, count - at, padded);
+        V padded[BLOCK / PER<V>] = {};
+        if (count - at < BLOCK) std::copy_n(from + at / PER<V>, (count - at) / PER<V>, padded);
         __m256 low, high;
-        Sixteen<V>::load(count - at < BLOCK ? padded : from + at, low, high);
+        load_sixteen(count - at < BLOCK ? padded : from + at / PER<V>, Place{job, output, at}, low, high);
         avx2_put(to + at, _mm256_mul_ps(low, unit), _mm256_mul_ps(high, unit));
     }
 }

@@ -31,14 +31,30 @@ struct Job {  // of a product with few rows of x
     const uint8_t* positions;
     int64_t kept, position_bytes;  // of a row of the weight
     const float* scale;  // of 8-bit values, or null
+    const c10::BFloat16* group_scale;  // of int4, or null
+    int64_t group, groups;  // of int4: values that share a scale, and their number in a row
     const void* bias;  // or null
     void* y;
     int64_t outputs;
 };
 
-// Kept values in 8 bits. int8 is never -128.
+// Kept values in 8 bits, or two in a byte, the first in its lower half. int8 is never -128, int4 never -8.
+struct Int4 { uint8_t pair; };
 struct Int8 { int8_t code; };
 struct Fp8 { uint8_t code; };  // e4m3: a sign, 4 bits of exponent with bias 7, 3 bits of mantissa, no infinity
+
+template <typename V>
+constexpr int64_t PER = std::is_same_v<V, Int4> ? 2 : 1;  // kept values in an element
+
+// Values of an output from `at` on, whose scale is asked for. A group has a multiple of 16, or all.
+struct Place {
+    const Job& job;
+    int64_t output, at;
+    INLINE float scale(int64_t later = 0) const {
+        const int64_t group = uint32_t(at + later) / uint32_t(job.group);
+        return job.group_scale[output * job.groups + std::min(group, job.groups - 1)];
+    }
+};
 
 template <typename T>
 INLINE void store(const Job& job, int64_t row, int64_t output, float sum) {
@@ -74,8 +90,8 @@ struct Bf16 {
         const __m512i bits = _mm512_multishift_epi64_epi8(c.shift, _mm512_set1_epi64(positions));
         return _mm512_ternarylogic_epi64(bits, c.three, c.base, 0xEA);  // (bits & 3) | base
     }
-    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from) { return _mm512_loadu_si512(from); }
-    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from, int64_t count) {
+    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from, const Place&) { return _mm512_loadu_si512(from); }
+    ISA(ISA_BF16) static INLINE __m512i values(const Constants&, const void* from, const Place&, int64_t count) {
         return _mm512_maskz_loadu_epi16((uint32_t{1} << count) - 1, from);
     }
     ISA(ISA_BF16) static INLINE Input input(const void* from) {
@@ -104,8 +120,8 @@ struct Fp32 {
         const __m512i bits = _mm512_srlv_epi32(_mm512_set1_epi32(positions), c.shift);
         return _mm512_ternarylogic_epi32(bits, c.three, c.base, 0xEA);
     }
-    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from) { return _mm512_loadu_ps(from); }
-    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from, int64_t count) {
+    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from, const Place&) { return _mm512_loadu_ps(from); }
+    ISA(ISA_FP32) static INLINE __m512 values(const Constants&, const void* from, const Place&, int64_t count) {
         return _mm512_maskz_loadu_ps((uint32_t{1} << count) - 1, from);
     }
     ISA(ISA_FP32) static INLINE Input input(const void* from) {
@@ -171,10 +187,10 @@ struct Bf16By {
         upper = _mm512_ternarylogic_epi64(upper, code, c.sign, 0xF8);  // upper | (code & sign)
         return {_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)};
     }
-    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from) {
+    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from, const Place&) {
         return decode(c, _mm512_loadu_si512(from));
     }
-    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from, int64_t count) {
+    ISA(ISA_BF16) static INLINE Halves2 values(const Constants& c, const void* from, const Place&, int64_t count) {
         return decode(c, _mm512_maskz_loadu_epi8((uint64_t{1} << count) - 1, from));
     }
     ISA(ISA_BF16) static INLINE Input input(const void* from) { return {static_cast<const char*>(from)}; }
@@ -211,21 +227,94 @@ struct Fp32By {
         const __m256i half = _mm256_slli_epi16(_mm256_cvtepi8_epi16(code), 7);
         return _mm512_cvtph_ps(_mm256_and_si256(half, _mm256_set1_epi16(int16_t(0xBF80))));
     }
-    ISA(ISA_FP32) static INLINE Values values(const Constants&, const void* from) {
+    ISA(ISA_FP32) static INLINE Values values(const Constants&, const void* from, const Place&) {
         const auto* line = static_cast<const __m128i*>(from);
         return {decode(_mm_loadu_si128(line)), decode(_mm_loadu_si128(line + 1)), decode(_mm_loadu_si128(line + 2)),
                 decode(_mm_loadu_si128(line + 3))};
     }
-    ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, int64_t count) {
+    ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, const Place& place, int64_t count) {
         alignas(64) char line[64];
         _mm512_store_si512(line, _mm512_maskz_loadu_epi8((uint64_t{1} << count) - 1, from));
-        return values(c, line);
+        return values(c, line, place);
     }
     ISA(ISA_FP32) static INLINE Input input(const void* from) { return {static_cast<const float*>(from)}; }
     ISA(ISA_FP32) static INLINE __m512 add(__m512 sum, const Input& x, const Indexes& index, const Values& values) {
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i)
             sum = Fp32::add(sum, Fp32::input(x.from + 32 * i), index.part[i], values.part[i]);
         return sum;
+    }
+};
+
+// int4, whose block is half a cache line. With bf16, the bits of a value's place in its 64 pick it out of a table of 32
+// numbers, of which the upper half repeats the lower one: the fifth bit is its neighbour's. Sums of a block are scaled.
+struct Bf16Int4 : Bf16By<Int8> {
+    using V = Int4;
+    struct Constants : Bf16By<Int8>::Constants { __m512i table, spread, bits[2], lane; };
+    struct Values { __m512i first, second; __m512 scale; };
+
+    ISA(ISA_BF16) static INLINE Constants constants() {
+        alignas(64) uint16_t table[32], bits[2][32];
+        alignas(64) uint64_t spread[8];
+        alignas(64) uint32_t lane[16];
+        for (int code = 0; code < 32; ++code) table[code] = c10::BFloat16(float((code & 15 ^ 8) - 8)).x;
+        for (int i = 0; i < 32; ++i) bits[0][i] = 4 * (i % 8), bits[1][i] = 4 * (i % 8) + 32;
+        for (int i = 0; i < 8; ++i) spread[i] = i / 2;
+        for (int i = 0; i < 16; ++i) lane[i] = i / 4;
+        Constants c{Bf16By<Int8>::constants()};
+        c.table = _mm512_load_si512(table), c.spread = _mm512_load_si512(spread), c.lane = _mm512_load_si512(lane);
+        c.bits[0] = _mm512_load_si512(bits[0]), c.bits[1] = _mm512_load_si512(bits[1]);
+        return c;
+    }
+    ISA(ISA_BF16) static INLINE __m512 scales(const Constants& c, const Place& place) {
+        if (place.job.group % KEPT == 0) return _mm512_set1_ps(place.scale());
+        const __m128 four = _mm_setr_ps(place.scale(), place.scale(16), place.scale(32), place.scale(48));
+        return _mm512_permutexvar_ps(c.lane, _mm512_castps128_ps512(four));
+    }
+    ISA(ISA_BF16) static INLINE Values decode(const Constants& c, __m256i pairs, const Place& place) {
+        const __m512i codes = _mm512_permutexvar_epi64(c.spread, _mm512_castsi256_si512(pairs));
+        return {_mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(c.bits[0], codes), c.table),
+                _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(c.bits[1], codes), c.table), scales(c, place)};
+    }
+    ISA(ISA_BF16) static INLINE Values values(const Constants& c, const void* from, const Place& place) {
+        return decode(c, _mm256_loadu_si256(static_cast<const __m256i*>(from)), place);
+    }
+    ISA(ISA_BF16) static INLINE Values values(const Constants& c, const void* from, const Place& place, int64_t count) {
+        return decode(c, _mm256_maskz_loadu_epi8((uint32_t{1} << count / 2) - 1, from), place);
+    }
+    ISA(ISA_BF16) static INLINE __m512 add(__m512 sum, const Input& x, const Halves2& index, const Values& values) {
+        const Halves2 halves{values.first, values.second};
+        return _mm512_fmadd_ps(Bf16By<Int8>::add(_mm512_setzero_ps(), x, index, halves), values.scale, sum);
+    }
+};
+
+// With fp32, a table of 16 numbers, which are scaled: a quarter of a block, 16 values, has one scale.
+struct Fp32Int4 : Fp32By<Int8> {
+    using V = Int4;
+    struct Constants : Fp32::Constants { __m512 table; __m512i bits; };
+
+    ISA(ISA_FP32) static INLINE Constants constants() {
+        alignas(64) float table[16];
+        alignas(64) uint32_t bits[16];
+        for (int code = 0; code < 16; ++code) table[code] = (code ^ 8) - 8, bits[code] = 4 * (code % 8);
+        return {Fp32::constants(), _mm512_load_ps(table), _mm512_load_si512(bits)};
+    }
+    ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, const Place& place) {
+        uint32_t word[8];
+        std::memcpy(word, from, sizeof word);
+        Values values;
+        const bool whole = place.job.group % KEPT == 0;
+        __m512 table = _mm512_mul_ps(c.table, _mm512_set1_ps(place.scale()));
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) {
+            if (i && !whole) table = _mm512_mul_ps(c.table, _mm512_set1_ps(place.scale(16 * i)));
+            const __m512i pair = _mm512_mask_set1_epi32(_mm512_set1_epi32(word[2 * i]), 0xFF00, word[2 * i + 1]);
+            values.part[i] = _mm512_permutexvar_ps(_mm512_srlv_epi32(pair, c.bits), table);
+        }
+        return values;
+    }
+    ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, const Place& place, int64_t count) {
+        char line[KEPT / 2] = {};
+        std::memcpy(line, from, count / 2);
+        return values(c, line, place);
     }
 };
 
@@ -238,15 +327,17 @@ struct Fp32By {
     template <int R, int M, bool AHEAD>                                                                              \
     ISA(ISA_NAME)                                                                                                    \
     INLINE void NAME##_step(const Job& job, const P::Constants& constants, const P::T* x, const P::V* values,        \
-                            const uint8_t* positions, __m512 (&sum)[R][M]) {                                         \
+                            const uint8_t* positions, int64_t output, int64_t at, bool ahead,                        \
+                            __m512 (&sum)[R][M]) {                                                                   \
+        const int64_t stride = job.kept / PER<P::V>;                                                                 \
         P::Input input[M];                                                                                           \
         for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride);                                       \
         _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) {                                                        \
-            if (AHEAD) fetch(values + (R + r) * job.kept);                                                           \
+            if (AHEAD && ahead) fetch(values + (R + r) * stride);                                                    \
             P::Word word;                                                                                            \
             std::memcpy(&word, positions + r * job.position_bytes, sizeof word);                                     \
             const auto index = P::index(constants, word);                                                            \
-            const auto kept = P::values(constants, values + r * job.kept);                                           \
+            const auto kept = P::values(constants, values + r * stride, Place{job, output + r, at});                 \
             for (int m = 0; m < M; ++m) sum[r][m] = P::add(sum[r][m], input[m], index, kept);                        \
         }                                                                                                            \
     }                                                                                                                \
@@ -254,14 +345,15 @@ struct Fp32By {
     ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                                   \
         const auto constants = P::constants();                                                                       \
         const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                        \
-        const auto* values = static_cast<const P::V*>(job.values) + output * job.kept;                               \
+        const auto* values = static_cast<const P::V*>(job.values) + output * job.kept / PER<P::V>;                   \
         const auto* positions = job.positions + output * job.position_bytes;                                         \
         __m512 sum[R][M];                                                                                            \
         for (int r = 0; r < R; ++r)                                                                                  \
             for (int m = 0; m < M; ++m) sum[r][m] = _mm512_setzero_ps();                                             \
         int64_t at = 0;                                                                                              \
-        const auto step = [&](int64_t at) ISA(ISA_NAME) __attribute__((always_inline)) {                             \
-            NAME##_step<R, M, AHEAD>(job, constants, x + 2 * at, values + at, positions + at / 4, sum);              \
+        const auto step = [&](int64_t at, bool ahead) ISA(ISA_NAME) __attribute__((always_inline)) {                 \
+            NAME##_step<R, M, AHEAD>(job, constants, x + 2 * at, values + at / PER<P::V>, positions + at / 4, output,\
+                                     at, ahead, sum);                                                                \
         };                                                                                                           \
         constexpr int64_t STEPS = AHEAD ? 512 / sizeof(P::V) / P::KEPT : 1;                                          \
         const auto* later = positions + 2 * R * job.position_bytes;                                                  \
@@ -269,15 +361,16 @@ struct Fp32By {
             _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                            \
                 if (AHEAD)                                                                                           \
                     for (int64_t at = 0; at < P::KEPT / 4 * R; at += 64) fetch(later + i * P::KEPT / 4 * R + at);    \
-                step(at + i * P::KEPT);                                                                              \
+                step(at + i * P::KEPT, i % PER<P::V> == 0);                                                          \
             }                                                                                                        \
-        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at);                                                    \
+        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at, true);                                              \
         if (const int64_t left = job.kept - at; left > 0) {                                                          \
             for (int r = 0; r < R; ++r) {                                                                            \
                 P::Word word{};                                                                                      \
                 std::memcpy(&word, positions + r * job.position_bytes + at / 4, job.position_bytes - at / 4);        \
                 const auto index = P::index(constants, word);                                                        \
-                const auto kept = P::values(constants, values + r * job.kept + at, left);                            \
+                const auto kept = P::values(constants, values + (r * job.kept + at) / PER<P::V>,                     \
+                                            Place{job, output + r, at}, left);                                       \
                 for (int m = 0; m < M; ++m)                                                                          \
                     sum[r][m] = P::add(sum[r][m], P::input(x + m * job.x_stride + 2 * at), index, kept);             \
             }                                                                                                        \
@@ -308,6 +401,8 @@ AVX512_BLOCK(avx512_bf16_int8, Bf16By<Int8>, ISA_BF16)
 AVX512_BLOCK(avx512_bf16_fp8, Bf16By<Fp8>, ISA_BF16)
 AVX512_BLOCK(avx512_fp32_int8, Fp32By<Int8>, ISA_FP32)
 AVX512_BLOCK(avx512_fp32_fp8, Fp32By<Fp8>, ISA_FP32)
+AVX512_BLOCK(avx512_bf16_int4, Bf16Int4, ISA_BF16)
+AVX512_BLOCK(avx512_fp32_int4, Fp32Int4, ISA_FP32)
 #include "linear24_avx2.h"
 #endif
 

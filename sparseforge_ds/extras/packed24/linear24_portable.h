@@ -16,6 +16,12 @@ INLINE Floats load(const Int8* from) {
     std::memcpy(&code, from, sizeof code);
     return __builtin_convertvector(__builtin_convertvector(code, Ints), Floats);
 }
+INLINE Floats load(const Int4* from) {
+    int32_t pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    const Ints left = {28, 24, 20, 16, 12, 8, 4, 0};
+    return __builtin_convertvector((Ints{} + pairs) << left >> 28, Floats);
+}
 INLINE Floats load(const Fp8* from) {
     Codes code;
     std::memcpy(&code, from, sizeof code);
@@ -25,18 +31,26 @@ INLINE Floats load(const Fp8* from) {
     return (Floats)((size < 8 ? (Ints)small : normal) | (bits & int32_t(0x80000000)));
 }
 
+// Eight values as fp32, of int4 scaled; some of them from a copy with zeros behind the last.
+template <typename V>
+INLINE Floats load(const V* from, int64_t left, const Place& place) {
+    V padded[LANES / PER<V>] = {};
+    if (left < LANES) std::copy_n(from, left / PER<V>, padded);
+    const Floats values = load(left < LANES ? padded : from);
+    if constexpr (std::is_same_v<V, Int4>) return values * place.scale();
+    return values;
+}
+
 template <typename T, typename V, int M>
 INLINE void product_block(const Job& job, int64_t row, int64_t output) {
     const Ints low = {1, 4, 16, 64, 256, 1024, 4096, 16384}, high = low * 2;
-    const auto* values = static_cast<const V*>(job.values) + output * job.kept;
+    const auto* values = static_cast<const V*>(job.values) + output * job.kept / PER<V>;
     const auto* positions = job.positions + output * job.position_bytes;
     const int64_t quarter = job.x_stride / 4;
     Floats sum[M] = {};
     for (int64_t at = 0; at < job.kept; at += LANES) {
         const int64_t left = std::min(LANES, job.kept - at);
-        V padded[LANES] = {};
-        if (left < LANES) std::copy_n(values + at, left, padded);
-        const Floats kept = load(left < LANES ? padded : values + at);
+        const Floats kept = load(values + at / PER<V>, left, Place{job, output, at});
         uint16_t word = positions[at / 4];
         if (left > 4) word |= uint16_t(positions[at / 4 + 1]) << 8;
         const Ints bits = Ints{} + int32_t(word);
@@ -115,28 +129,24 @@ INLINE void put(float* to, Floats from) { std::memcpy(to, &from, sizeof from); }
 INLINE void put(double* to, Floats from) {
     for (int i = 0; i < LANES; ++i) to[i] = from[i];
 }
-INLINE void put(c10::BFloat16* to, Floats from) {  // exact, of 8-bit values
-    const Halves half = __builtin_convertvector((Ints)from >> 16, Halves);
+INLINE void put(c10::BFloat16* to, Floats from) {  // rounded, ties to even
+    const Ints bits = (Ints)from;
+    const Halves half = __builtin_convertvector((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, Halves);
     std::memcpy(to, &half, sizeof half);
 }
 
 template <typename T, typename V>
-INLINE void decode(T* to, const V* from, int64_t count) {
-    int64_t at = 0;
-    for (; at + LANES <= count; at += LANES) put(to + at, load(from + at));
-    if (at < count) {
-        V padded[LANES] = {};
-        std::copy_n(from + at, count - at, padded);
-        put(to + at, load(padded));  // there is room behind the last
-    }
+INLINE void decode(T* to, const V* from, int64_t count, const Job& job, int64_t output) {
+    for (int64_t at = 0; at < count; at += LANES)  // there is room behind the last
+        put(to + at, load(from + at / PER<V>, std::min(LANES, count - at), Place{job, output, at}));
 }
 
-// Rows of 8-bit values as rows of the dense weight, not scaled.
-template <typename T, typename V, void (*DECODE)(T*, const V*, int64_t) = decode<T, V>>
+// Rows of rounded values as rows of the dense weight, of int4 scaled.
+template <typename T, typename V, void (*DECODE)(T*, const V*, int64_t, const Job&, int64_t) = decode<T, V>>
 INLINE void unpack_codes(char* to, const Job& job, int64_t row, int64_t end) {
     std::vector<T> kept(job.kept + 2 * LANES);
     for (; row < end; ++row, to += 2 * job.kept * sizeof(T)) {
-        DECODE(kept.data(), static_cast<const V*>(job.values) + row * job.kept, job.kept);
+        DECODE(kept.data(), static_cast<const V*>(job.values) + row * job.kept / PER<V>, job.kept, job, row);
         Job one = job;
         one.values = kept.data(), one.positions = job.positions + row * job.position_bytes;
         unpack_rows<sizeof(T)>(to, one, 0, 1);

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.file_headers import note_damage
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE
+from sparseforge_ds.mask.packed_values import SCALE, Grid, values_per_element
 from sparseforge_ds.mask.packing import POSITIONS, check24
 from sparseforge_ds.model.loading_targets import Targets
 from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
@@ -24,7 +24,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def keep_experts(
-    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any], grid: str | None = None
+    model: Any, keys: Iterable[str], targets: Targets, conversions: list[Any], grid: Grid | None = None
 ) -> tuple[list[Any], list[Any]]:
     """Prepare an empty model for experts in one tensor whose weights are packed in its files.
 
@@ -35,7 +35,7 @@ def keep_experts(
         keys: names of all tensors in the packed folder's files, after `check_headers`.
         targets: names of these tensors in the model.
         conversions: conversions by which transformers would load the dense model.
-        grid: `values` of the model's quantization_config.
+        grid: of the model's quantization_config.
 
     Returns:
         Conversions of experts that stay packed, and all others. One warning names the experts that must be unpacked.
@@ -54,7 +54,7 @@ def keep_experts(
         kind = packed_kind(experts)
         why = _why_unpacked(experts, kind, names, by)
         if kind is not None and why is None:
-            pack_experts(experts, kind, names, None if grid is None else GRIDS[grid])
+            pack_experts(experts, kind, names, grid)
             kept += [converter for converter in by if converter is not None and converter not in kept]
         else:
             unpacked[layer] = str(why)
@@ -63,7 +63,8 @@ def keep_experts(
         first, why = next(iter(unpacked.items()))
         weights = [model.get_parameter(f"{layer}.{name}") for layer in unpacked for name in layers[layer]]
         dense = sum(weight.nbytes for weight in weights)
-        packed = sum(weight.numel() * ((1 if grid else weight.itemsize) / 2 + 1 / 8) for weight in weights)
+        size = [(1 / values_per_element(grid.dtype) if grid else weight.itemsize) / 2 + 1 / 8 for weight in weights]
+        packed = sum(weight.numel() * each for weight, each in zip(weights, size, strict=True))
         more = f" and {len(unpacked) - 1} more" if len(unpacked) > 1 else ""
         _LOGGER.warning(
             "%s%s: experts are unpacked, since %s; %.3g MB of memory in place of %.3g",

@@ -25,6 +25,7 @@ from sparseforge_ds.extras.packed24.cuda_driver import (
     nvrtc_version,
     shared_memory_limit,
 )
+from sparseforge_ds.mask.packed_values import PAIRS, values_per_element
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,12 +36,36 @@ UNIT = 64
 """Divisor of the number of inputs."""
 _STEP = 256
 """Inputs that a warp takes at a time."""
-MACROS = {torch.int8: ("INT8", 1), torch.float8_e4m3fn: ("FP8", 1)}
-"""Macros of the kernel by the dtype of 8-bit values."""
+MACROS = {torch.int8: ("INT8", 1), torch.float8_e4m3fn: ("FP8", 1), PAIRS: ("INT4", 1)}
+"""Macros of the kernel by the dtype of rounded values."""
+SLOT = 4608
+"""Bytes of 16-bit values and their positions of 16 outputs in a step."""
 _SUM_THREADS = 256
 """Threads per block that adds up parts."""
 _PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 """Numbers of parts to try."""
+
+
+class Stored(NamedTuple):
+    """Rounded values of a weight, as a kernel is compiled for them."""
+
+    dtype: torch.dtype | None = None
+    """Dtype of rounded values, None for values in that of x."""
+    span: int = 0
+    """Blocks of `UNIT` inputs that share a scale of int4; 0 for one scale a row, or none."""
+
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """Return the macros of the kernel."""
+        return () if self.dtype is None else (MACROS[self.dtype], *([("SPAN", self.span)] if self.span else ()))
+
+    def slot_bytes(self) -> int:
+        """Return the bytes of values, positions and scales of 16 outputs in a step."""
+        values = 4096 if self.dtype is None else 2048 // values_per_element(self.dtype)
+        return values + 512 + (256 if self.span else 0)
+
+
+AS_X = Stored()
+"""Values in the dtype of x."""
 
 
 class Tiling(NamedTuple):
@@ -76,10 +101,10 @@ class Tiling(NamedTuple):
         """Return the steps of a part."""
         return _divide_up(_divide_up(inputs, _STEP), self.parts)
 
-    def shared_memory(self, inputs: int, value_bytes: int = 2) -> int:
+    def shared_memory(self, inputs: int, slot: int = SLOT) -> int:
         """Return the bytes of shared memory per block: x, sums of warps, weights."""
         sums = 0 if self.WK == 1 else self.WO * self.WK * self.WM * self.NT * 512
-        weights = self.WO * self.WK * self.U * self.WM * _slot(value_bytes)
+        weights = self.WO * self.WK * self.U * self.WM * slot
         return self.steps(inputs) * self.NT * self.XR * 512 + sums + weights
 
     def blocks(self, outputs: int, multiprocessors: int) -> tuple[int, int]:
@@ -87,14 +112,13 @@ class Tiling(NamedTuple):
         tiles = _divide_up(outputs, 16 * self.WM * self.WO)
         return min(tiles, max(1, multiprocessors // self.parts)), self.parts
 
-    def cost(self, rows: int, outputs: int, inputs: int, multiprocessors: int, value_bytes: int = 2) -> float:
+    def cost(self, rows: int, outputs: int, inputs: int, multiprocessors: int, slot: int = SLOT) -> float:
         """Estimate the time, as the bytes that a multiprocessor reads in it.
 
         Measured on an H200, in addition to the weights: 14 kB (half a microsecond) for each tile of outputs of a block
         and for each eight loads of x in turn, 40 kB for the second kernel that adds up parts.
         """
         steps = self.steps(inputs)
-        slot = _slot(value_bytes)
         along, parts = self.blocks(outputs, multiprocessors)
         turns = _divide_up(_divide_up(outputs, 16 * self.WM * self.WO), along)
         bytes_read = float(turns * _divide_up(steps, self.WK) * self.WK * self.WO * self.WM * slot)
@@ -108,7 +132,7 @@ class Tiling(NamedTuple):
 
 
 def choose_tiling(
-    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, value_bytes: int = 2
+    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, slot: int = SLOT
 ) -> Tiling | None:
     """Return the tiling with the least cost, or None if none fits.
 
@@ -118,14 +142,14 @@ def choose_tiling(
         inputs: its inputs, a multiple of `UNIT`.
         multiprocessors: multiprocessors of the GPU.
         shared_memory: bytes that a block may have.
-        value_bytes: bytes of a kept value in memory, 2 or 1.
+        slot: `slot_bytes` of the weight.
     """
-    tilings = ranked(rows, outputs, inputs, multiprocessors, shared_memory, value_bytes)
+    tilings = ranked(rows, outputs, inputs, multiprocessors, shared_memory, slot)
     return tilings[0] if tilings else None
 
 
 def ranked(
-    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, value_bytes: int = 2
+    rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, slot: int = SLOT
 ) -> list[Tiling]:
     """Return all tilings that fit, the cheapest first, and at equal cost the one with more warps.
 
@@ -135,18 +159,17 @@ def ranked(
     tiles = _divide_up(rows, 8)
     tile_rows = 2 if rows <= 2 else 4 if rows <= 4 else 8
     rows = tiles * tile_rows
-    slot = _slot(value_bytes)
     costs = []
     for parts, wm, wo, wk in product(_PARTS, (1,) if tiles <= 2 else (1, 2), (1, 2, 4), range(1, 17)):
         smallest = Tiling(tiles, tile_rows, wm, wo, wk, 1, parts)
         if parts > _divide_up(inputs, _STEP) or wk > smallest.steps(inputs) or wo * wk > 16:
             continue
         # As many steps in flight as shared memory has room for.
-        room = shared_memory - smallest.shared_memory(inputs, value_bytes)
+        room = shared_memory - smallest.shared_memory(inputs, slot)
         if room >= 0:
             more = min(3, room // (wo * wk * wm * slot), 160_000 // (wo * wk * wm * slot) - 1)
             tiling = smallest._replace(U=1 + max(0, more))
-            costs.append((tiling.cost(rows, outputs, inputs, multiprocessors, value_bytes), -tiling.threads, tiling))
+            costs.append((tiling.cost(rows, outputs, inputs, multiprocessors, slot), -tiling.threads, tiling))
     return [tiling for _, _, tiling in sorted(costs)]
 
 
@@ -161,7 +184,7 @@ class ProductPlan:
         inputs: int,
         dtype: torch.dtype,
         device: int,
-        value_dtype: torch.dtype | None = None,
+        stored: Stored = AS_X,
     ) -> None:
         """Compile and load kernels that the process does not have yet.
 
@@ -172,7 +195,7 @@ class ProductPlan:
             inputs: its inputs.
             dtype: dtype of x.
             device: index of the GPU.
-            value_dtype: dtype of 8-bit values, None for values in `dtype`.
+            stored: form of the values.
 
         Raises:
             OSError: NVRTC or the driver is missing.
@@ -180,12 +203,12 @@ class ProductPlan:
         """
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         macros = (*tiling.macros(inputs).items(), *([("HALF", 1)] if dtype == torch.float16 else []))
-        macros += () if value_dtype is None else (MACROS[value_dtype],)
+        macros += stored.macros()
         module = _module(macros, device)
         shape = LaunchShape(
             tiling.blocks(outputs, processors),
             tiling.threads,
-            tiling.shared_memory(inputs, 2 if value_dtype is None else 1),
+            tiling.shared_memory(inputs, stored.slot_bytes()),
         )
         self.multiply = Launch(module, "linear24", shape, 7, (rows, outputs, inputs))
         # Parts of the inputs are added by a second kernel.
@@ -216,7 +239,7 @@ class ProductPlan:
         values = aligned(values)
         positions = aligned(positions)
         bias = None if bias is None else bias.contiguous()
-        scale = None if scale is None else scale.contiguous()
+        scale = None if scale is None else aligned(scale)
         # Both kernels end with scales, bias and y.
         bias_pointer = 0 if bias is None else bias.data_ptr()
         scale_pointer = 0 if scale is None else scale.data_ptr()
@@ -238,10 +261,10 @@ def mma24(
 
     Args:
         x: (..., in).
-        values: (out, in/2).
+        values: (out, in/2), of int4 (out, in/4).
         positions: (out, in/8).
         bias: (out,).
-        scale: (out, 1) of 8-bit values.
+        scale: (out, 1) of 8-bit values, (out, groups) of int4.
 
     Returns:
         (..., out).
@@ -254,8 +277,13 @@ def mma24(
     inputs = x.shape[-1]
     if inputs % UNIT or not 0 < size <= MOST_ROWS * inputs:
         return None
+    stored = AS_X if scale is None else Stored(values.dtype)
+    if scale is not None and (groups := scale.shape[-1]) > 1:
+        if inputs % (groups * UNIT) or scale.numel() % 2:  # a block has one scale, and two are loaded
+            return None
+        stored = Stored(values.dtype, inputs // groups // UNIT)
     # A plan is made once for a shape, number of rows, dtypes and device.
-    key = (size // inputs, outputs, inputs, x.dtype, x.get_device(), None if scale is None else values.dtype)
+    key = (size // inputs, outputs, inputs, x.dtype, x.get_device(), stored)
     if key not in _PLANS:
         _PLANS[key] = _plan(*key)
     plan = _PLANS[key]
@@ -266,11 +294,11 @@ def mma24(
     return y
 
 
-_PLANS: dict[tuple[int, int, int, torch.dtype, int, torch.dtype | None], ProductPlan | None] = {}
+_PLANS: dict[tuple[int, int, int, torch.dtype, int, Stored], ProductPlan | None] = {}
 
 
 def _plan(
-    rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int, value_dtype: torch.dtype | None = None
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int, stored: Stored = AS_X
 ) -> ProductPlan | None:
     """Plan a product, or return None, after a warning if the GPU should have the kernel."""
     if not outputs or dtype not in (torch.bfloat16, torch.float16) or torch.version.cuda is None:
@@ -281,8 +309,8 @@ def _plan(
     try:
         memory = shared_memory_limit(device)
         processors = properties.multi_processor_count
-        tiling = choose_tiling(rows, outputs, inputs, processors, memory, 2 if value_dtype is None else 1)
-        return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device, value_dtype)
+        tiling = choose_tiling(rows, outputs, inputs, processors, memory, stored.slot_bytes())
+        return None if tiling is None else ProductPlan(tiling, rows, outputs, inputs, dtype, device, stored)
     except (OSError, RuntimeError) as error:
         _warn(str(error).splitlines()[0] if str(error) else type(error).__name__)
         return None
@@ -307,11 +335,6 @@ def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
         options.append("-DORDERED")
     source = Path(__file__).with_name("linear24.cu").read_text()
     return Module(compile_cubin(source, f"sm_{major}{minor}", options), device)
-
-
-def _slot(value_bytes: int) -> int:
-    """Return the bytes of the values and positions of 16 outputs in a step."""
-    return 2048 * value_bytes + 512
 
 
 def _divide_up(a: int, b: int) -> int:

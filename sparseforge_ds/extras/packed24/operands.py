@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.packed_values import GRIDS, scale_shape
-from sparseforge_ds.mask.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES
+from sparseforge_ds.mask.packed_values import DTYPE_NAMES, SCALE_DTYPES, grid_of, values_per_element
+from sparseforge_ds.mask.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES, require_scale_shape
 
-_ON_A_GRID = frozenset(GRIDS.values())
 _INTEGERS = frozenset({torch.int32, torch.int64})
 
 
@@ -30,11 +29,12 @@ def require_operands(
     Args:
         operator: its name, for messages.
         x: (..., in), or (..., out) if `backward`; with `ends` exactly two axes.
-        values: (out, in/2); with `ends` (experts, out, in/2).
+        values: (out, in/2), or of int4 (out, in/4); with `ends` (experts, ...).
         positions: (out, ceil(in/8)), uint8; with `ends` (experts, out, ceil(in/8)).
         bias: (out,), or None.
         ends: (experts,), int32 or int64, of an operator on experts; None for one weight.
-        scale: (out, 1), fp32, of 8-bit values; with `ends` (experts, out, 1). None for values in the dtype of `x`.
+        scale: (out, 1), fp32, of 8-bit values, or (out, groups), bf16, of int4; with `ends` (experts, ...). None for
+            values in the dtype of `x`.
         backward: `x` is the gradient of the outputs.
 
     Raises:
@@ -47,6 +47,8 @@ def require_operands(
     axes = 2 if ends is None else 3
     if len(shape) == axes:
         outputs, kept = shape[-2:]
+        if scale is not None:
+            kept *= values_per_element(values.dtype)
         if (
             kept > 0
             and kept % 2 == 0
@@ -73,8 +75,20 @@ def require_ends(ends: list[int], rows: int) -> None:
 
 
 def _is_scale(scale: Tensor, values: Tensor) -> bool:
-    same = scale.dtype == torch.float32 and scale.device == values.device and scale.layout == torch.strided
-    return same and values.dtype in _ON_A_GRID and scale.shape == (*values.shape[:-1], 1)
+    same = scale.dtype == SCALE_DTYPES.get(values.dtype) and scale.device == values.device
+    return same and scale.layout == torch.strided and _scale_misfit(scale, values) is None
+
+
+def _scale_misfit(scale: Tensor, values: Tensor) -> str | None:
+    """Return what is wrong with the shape of scales, or None."""
+    if scale.shape == (*values.shape[:-1], 1):
+        return None
+    try:
+        shapes = (tuple(values.shape), tuple(scale.shape))
+        require_scale_shape(*shapes, -1, grid_of(values.dtype, *shapes, -1))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _is_bias(bias: Tensor, outputs: int, x: Tensor) -> bool:
@@ -100,6 +114,10 @@ def _misfit(
     operands = {"x": x, "values": values, "positions": positions, "bias": bias, "ends": ends, "scale": scale}
     tensors = {name: tensor for name, tensor in operands.items() if tensor is not None}
     shape = tuple(values.shape)
+    if scale is not None and SCALE_DTYPES.get(values.dtype) != scale.dtype:
+        return f"values are {DTYPE_NAMES}; these are {values.dtype}, {scale.dtype}"
+    per_element = 1 if scale is None else values_per_element(values.dtype)
+    kept = per_element * shape[-1] if shape else 0
     axes = 2 if ends is None else 3
 
     # Numbers of axes and their lengths.
@@ -108,21 +126,19 @@ def _misfit(
     ):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         return f"{shapes} are not rows and the packed weights of as many experts"
-    if values.ndim != axes or shape[-1] % 2 or not shape[-1] or positions.shape != (*shape[:-1], (shape[-1] + 3) // 4):
+    if values.ndim != axes or kept % 2 or not kept or positions.shape != (*shape[:-1], (kept + 3) // 4):
         return (
             f"values of shape {shape} and positions of shape {tuple(positions.shape)} are no weight that is packed "
             "along its last axis"
         )
-    if scale is not None and scale.shape != (rows := scale_shape(shape, -1)):
-        return f"scale of shape {tuple(scale.shape)} does not fit values of shape {shape}; one a row is {rows}"
+    if scale is not None and (misfit := _scale_misfit(scale, values)) is not None:
+        return misfit
 
     # Dtypes, layouts and devices.
     if positions.dtype != torch.uint8:
         return f"positions are uint8, these are {positions.dtype}"
     if ends is not None and ends.dtype not in _INTEGERS:
         return f"ends are int32 or int64, these are {ends.dtype}"
-    if scale is not None and (values.dtype not in _ON_A_GRID or scale.dtype != torch.float32):
-        return f"values with a scale are int8 or float8_e4m3fn, and it float32; these are {values.dtype}, {scale.dtype}"
     other = ("positions", "ends", "scale") if scale is None else ("positions", "ends", "scale", "values")
     numbers = {name: tensor for name, tensor in tensors.items() if name not in other}
     for name, tensor in numbers.items():
@@ -136,7 +152,7 @@ def _misfit(
         return f"devices differ: {', '.join(f'{name} {tensor.device}' for name, tensor in tensors.items())}"
 
     # The lengths of x and the bias.
-    along, count = ("outputs", shape[-2]) if backward else ("inputs", 2 * shape[-1])
+    along, count = ("outputs", shape[-2]) if backward else ("inputs", 2 * kept)
     if x.ndim == 0 or x.shape[-1] != count:
         return f"x of shape {tuple(x.shape)} does not end in the weight's {count} {along}"
     return f"bias of shape {tuple(bias.shape) if bias is not None else ()} does not fit {shape[-2]} outputs"

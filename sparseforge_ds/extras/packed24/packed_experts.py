@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
 from sparseforge_ds.extras.packed24.packed_linear import keep_bits
-from sparseforge_ds.mask.packed_values import SCALE, scale_shape
+from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape
 from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
 
 
@@ -18,9 +18,9 @@ class Packed24Experts(nn.Module):
     """Base class that an experts module of transformers gets when its weights are packed.
 
     `gate_up_proj` (or `up_proj`) and `down_proj` hold the kept values of all experts, (experts, out, in/2). Buffers of
-    the same names with `_positions` hold their positions, (experts, out, ceil(in/8)). Both are transposed if the
-    module's weights are. 8-bit values have scales, `_scale`, (experts, out, 1). Activations, biases and norms are the
-    module's own, as in `transformers.integrations.moe`. `experts_implementation` has no effect.
+    the same names with `_positions` hold their positions, (experts, out, ceil(in/8)), those with `_scale` the scales of
+    rounded values; an element of int4 holds two. All are transposed if the module's weights are. Activations, biases
+    and norms are the module's own, as in `transformers.integrations.moe`. `experts_implementation` has no effect.
     """
 
     is_transposed: bool
@@ -49,7 +49,7 @@ class Packed24Experts(nn.Module):
 
     @torch.no_grad()
     def make_dense(self, dtype: torch.dtype = torch.float32) -> None:
-        """Unpack the weights, one expert at a time, 8-bit values into `dtype`, and restore the module's class."""
+        """Unpack the weights, one expert at a time, rounded values into `dtype`, and restore the module's class."""
         for buffer in [name for name in self._buffers if name.endswith(POSITIONS)]:
             name = buffer.removesuffix(POSITIONS)
             values = getattr(self, name)
@@ -67,7 +67,7 @@ class Packed24Experts(nn.Module):
         self.__class__ = type(self).__bases__[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move as any module does, and keep 8-bit values and their scales when others are cast."""
+        """Move as any module does, and keep rounded values and their scales when others are cast."""
         return super()._apply(keep_bits(self, fn), recurse)
 
 
@@ -96,22 +96,23 @@ def packed_kind(experts: nn.Module) -> type[Packed24Experts] | None:
     return Packed24Llama4Experts if type(experts).__name__ == "Llama4TextExperts" else None
 
 
-def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str], grid: torch.dtype | None = None) -> None:
+def pack_experts(experts: Any, kind: type[Packed24Experts], names: list[str], grid: Grid | None = None) -> None:
     """Turn an experts module of transformers into one for packed weights, in place; the loader fills them.
 
     Args:
         experts: the module.
         kind: its `packed_kind`.
         names: its weights, each of which becomes empty tensors for values and positions.
-        grid: dtype of 8-bit values, which also get a tensor for scales; None: values in the module's dtype.
+        grid: of rounded values, which also get a tensor for scales; None: values in the module's dtype.
     """
     experts.__class__ = type(f"Packed24{type(experts).__name__}", (kind, type(experts)), {})
     for name in names:
         dense = getattr(experts, name)
         axis = -2 if experts.is_transposed else -1
-        values, positions = packed24_shapes(tuple(dense.shape), axis)
-        setattr(experts, name, nn.Parameter(dense.new_empty(values, dtype=grid), requires_grad=False))
+        dtype = None if grid is None else grid.dtype
+        values, positions = packed24_shapes(tuple(dense.shape), axis, dtype)
+        setattr(experts, name, nn.Parameter(dense.new_empty(values, dtype=dtype), requires_grad=False))
         experts.register_buffer(name + POSITIONS, dense.new_empty(positions, dtype=torch.uint8))
         if grid is not None:
-            scales = dense.new_empty(scale_shape(values, axis), dtype=torch.float32)
+            scales = dense.new_empty(scale_shape(values, axis, grid), dtype=grid.scale_dtype)
             experts.register_buffer(name + SCALE, scales)

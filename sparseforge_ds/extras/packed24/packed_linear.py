@@ -9,21 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, dense_inputs
 from sparseforge_ds.mask.packing import unpack24
 
 
 class Packed24Linear(nn.Linear):
     """`nn.Linear` whose `weight` holds the kept values, (out, in/2), and `weight_positions` their positions.
 
-    It takes 0.5625 of the bytes of a bf16 weight, with 8-bit values 0.3125, in memory and in its state dict, whose
-    names are those of a packed24 file. An adapter on it may be trained; `weight` itself has no gradient.
+    It takes 0.5625 of the bytes of a bf16 weight, with 8-bit values 0.3125, with int4 0.195 at groups of 64, in memory
+    and in its state dict, whose names are those of a packed24 file. An adapter on it may be trained; `weight` itself
+    has no gradient.
 
     Args:
-        weight: (out, in/2), the kept values of `pack24`, or 8-bit ones of `round_values`.
+        weight: (out, in/2), the kept values of `pack24`, or rounded ones of `round_values`, of int4 (out, in/4).
         positions: (out, ceil(in/8)), uint8; checked for damage by whoever read them.
         bias: (out,), or None.
-        scale: (out, 1), fp32, of 8-bit values; None for others.
+        scale: scales of rounded values; None for others.
     """
 
     weight_positions: Tensor
@@ -36,7 +37,7 @@ class Packed24Linear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)
         self.out_features = weight.shape[0]
-        self.in_features = 2 * weight.shape[1]
+        self.in_features = dense_inputs(weight)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("weight_positions", positions)
         self.register_buffer("weight_scale", scale)
@@ -48,7 +49,7 @@ class Packed24Linear(nn.Linear):
         return result
 
     def dense(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the ordinary layer with the same weight, of 8-bit values in `dtype`; its bias is shared."""
+        """Return the ordinary layer with the same weight, of rounded values in `dtype`; its bias is shared."""
         layer = self.dense_class(self.in_features, self.out_features, bias=False, device="meta")
         weight = unpack24(self.weight.detach(), self.weight_positions, self.weight_scale, dtype)
         layer.weight = nn.Parameter(weight)
@@ -56,12 +57,12 @@ class Packed24Linear(nn.Linear):
         return layer.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move as any module does, and keep 8-bit values and their scales when other tensors are cast."""
+        """Move as any module does, and keep rounded values and their scales when other tensors are cast."""
         return super()._apply(keep_bits(self, fn), recurse)
 
 
 def keep_bits(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies `fn`, but passes 8-bit values and scales as integers, which `fn` does not cast.
+    """Return a function that applies `fn`, but passes rounded values and scales as integers, which `fn` does not cast.
 
     Args:
         module: a module with packed weights.
@@ -72,6 +73,6 @@ def keep_bits(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Te
     def apply(tensor: Tensor) -> Tensor:
         if not scales or (id(tensor) not in scales and tensor.dtype not in GRIDS.values()):
             return fn(tensor)
-        return fn(tensor.view(torch.int8 if tensor.itemsize == 1 else torch.int32)).view(tensor.dtype)
+        return fn(tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])).view(tensor.dtype)
 
     return apply

@@ -10,8 +10,8 @@ linear layers instead, on CUDA (8.0 or more, 16 bits), which are faster from abo
 unpacked then. Semi-structured tensors are not saved, nor are branches.
 
 A packed weight lies under its own name, with half its inputs, beside `<name>_positions`: transformers without this
-package raises on the shape, where an unknown quant_method alone would be a mere warning. 8-bit values have their scales
-in `<name>_scale`, and stay 8-bit in memory, whatever dtype the rest of the model is cast to.
+package raises on the shape, where an unknown quant_method alone would be a mere warning. Rounded values have their
+scales in `<name>_scale`, and stay so in memory, whatever dtype the rest of the model is cast to.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, STORED_GRIDS, has_packed_weights
+from sparseforge_ds.mask.packed_values import GRIDS, SCALE, SCALE_DTYPES, Grid, require_grid
+from sparseforge_ds.mask.packing import (
+    PACKED24,
+    PACKED24_FORMAT,
+    POSITIONS,
+    STORED_GRIDS,
+    STORED_SCALES,
+    has_packed_weights,
+)
 
 
 class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transformers is untyped
@@ -38,7 +45,8 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
             them, and into dense ones elsewhere.
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
         low_rank_learned: whether the folder has the projections P of these branches too.
-        values: a key of `GRIDS` for 8-bit values; None for values in the model's dtype.
+        values: a key of `GRIDS` for rounded values; None for values in the model's dtype.
+        group: with `values` int4 the kept values that share a scale; None for all of a row.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         low_rank: dict[str, int] | None = None,
         low_rank_learned: bool = False,
         values: str | None = None,
+        group: int | None = None,
         **more: Any,
     ) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
@@ -64,12 +73,21 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
             raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
         if not isinstance(low_rank_learned, bool):
             raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
-        self.values = require_grid(values)
+        require_grid(values, group)
+        self.values = values
+        self.group = group
+
+    @property
+    def grid(self) -> Grid | None:
+        """Grid of rounded values, or None."""
+        return require_grid(self.values, self.group)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content for config.json, without keys that older versions refuse and that say nothing here."""
         content = super().to_dict()
-        return {key: value for key, value in content.items() if value or key not in ("low_rank_learned", "values")}
+        return {
+            key: value for key, value in content.items() if value or key not in ("low_rank_learned", "values", "group")
+        }
 
 
 class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is untyped
@@ -103,7 +121,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
         ]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Return the dtype that a tensor of the files is cast to; None for 8-bit values and scales, which are not."""
+        """Return the dtype that a tensor of the files is cast to; None for rounded values and scales, which are not."""
         if values := self.quantization_config.values:
             stored = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
             if stored in (STORED_GRIDS[values], GRIDS[values]):
@@ -111,7 +129,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
             # Names are loaded in order, so that scales come behind the positions of their weight.
             behind = any(POSITIONS in pattern for pattern in getattr(converter, "collected_tensors", ()))
             alone = any(getattr(step, "of_scales", False) for step in getattr(converter, "operations", ()))
-            if stored in ("F32", torch.float32) and (behind or alone):
+            if stored in (STORED_SCALES[values], SCALE_DTYPES[GRIDS[values]]) and (behind or alone):
                 return None
         new_dtype: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
         return new_dtype
@@ -127,10 +145,10 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
         headers = read_headers(self._files)
         targets = Targets(model, weight_conversions)
-        check_headers(model, headers, targets, self.quantization_config.values)
+        check_headers(model, headers, targets, self.quantization_config.grid)
         if self.quantization_config.semi_structured:
             return list(super().update_weight_conversions(weight_conversions, model))
-        kept, rest = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.values)
+        kept, rest = keep_experts(model, headers, targets, weight_conversions, self.quantization_config.grid)
         return [*kept, *super().update_weight_conversions(rest, model)]
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -229,7 +247,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
 
 
 def _dtype(model: Any) -> torch.dtype:
-    """Return the dtype that a model computes in: of its first floating-point parameter that is not 8-bit."""
+    """Return the dtype that a model computes in: of its first floating-point parameter that is not rounded."""
     floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     return next((dtype for dtype in floats if dtype not in GRIDS.values()), torch.float32)
 

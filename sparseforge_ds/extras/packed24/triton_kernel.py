@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import alignment, triton_programs
 from sparseforge_ds.extras.packed24.alignment import aligned
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, dense_inputs
 
 FEW_ROWS = 4
 """Maximum of rows for which the packed weight is multiplied directly."""
@@ -51,6 +51,15 @@ class Tile(NamedTuple):
         return self.rows < 16
 
 
+class ValueGrid(NamedTuple):
+    """Values of a weight, as a kernel is compiled for them."""
+
+    name: str | None = None
+    """A key of `GRIDS` for rounded values."""
+    span: int | None = None
+    """Groups of four inputs that share a scale of int4; None for one scale a row, or none."""
+
+
 UNPACKING = Tile(0, 1, 512, 4, 1)
 """Tile of `unpack`."""
 
@@ -76,10 +85,10 @@ def triton24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, 
 
     Args:
         x: (..., in).
-        values: (out, in/2).
+        values: (out, in/2), of int4 (out, in/4).
         positions: (out, ceil(in/8)).
         bias: (out,).
-        scale: (out, 1) of 8-bit values.
+        scale: (out, 1) of 8-bit values, (out, groups) of int4.
 
     Returns:
         (..., out).
@@ -109,13 +118,14 @@ def multiply(
     rows = x.shape[0]
     outputs = values.shape[0]
     groups = x.shape[1] // 4
-    value_grid, values = _grid_and_bytes(values, scale)
+    value_grid, values, scale = _bytes(values, scale, groups)
+    is_scaled_later = scale is not None and value_grid.span is None
     x = aligned(x)
     values = aligned(values)
     positions = positions.contiguous()
     output_tiles = triton.cdiv(outputs, tile.outputs)
     # A kernel without scales or bias does not read their pointers.
-    scale_or_any = y if scale is None else scale.contiguous()
+    scale_or_any = y if scale is None else scale
     bias_or_any = y if bias is None else bias.contiguous()
     compiled = constants(tile, bias is not None and tile.splits == 1, _word_width(positions, groups), value_grid)
     with _on_device(x):
@@ -133,7 +143,7 @@ def multiply(
         triton_programs.many_rows[(triton.cdiv(rows, tile.rows), output_tiles, tile.splits)](
             *(x, values, positions, scale_or_any, bias_or_any, sums, y),
             *(rows, outputs, groups, _groups_of_split(tile, groups)),
-            HAS_SCALE=scale is not None and tile.splits == 1,
+            HAS_SCALE=is_scaled_later and tile.splits == 1,
             HAS_EXPERTS=False,
             **compiled,
             **_options(tile),
@@ -142,7 +152,7 @@ def multiply(
             count = rows * outputs
             triton_programs.add_parts[(triton.cdiv(count, _SUMS_AT_ONCE),)](
                 *(sums, scale_or_any, bias_or_any, y, tile.splits, count, outputs),
-                HAS_SCALE=scale is not None,
+                HAS_SCALE=is_scaled_later,
                 HAS_BIAS=bias is not None,
                 SIZE=_SUMS_AT_ONCE,
             )
@@ -155,19 +165,23 @@ def unpack(
     scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Unpack values (out, in/2), positions and scales into the dense weight (out, in), of 8-bit values in `dtype`."""
+    """Unpack values, positions and scales into the dense weight (out, in), of rounded values in `dtype`."""
     outputs = values.shape[0]
-    groups = values.shape[1] // 2
+    groups = dense_inputs(values) // 4
     dense = values.new_empty(outputs, 4 * groups, dtype=values.dtype if scale is None else dtype)
-    value_grid, values = _grid_and_bytes(values, scale)
+    value_grid, values, scale = _bytes(values, scale, groups)
     values = aligned(values)
     positions = positions.contiguous()
-    scale_or_any = dense if scale is None else scale.contiguous()
+    scale_or_any = dense if scale is None else scale
     grid = (triton.cdiv(outputs, tile.outputs), triton.cdiv(groups, tile.groups))
     compiled = {"EVEN": _word_width(positions, groups), "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
     with _on_device(values):
         triton_programs.unpack[grid](
-            *(values, positions, scale_or_any, dense, outputs, groups), GRID=value_grid, **compiled, **_options(tile)
+            *(values, positions, scale_or_any, dense, outputs, groups),
+            GRID=value_grid.name,
+            SPAN=value_grid.span,
+            **compiled,
+            **_options(tile),
         )
     return dense
 
@@ -177,10 +191,10 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor,
 
     Args:
         x: (rows, in), sorted by expert.
-        values: (experts, out, in/2).
+        values: (experts, out, in/2), of int4 (experts, out, in/4).
         positions: (experts, out, ceil(in/8)).
         ends: (experts,) index behind the last row of each expert.
-        scale: (experts, out, 1) of 8-bit values.
+        scale: (experts, out, 1) of 8-bit values, (experts, out, groups) of int4.
 
     Returns:
         (rows, out); rows from the last end on are zero.
@@ -195,9 +209,9 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor,
     by_row = rows <= FEW_ROWS_OF_EXPERTS
     tile = choose_tile(1 if by_row else max(rows // count, FEW_ROWS + 1), x.dtype, outputs, groups)._replace(splits=1)
     output_tiles = triton.cdiv(outputs, tile.outputs)
-    value_grid, values = _grid_and_bytes(values, scale)
+    value_grid, values, scale = _bytes(values, scale, groups)
     positions = positions.contiguous()
-    scale_or_any = y if scale is None else scale.contiguous()
+    scale_or_any = y if scale is None else scale
     tensors = (aligned(x), aligned(values), positions, scale_or_any, y, y)
     compiled = {**constants(tile, False, _word_width(positions, groups), value_grid), **_options(tile)}
     with _on_device(x):
@@ -213,7 +227,7 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor,
             runs = divide_rows(ends, rows, tile.rows)
             triton_programs.many_rows[(runs.shape[0], output_tiles, 1)](
                 *(*tensors, runs, rows, outputs, groups, groups),
-                HAS_SCALE=scale is not None,
+                HAS_SCALE=scale is not None and value_grid.span is None,
                 HAS_EXPERTS=True,
                 **compiled,
             )
@@ -243,22 +257,31 @@ def divide_rows(ends: Tensor, rows: int, limit: int) -> Tensor:
 
 
 def constants(
-    tile: Tile, has_bias: bool, word_width: int, grid: str | None = None, chooses_bytes: bool = _CHOOSES_BYTES
+    tile: Tile, has_bias: bool, word_width: int, grid: ValueGrid, chooses_bytes: bool = _CHOOSES_BYTES
 ) -> dict[str, Any]:
-    """Return the constants that a kernel of products is compiled for; `grid` is that of 8-bit values."""
+    """Return the constants that a kernel of products is compiled for."""
     sizes = {"HAS_BIAS": has_bias, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
-    paths = {"EVEN": word_width, "PRMT": chooses_bytes, "GRID": grid}
+    paths = {"EVEN": word_width, "PRMT": chooses_bytes, "GRID": grid.name, "SPAN": grid.span}
     return {**sizes, **paths, **({"AHEAD": tile.num_stages} if tile.few else {})}
 
 
-def _grid_and_bytes(values: Tensor, scale: Tensor | None) -> tuple[str | None, Tensor]:
-    """Return the grid of 8-bit values and them as int8, or None and values without scales as they are.
+def _bytes(values: Tensor, scale: Tensor | None, groups: int) -> tuple[ValueGrid, Tensor, Tensor | None]:
+    """Return the grid of values, and values and scales as kernels read them; not every GPU has types for all of them.
 
-    Not every GPU has a type for fp8.
+    Args:
+        values: of a weight, or of several.
+        scale: their scales, or None.
+        groups: groups of four inputs in a row.
+
+    Returns:
+        The grid; values without scales as they are, others as int8; scales in bf16 as int16.
     """
     if scale is None:
-        return None, values
-    return next(name for name, dtype in GRIDS.items() if dtype == values.dtype), values.view(torch.int8)
+        return ValueGrid(), values, None
+    name = next(name for name, dtype in GRIDS.items() if dtype == values.dtype)
+    span = groups // scale.shape[-1] if scale.shape[-1] > 1 else None
+    scale = scale.contiguous()
+    return ValueGrid(name, span), values.view(torch.int8), scale.view(torch.int16) if values.dtype == PAIRS else scale
 
 
 def _groups_of_split(tile: Tile, groups: int) -> int:

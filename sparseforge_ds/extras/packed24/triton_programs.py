@@ -5,6 +5,7 @@ the plain path, NVIDIA's GPUs the inline assembly of `triton_words`. Other argum
 reads annotations and has none for a pointer or a tile.
 
 Names: m rows of x, n outputs of the weight (`row` their 64-bit numbers), a group is four inputs, a quad four groups.
+SPAN is the groups that share a scale of int4, whose values are scaled as they are loaded; None: sums are scaled.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from sparseforge_ds.extras.packed24.triton_words import (
     both_halves,
     choose_pair,
     decode,
+    load_four_bytes,
     load_four_words,
     load_positions,
+    load_scale,
     load_two_words,
     load_word,
     product_of_group,
@@ -34,6 +37,11 @@ def _quad_of_values(values, inside, dtype: tl.constexpr, GRID: tl.constexpr):  #
         c, d = both_halves(v1, dtype)
         e, f = both_halves(v2, dtype)
         g, h = both_halves(v3, dtype)
+    elif GRID == "int4":
+        word = load_four_bytes(values, inside)
+        a, b, c, d = decode(word, GRID), decode(word >> 4, GRID), decode(word >> 8, GRID), decode(word >> 12, GRID)
+        word = word >> 16
+        e, f, g, h = decode(word, GRID), decode(word >> 4, GRID), decode(word >> 8, GRID), decode(word >> 12, GRID)
     else:
         low, high = load_two_words(values, inside)
         a, b, c, d = decode(low, GRID), decode(low >> 8, GRID), decode(low >> 16, GRID), decode(low >> 24, GRID)
@@ -46,6 +54,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     x,
     values,
     positions,
+    scale,
     m,
     n,
     rows,
@@ -54,6 +63,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     QUADS: tl.constexpr,
     AHEAD: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Sum (rows, outputs) of a tile, if a thread can take a quad at a time: its values and a word of positions."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -61,28 +71,53 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     m = m[:, None, None]
     at = tl.arange(0, QUADS)[None, None, :]
     total = tl.zeros((m.shape[0], n.shape[0], QUADS), dtype=tl.float32)
-    values += 8 * (row * quads + at)
+    SIZE: tl.constexpr = 4 if GRID == "int4" else 8
+    values += SIZE * (row * quads + at)
     positions += 2 * (row * quads + at)
     x += 16 * (m * quads + at)
     for q in tl.range(0, quads, QUADS, loop_unroll_factor=AHEAD):
         inside = (row < outputs) & (q + at < quads)
         inside_x = (m < rows) & (q + at < quads)
-        v0, v1, v2, v3, v4, v5, v6, v7 = _quad_of_values(values + 8 * q, inside, dtype, GRID)
+        v0, v1, v2, v3, v4, v5, v6, v7 = _quad_of_values(values + SIZE * q, inside, dtype, GRID)
         word = load_word(positions + 2 * q, inside)
         a0, a1, a2, a3 = load_four_words(x + 16 * q, inside_x, False)
         b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, inside_x, False)
         # Two values and two words of inputs a group.
-        total += product_of_group(v0, v1, a0, a1, word & 15, dtype)
-        total += product_of_group(v2, v3, a2, a3, (word >> 4) & 15, dtype)
-        total += product_of_group(v4, v5, b0, b1, (word >> 8) & 15, dtype)
-        total += product_of_group(v6, v7, b2, b3, word >> 12, dtype)
+        if SPAN is None:
+            total += product_of_group(v0, v1, a0, a1, word & 15, dtype)
+            total += product_of_group(v2, v3, a2, a3, (word >> 4) & 15, dtype)
+            total += product_of_group(v4, v5, b0, b1, (word >> 8) & 15, dtype)
+            total += product_of_group(v6, v7, b2, b3, word >> 12, dtype)
+        else:
+            part = product_of_group(v0, v1, a0, a1, word & 15, dtype)
+            part += product_of_group(v2, v3, a2, a3, (word >> 4) & 15, dtype)
+            part += product_of_group(v4, v5, b0, b1, (word >> 8) & 15, dtype)
+            part += product_of_group(v6, v7, b2, b3, word >> 12, dtype)
+            total += part * load_scale(scale, row * (4 * quads // SPAN) + 4 * (q + at) // SPAN, inside)
     return tl.sum(total, axis=2)
 
 
 @triton.jit
-def _pair_of_values(values, at, inside, dtype: tl.constexpr, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load the two kept values of each group `at` in fp32."""
-    if GRID is not None:
+def _pair_of_values(  # type: ignore[no-untyped-def]
+    values,
+    scale,
+    row,
+    group,
+    groups,
+    inside,
+    dtype: tl.constexpr,
+    GRID: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Load the two kept values of each group of a row in fp32."""
+    at = row * groups + group
+    if GRID == "int4":
+        pair = tl.load(values + at, mask=inside, other=0).to(tl.int32)
+        low, high = decode(pair, GRID), decode(pair >> 4, GRID)
+        if SPAN is not None:
+            factor = load_scale(scale, row * (groups // SPAN) + group // SPAN, inside)
+            low, high = low * factor, high * factor
+    elif GRID is not None:
         pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
         pair = tl.load(pairs + at, mask=inside, other=0).to(tl.int32)
         low, high = decode(pair, GRID), decode(pair >> 8, GRID)
@@ -100,6 +135,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
     x,
     values,
     positions,
+    scale,
     m,
     n,
     rows,
@@ -108,6 +144,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     """Sum (rows, outputs) of a tile, for any dtype, alignment and number of groups."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -122,7 +159,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
         at = m[:, None, None, None] * groups + group[None, :, :, :]
         inside_x = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
         # Two values a group, and the two of its four inputs that the positions name.
-        low, high = _pair_of_values(values, row * groups + group, inside, dtype, GRID)
+        low, high = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, SPAN)
         if dtype == tl.float32:
             x_low = tl.load(x + 4 * at + (half & 3)[None, :, :, :], mask=inside_x, other=0.0)
             x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=inside_x, other=0.0)
@@ -153,6 +190,7 @@ def few_rows(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
@@ -162,18 +200,20 @@ def few_rows(  # type: ignore[no-untyped-def]
         expert = tl.load(experts + row).to(tl.int64)
         x += row * (4 * groups)
         y += row * outputs
-        values += expert * outputs * (2 * groups)
+        values += expert * outputs * (groups if GRID == "int4" else 2 * groups)
         positions += expert * outputs * ((groups + 1) // 2)
-        scale += expert * outputs
+        scale += expert * outputs * (1 if SPAN is None else groups // SPAN)
         outputs = tl.where(expert < count, outputs, 0)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.arange(0, ROWS)
     # The fast path needs byte selection, aligned positions and inputs of 16 bits.
     if PRMT and EVEN and x.dtype.element_ty != tl.float32:
-        result = _sum_of_whole_quads(x, values, positions, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD, GRID)
+        result = _sum_of_whole_quads(
+            x, values, positions, scale, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD, GRID, SPAN
+        )
     else:
-        result = _sum_of_groups(x, values, positions, m, n, rows, outputs, groups, GROUPS, EVEN, GRID)
-    _store(result, scale, bias, y, m, m < rows, n, outputs, GRID is not None, HAS_BIAS)
+        result = _sum_of_groups(x, values, positions, scale, m, n, rows, outputs, groups, GROUPS, EVEN, GRID, SPAN)
+    _store(result, scale, bias, y, m, m < rows, n, outputs, GRID is not None and SPAN is None, HAS_BIAS)
 
 
 @triton.jit
@@ -182,7 +222,7 @@ def _store(  # type: ignore[no-untyped-def]
 ):
     """Store the sums of a tile, (rows, outputs) in fp32, scaled, plus the bias, in y's dtype."""
     if HAS_SCALE:
-        result *= tl.load(scale + n, mask=n < outputs, other=0.0)[None, :]
+        result *= load_scale(scale, n, n < outputs)[None, :]
     if HAS_BIAS:
         result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     inside = wanted[:, None] & (n < outputs)[None, :]
@@ -193,6 +233,7 @@ def _store(  # type: ignore[no-untyped-def]
 def _load_four(  # type: ignore[no-untyped-def]
     values,
     positions,
+    scale,
     row,
     quad,
     wanted,
@@ -201,15 +242,19 @@ def _load_four(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
-    """Return the four elements of each group of the dense weight in `dtype`, unscaled, each (outputs, quads, 4)."""
+    """Return the four elements of each group of the dense weight in `dtype`, each (outputs, quads, 4).
+
+    They are scaled if SPAN is not None.
+    """
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
     half = load_positions(positions, row, quad, wanted, groups, EVEN)
     if dtype == tl.float32 or GRID is not None:
         low = half & 3
         high = half >> 2
-        low_value, high_value = _pair_of_values(values, row * groups + group, inside, dtype, GRID)
+        low_value, high_value = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, SPAN)
         w0 = tl.where(low == 0, low_value, 0.0).to(dtype)
         w1 = tl.where(low == 1, low_value, tl.where(high == 1, high_value, 0.0)).to(dtype)
         w2 = tl.where(low == 2, low_value, tl.where(high == 2, high_value, 0.0)).to(dtype)
@@ -245,6 +290,7 @@ def many_rows(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
     """Multiply a tile of rows with an unpacked tile of the weight on the tensor cores, over one part of the inputs."""
@@ -257,9 +303,9 @@ def many_rows(  # type: ignore[no-untyped-def]
         expert = tl.load(run).to(tl.int64)
         first = tl.load(run + 1).to(tl.int32)
         rows = tl.load(run + 2).to(tl.int32)
-        values += expert * outputs * (2 * groups)
+        values += expert * outputs * (groups if GRID == "int4" else 2 * groups)
         positions += expert * outputs * ((groups + 1) // 2)
-        scale += expert * outputs
+        scale += expert * outputs * (1 if SPAN is None else groups // SPAN)
         end = tl.where(first < rows, groups, 0)
     m = first + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -270,6 +316,7 @@ def many_rows(  # type: ignore[no-untyped-def]
         w0, w1, w2, w3 = _load_four(
             values,
             positions,
+            scale,
             n.to(tl.int64)[:, None, None],
             quad,
             (n < outputs)[:, None, None],
@@ -278,6 +325,7 @@ def many_rows(  # type: ignore[no-untyped-def]
             EVEN,
             PRMT,
             GRID,
+            SPAN,
         )
         # Interleave the four elements of the groups.
         weight = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (OUTPUTS, 4 * GROUPS))
@@ -307,7 +355,7 @@ def add_parts(  # type: ignore[no-untyped-def]
     for split in range(splits):
         total += tl.load(parts + split * count + at, mask=at < count, other=0.0)
     if HAS_SCALE:
-        total *= tl.load(scale + at % outputs, mask=at < count, other=0.0)
+        total *= load_scale(scale, at % outputs, at < count)
     if HAS_BIAS:
         total += tl.load(bias + at % outputs, mask=at < count, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=at < count)
@@ -323,6 +371,7 @@ def unpack(  # type: ignore[no-untyped-def]
     groups,
     EVEN: tl.constexpr,
     GRID: tl.constexpr,
+    SPAN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -335,9 +384,11 @@ def unpack(  # type: ignore[no-untyped-def]
     inside = wanted & (group < groups)
     # Four numbers a group, or one word of 64 bits.
     if GRID is not None or values.dtype.element_ty == tl.float32:
-        w0, w1, w2, w3 = _load_four(values, positions, row, quad, wanted, groups, tl.float32, EVEN, False, GRID)
-        if GRID is not None:
-            factor = tl.load(scale + n, mask=n < outputs, other=0.0)[:, None, None]
+        w0, w1, w2, w3 = _load_four(
+            values, positions, scale, row, quad, wanted, groups, tl.float32, EVEN, False, GRID, SPAN
+        )
+        if GRID is not None and SPAN is None:
+            factor = load_scale(scale, n, n < outputs)[:, None, None]
             w0, w1, w2, w3 = w0 * factor, w1 * factor, w2 * factor, w3 * factor
         to = dense + 4 * (row * groups + group)
         tl.store(to, w0.to(dense.dtype.element_ty), mask=inside)

@@ -59,15 +59,40 @@ def load_two_words(address, inside):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode(code, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert the lowest byte of a word, an 8-bit value, to fp32.
+    """Convert the lowest byte of a word, an 8-bit value, or its lowest half, an int4, to fp32.
 
     A number of fp8 becomes one of fp16 that is 256 times smaller, which any GPU can convert.
     """
-    if GRID == "int8":
+    if GRID == "int4":
+        return ((code << 28) >> 28).to(tl.float32)
+    elif GRID == "int8":
         return ((code << 24) >> 24).to(tl.float32)
     else:
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def load_four_bytes(address, inside):  # type: ignore[no-untyped-def]
+    """Load a word that is used once."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.L1::no_allocate.b32 $0, [$1]; }",
+        "=r,l,r",
+        [address.to(tl.int64), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def load_scale(scale, at, inside):  # type: ignore[no-untyped-def]
+    """Load scales in fp32; those in bf16, of int4, come as their bits."""
+    if scale.dtype.element_ty == tl.int16:
+        bits = tl.load(scale + at, mask=inside, other=0).to(tl.int32)
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(scale + at, mask=inside, other=0.0)
 
 
 @triton.jit

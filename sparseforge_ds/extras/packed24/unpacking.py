@@ -16,7 +16,7 @@ from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.merged_experts import lay_out
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packed_values import SCALE, values_per_element
 from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpack24
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.transformers_internals import ConversionOps
@@ -90,14 +90,16 @@ class Unpack24(ConversionOps):  # type: ignore[misc]  # transformers is untyped
 class Packed24Conv1D(Packed24Linear):
     """Packed layer of GPT-2, whose weight is (in, out).
 
-    `weight` is (in/2, out), `weight_positions` (ceil(in/8), out), `weight_scale` (1, out). In memory the inputs are
-    contiguous. It is no `Conv1D`, since peft reads the sizes of one from its weight.
+    `weight` is (in/2, out), `weight_positions` (ceil(in/8), out), `weight_scale` (1 or groups, out). In memory the
+    inputs are contiguous. It is no `Conv1D`, since peft reads the sizes of one from its weight.
     """
 
     def __init__(
         self, weight: Tensor, positions: Tensor, bias: nn.Parameter | None = None, scale: Tensor | None = None
     ) -> None:
         super().__init__(weight.t().contiguous(), positions.t().contiguous(), bias, scale)
+        if scale is not None:
+            self.weight_scale = scale.t().contiguous().t()
         self.weight.data = self.weight.data.t()
         self.weight_positions = self.weight_positions.t()
 
@@ -108,7 +110,7 @@ class Packed24Conv1D(Packed24Linear):
         return result
 
     def dense(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the ordinary layer with the same weight, of 8-bit values in `dtype`; its bias is shared."""
+        """Return the ordinary layer with the same weight, of rounded values in `dtype`; its bias is shared."""
         with torch.device("meta"):
             layer = Conv1D(self.out_features, self.in_features)
         weight = unpack24(self.weight.detach(), self.weight_positions, self.weight_scale, dtype)
@@ -146,7 +148,8 @@ def _unpacked(
     except ValueError as error:
         note_damage(model, name, error)
         shape = list(values.shape)
-        shape[packed24_axis(values.shape, positions.shape)] *= 2
+        axis = packed24_axis(values.shape, positions.shape, values.dtype)
+        shape[axis] *= 2 * values_per_element(values.dtype)
         return values.new_zeros(shape, dtype=values.dtype if scale is None else dtype)
 
 

@@ -19,7 +19,7 @@ from sparseforge_ds.export import formats, model_folder
 from sparseforge_ds.export.formats import Format, export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packed_values import GRIDS, Grid
 from sparseforge_ds.mask.packing import unpack24
 from tests.conftest import ROOT
 from tests.forked_interpreter import run_script
@@ -206,39 +206,47 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "sparse", folder / "text.txt"
 
 
-@pytest.mark.parametrize("values", GRIDS)
-def test_8_bit_values_are_rounded_proved_measured_and_verified(
-    rounded: tuple[Path, Path], values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("values", "group"), [*((values, None) for values in GRIDS), ("int4", 16)])
+def test_values_are_rounded_proved_measured_and_verified(
+    rounded: tuple[Path, Path], values: str, group: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (sparse, text), out = rounded, tmp_path / "out"
-    how = ["--format", "packed24", "--values", values]
+    how = ["--format", "packed24", "--values", values, *([] if group is None else ["--group", str(group)])]
     assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
     told = capsys.readouterr().out
     assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
     record = json.loads((out / "sparsity.json").read_text())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert config == {"quant_method": "sparseforge_packed24", "format": 1, "values": values}
+    assert config == {"quant_method": "sparseforge_packed24", "format": 1, "values": values} | (
+        {} if group is None else {"group": group}
+    )
     if values == "int8":
         assert 0 < record["compared"]["kl"] < 0.01 and record["compared"]["text"] == str(text)
         assert f"KL to the model without rounding {record['compared']['kl']:.5f} nats a token on " in told
     else:
         assert "what rounding costs was not measured; give --text TEXT" in told
 
-    # Five bits a weight, and a scale a row; what is unpacked is what was hashed.
+    # Five or three bits a weight, and scales; what is unpacked is what was hashed.
     stored = TensorFolder(out)
     exact = open_source(sparse)
     for name, row in record["weights"].items():
         codes, positions, scale = (stored.read(name + part) for part in ("", "_positions", "_scale"))
-        assert codes.nbytes + positions.nbytes == 5 / 8 * exact.read(name).numel()
-        assert codes.dtype == GRIDS[values] and scale.shape == (len(codes), 1)
+        inputs = exact.read(name).shape[1]
+        assert codes.nbytes + positions.nbytes == (3 if values == "int4" else 5) / 8 * exact.read(name).numel()
+        assert codes.dtype == GRIDS[values] and scale.shape == (len(codes), inputs // 2 // group if group else 1)
         dense = unpack24(codes, positions, scale, torch.bfloat16)
-        assert hash_tensor(dense) == row["sha256"] and 0 < row["error"] < (0.01 if values == "int8" else 0.04)
+        assert (
+            hash_tensor(dense) == row["sha256"]
+            and 0 < row["error"] < {"int8": 0.01, "fp8_e4m3": 0.04, "int4": 0.15}[values]
+        )
         error = (dense - exact.read(name)).double().norm() / exact.read(name).double().norm()
         assert row["error"] == pytest.approx(error.item())
     assert main(["verify", str(out), "--json", str(tmp_path / "report.json")]) == 0
-    described = f"values: {values}, one scale a row; rounding changed a weight by "
+    per = "a row" if group is None else f"for {group} kept values"
+    described = f"values: {values}, one scale {per}; rounding changed a weight by "
     assert described in told and described in capsys.readouterr().out
-    assert json.loads((tmp_path / "report.json").read_text())["values"] == values
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["values"], report["group"]) == (values, group)
 
     # It is a source of what it computes, and is not rounded twice.
     export(open_source(out), tmp_path / "hf", skip_proof=True)
@@ -251,46 +259,69 @@ def test_8_bit_values_are_rounded_proved_measured_and_verified(
     tensors = load_file(out / "model.safetensors")
     first = next(iter(record["weights"]))
     scale = tensors[first + "_scale"]
-    scale[0] = scale[0].nextafter(torch.tensor(1.0))
+    scale[0] = scale[0].nextafter(torch.tensor(1.0, dtype=scale.dtype))
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     assert main(["verify", str(out)]) == 1
     assert f"not the exported bytes: {first}" in capsys.readouterr().out
     scale[0] = 0
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     assert main(["verify", str(out)]) == 2
-    assert f"{first}: scales are positive and finite, and 1 are not, first 0.0" in capsys.readouterr().err
+    assert (
+        f"{first}: scales are positive and finite, and {scale.shape[1]} are not, first 0.0" in capsys.readouterr().err
+    )
+
+    # Before anything is read, the headers tell another group.
+    stored_config = json.loads((out / "config.json").read_text())
+    stored_config["quantization_config"]["group"] = 32
+    (out / "config.json").write_text(json.dumps(stored_config))
+    assert main(["verify", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert any(words in told for words in ("group 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)"))
 
 
-def test_flags_of_8_bit_values_that_do_not_fit(
+def test_flags_of_rounded_values_that_do_not_fit(
     rounded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sparse = str(rounded[0])
     out = str(tmp_path / "out")
     for flags, message in (
-        (["--values", "int8"], "--values int8: the hf format stores no 8-bit values; give --format packed24"),
+        (["--values", "int8"], "--values int8: the hf format stores no rounded values; give --format packed24"),
+        (["--group", "16"], "--group 16: it is for rounded values; give --values int4"),
+        (
+            ["--format", "packed24", "--values", "int8", "--group", "16"],
+            "--group 16: int8 has one scale a row",
+        ),
+        (
+            ["--format", "packed24", "--values", "int4", "--group", "8"],
+            "--group 8: packed24 stores scales of a",
+        ),
+        (
+            ["--format", "packed24", "--values", "int4", "--group", "48"],
+            "--group 48: does not divide the 16 kept",
+        ),
         (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),
         (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: give a file of"),
     ):
         assert main(["export", sparse, out, *flags]) == 2
         assert message in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--values int4: use one of int8, fp8_e4m3"):
-        export(open_source(sparse), out, "packed24", values="int4")
+    with pytest.raises(ValueError, match="--values int3: use one of int8, fp8_e4m3, int4"):
+        export(open_source(sparse), out, "packed24", grid=Grid("int3"))
     assert not (tmp_path / "out").exists()
 
 
-def test_the_proof_sees_an_8_bit_weight_that_was_packed_wrong(
+def test_the_proof_sees_a_rounded_weight_that_was_packed_wrong(
     rounded: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = model_folder.round_values
 
-    def twice(values: Any, input_axis: int, dtype: Any) -> Any:
-        codes, scale = honest(values, input_axis, dtype)
+    def twice(values: Any, input_axis: int, grid: Grid) -> Any:
+        codes, scale = honest(values, input_axis, grid)
         return codes, scale * 2
 
     source = open_source(rounded[0])
     with monkeypatch.context() as patched:
         patched.setattr(model_folder, "round_values", twice)
         (tmp_path / "wrong").mkdir()
-        model_folder.write_model(source, tmp_path / "wrong", "packed24", grid="int8")
+        model_folder.write_model(source, tmp_path / "wrong", "packed24", grid=Grid("int8"))
     with pytest.raises(ValueError, match="the proof failed: its logits differ from the source's"):
-        prove_folder(source, tmp_path / "wrong", plain=False, grid="int8")
+        prove_folder(source, tmp_path / "wrong", plain=False, grid=Grid("int8"))

@@ -1,6 +1,8 @@
-"""8-bit values: exactly the nearest of their grid, by one scale a row, and what is refused."""
+"""Rounded values: exactly the nearest of their grid, by their scale, and what is refused."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 import torch
@@ -8,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseforge_ds.mask.packed_values import GRIDS, LARGEST, require_grid, round_values
-from sparseforge_ds.mask.packing import check24, pack24, unpack24
+from sparseforge_ds.mask.packed_values import (
+    DTYPE_NAMES,
+    GRIDS,
+    LARGEST,
+    PAIRS,
+    Grid,
+    require_grid,
+    round_values,
+    unpaired,
+)
+from sparseforge_ds.mask.packing import check24, pack24, packed24_axis, packed24_shapes, unpack24
+from sparseforge_ds.mask.quantization import quantized
 from tests.unit.mask.test_packing import sparse_weight
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -23,17 +35,44 @@ def grid_of(dtype: torch.dtype) -> Tensor:
 
 def test_by_hand_ties_go_to_even() -> None:
     values = torch.tensor([[127.0, 0.5, 1.5, -2.5, -0.4, 126.6], [0, 0, 0, 0, 0, 0], [-254, 1, 3, 2, 5, 0]])
-    codes, scale = round_values(values, -1, torch.int8)
+    codes, scale = round_values(values, -1, Grid("int8"))
     assert codes.tolist() == [[127, 0, 2, -2, 0, 127], [0] * 6, [-127, 0, 2, 1, 2, 0]]
     assert scale.tolist() == [[1.0], [1.0], [2.0]]
-    codes, scale = round_values(
-        torch.tensor([[448.0, 17, 19, -0.0005, 2.0**-9, 3 * 2.0**-10]]), -1, torch.float8_e4m3fn
-    )
+    codes, scale = round_values(torch.tensor([[448.0, 17, 19, -0.0005, 2.0**-9, 3 * 2.0**-10]]), -1, Grid("fp8_e4m3"))
     assert codes.float().tolist() == [[448, 16, 20, 0, 2.0**-9, 2.0**-8]] and scale.tolist() == [[1.0]]
     assert not (codes.view(torch.uint8) == 0x80).any()  # -0.0
+    codes, scale = round_values(torch.tensor([[7.0, 0.5, 1.5, -2.5, -7, -0.4], [0] * 6]), -1, Grid("int4"))
+    assert codes.tolist() == [[0x07, 0xE2, 0x09], [0, 0, 0]] and scale.tolist() == [[1.0], [1.0]]
+    assert unpaired(codes, -1).tolist() == [[7, 0, 2, -2, -7, 0], [0] * 6]
 
 
-@pytest.mark.parametrize("dtype", GRIDS.values(), ids=str)
+@pytest.mark.parametrize("group", [None, 16, 32, 48])
+@pytest.mark.parametrize(
+    ("shape", "input_axis"), [((6, 192), -1), ((192, 5), -2), ((3, 6, 192), -1), ((2, 192, 9), -2)]
+)
+def test_int4_is_what_training_publishes(shape: tuple[int, ...], input_axis: int, group: int | None) -> None:
+    """Bit for bit: a group has as many kept values, and twice as many inputs."""
+    weight = sparse_weight(shape, input_axis, torch.float32)
+    values, positions = pack24(weight, input_axis)
+    codes, scale = round_values(values, input_axis, Grid("int4", group))
+    shapes = (tuple(codes.shape), tuple(positions.shape))
+    assert shapes == packed24_shapes(shape, input_axis, PAIRS) and packed24_axis(*shapes, PAIRS) == input_axis
+    assert codes.dtype == torch.uint8 and scale.dtype == torch.bfloat16
+    assert scale.shape[input_axis] == (1 if group is None else 96 // group)
+    bits = 8 * (codes.nbytes + positions.nbytes + scale.nbytes) / weight.numel()
+    assert bits == 3 + 8 / (group or 96)
+    rows = weight.transpose(-1, input_axis)
+    trained = quantized(rows.reshape(-1, 2 * (group or 96)), bits=4).view(rows.shape).transpose(-1, input_axis)
+    dense = unpack24(codes, positions, scale, torch.float32)
+    assert torch.equal(dense, trained) and bool((dense[weight == 0].view(torch.int32) == 0).all())
+    for count in (0, 5, 8):
+        odd = torch.ones([count if n == scale.shape[input_axis] and n != 1 else n for n in scale.shape])
+        if odd.shape != scale.shape:
+            with pytest.raises(ValueError, match="scales of shape .* do not fit values of shape"):
+                check24(codes, positions, odd.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @given(
     exponents=st.lists(st.integers(-149, 127), min_size=1, max_size=5),
     kept=st.integers(1, 9),
@@ -51,7 +90,8 @@ def test_every_value_is_the_nearest(
     rows = torch.randn(len(exponents), 2 * kept, dtype=torch.float64) * sizes
     values = rows.clamp(-torch.finfo(source).max, torch.finfo(source).max).to(source)
     values = values if input_axis == -1 else values.t().contiguous()
-    codes, scale = round_values(values, input_axis, dtype)
+    name = next(name for name, stored in GRIDS.items() if stored == dtype)
+    codes, scale = round_values(values, input_axis, Grid(name))
     assert codes.dtype == dtype and scale.dtype == torch.float32
     assert bool((scale > 0).all() and scale.isfinite().all())
 
@@ -74,13 +114,13 @@ def test_unpacked_it_is_near_and_pruned_entries_are_exactly_zero(
 ) -> None:
     weight = sparse_weight(shape, input_axis, torch.bfloat16)
     values, positions = pack24(weight, input_axis)
-    codes, scale = round_values(values, input_axis, GRIDS[grid])
+    codes, scale = round_values(values, input_axis, Grid(grid))
     assert scale.shape == torch.Size([1 if axis == len(shape) + input_axis else n for axis, n in enumerate(shape)])
     dense = unpack24(codes, positions, scale, torch.bfloat16)
     assert dense.dtype == torch.bfloat16
     assert bool((dense[weight == 0].view(torch.int16) == 0).all())
     relative = (dense - weight).float().norm() / weight.float().norm()
-    assert relative < (0.01 if grid == "int8" else 0.04)
+    assert relative < {"int8": 0.01, "fp8_e4m3": 0.04, "int4": 0.15}[grid]
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -89,39 +129,47 @@ def test_values_that_are_not_finite_are_refused(grid: str, odd: float) -> None:
     values = torch.ones(3, 4)
     values[1, 2] = odd
     with pytest.raises(ValueError, match="not finite, and no scale fits its row"):
-        round_values(values, -1, GRIDS[grid])
+        round_values(values, -1, Grid(grid))
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_damaged_values_and_scales_are_refused(grid: str) -> None:
     values, positions = pack24(sparse_weight((3, 12), -1, torch.float32), -1)
-    codes, scale = round_values(values, -1, GRIDS[grid])
+    codes, scale = round_values(values, -1, Grid(grid))
     for odd in (0.0, -1.0, float("nan"), float("inf")):
         spoiled = scale.clone()
         spoiled[1] = odd
         with pytest.raises(ValueError, match="scales are positive and finite, and 1 are not, first "):
             unpack24(codes, positions, spoiled)
     spoiled = codes.view(torch.uint8).clone()
-    spoiled[2, 1] = 0x80 if grid == "int8" else 0xFF
-    with pytest.raises(ValueError, match="1 values are damaged: " + ("-128" if grid == "int8" else "NaN")):
+    spoiled[2, 1], damage = {"int8": (0x80, "-128"), "fp8_e4m3": (0xFF, "NaN"), "int4": (0x83, "-8")}[grid]
+    with pytest.raises(ValueError, match=f"1 values are damaged: {damage}"):
         check24(spoiled.view(codes.dtype), positions, scale)
     for shape in ((3,), (1, 3), (3, 2), (2, 1)):
-        with pytest.raises(ValueError, match=r"scales of shape .* do not fit values of shape \(3, 6\), one a row is"):
-            unpack24(codes, positions, torch.ones(shape))
+        with pytest.raises(ValueError, match=r"scales of shape .* do not fit values of shape \(3, \d\), one a row is"):
+            unpack24(codes, positions, torch.ones(shape, dtype=scale.dtype))
     for odd_values, odd_scale in (
         (codes, scale.double()),
-        (codes, scale.bfloat16()),
+        (codes, scale.half()),
         (values, scale),
-        (codes.view(torch.uint8), scale),
+        (codes.view(torch.float8_e5m2), scale),
     ):
-        with pytest.raises(ValueError, match="values with scales are int8 or float8_e4m3fn, scales float32; these are"):
+        with pytest.raises(ValueError, match=re.escape(f"values are {DTYPE_NAMES}; these are")):
             unpack24(odd_values, positions, odd_scale)
-    with pytest.raises(ValueError, match="values of a packed weight are float64, float32, bfloat16 or float16, these"):
+    without = "values of a packed weight are float64, float32, bfloat16 or float16, these"
+    with pytest.raises(ValueError, match=without):
         unpack24(codes, positions)
 
 
-@pytest.mark.parametrize("values", ["int4", 8, ["int8"], {}, ""])
+@pytest.mark.parametrize("values", ["int3", 8, ["int8"], {}, ""])
 def test_a_grid_that_is_not_known_is_refused(values: object) -> None:
-    assert require_grid(None) is None and require_grid("int8") == "int8"
+    assert require_grid(None) is None and require_grid("int8") == Grid("int8")
     with pytest.raises(ValueError, match=f"values {values!r} is damaged or newer".replace("[", r"\[")):
         require_grid(values)
+
+
+@pytest.mark.parametrize(("values", "group"), [("int4", 8), ("int4", 0), ("int4", "16"), ("int4", True), ("int8", 16)])
+def test_a_group_that_no_kernel_takes_is_refused(values: str, group: object) -> None:
+    assert require_grid("int4", 48) == Grid("int4", 48)
+    with pytest.raises(ValueError, match=f"group {group!r} is damaged: with values int4 it is a multiple of 16"):
+        require_grid(values, group)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.experts24 import experts24
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, round_values
+from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, Grid, round_values
 from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
 
 FLOATS = sorted(VALUE_DTYPES, key=str)
@@ -41,8 +41,10 @@ def sound(operator: str, rng: random.Random) -> Operands:
         "values": torch.randn(*lead, outputs, 2 * groups).to(dtype),
         "positions": half[..., ::2] | half[..., 1::2] << 4,
     }
-    if rng.random() < 0.4:  # 8-bit values
-        grid = rng.choice(list(GRIDS.values()))
+    if rng.random() < 0.5:  # rounded values
+        name = rng.choice(list(GRIDS))
+        fits = name == "int4" and 2 * groups % 16 == 0
+        grid = Grid(name, rng.choice([None, *(size for size in (16, 32) if fits and 2 * groups % size == 0)]))
         operands["values"], operands["scale"] = round_values(operands["values"].float(), -1, grid)
     if operator == "linear24" and rng.random() < 0.5:
         operands["bias"] = torch.randn(outputs).to(dtype)
@@ -83,8 +85,11 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
 def literal(operands: Operands, backward: bool) -> Tensor:
     """Compute the product in float64, by `unpack24` and one row after another; ValueError for damaged positions."""
     x, values, positions = (operands[name] for name in ("x", "values", "positions"))
-    weight = unpack24(values.float().double() if "scale" in operands else values.double(), positions)
-    weight = weight * operands["scale"].double() if "scale" in operands else weight
+    if values.dtype == PAIRS:
+        weight = unpack24(values, positions, operands["scale"], torch.float64)
+    else:
+        weight = unpack24(values.float().double() if "scale" in operands else values.double(), positions)
+        weight = weight * operands["scale"].double() if "scale" in operands else weight
     if "ends" not in operands:
         product = x.double() @ (weight if backward else weight.mT)
         return product + operands["bias"].double() if "bias" in operands else product

@@ -34,20 +34,65 @@ UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
     bias=st.booleans(),
     strided=st.booleans(),
     grid=st.sampled_from([None, *GRIDS]),
+    scale_group=st.sampled_from([None, 16, 32]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
-@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, grid=None, seed=0)
-@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, grid=None, seed=0)
-@example(rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, grid="int8", seed=0)
-@example(rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, grid="fp8_e4m3", seed=0)
+@example(
+    rows=70, outputs=130, groups=43, dtype=torch.float16, bias=True, strided=False, grid=None, scale_group=None, seed=0
+)
+@example(
+    rows=17, outputs=65, groups=64, dtype=torch.float32, bias=False, strided=True, grid=None, scale_group=None, seed=0
+)
+@example(
+    rows=70,
+    outputs=130,
+    groups=43,
+    dtype=torch.float16,
+    bias=True,
+    strided=False,
+    grid="int8",
+    scale_group=None,
+    seed=0,
+)
+@example(
+    rows=17,
+    outputs=65,
+    groups=64,
+    dtype=torch.float32,
+    bias=False,
+    strided=True,
+    grid="fp8_e4m3",
+    scale_group=None,
+    seed=0,
+)
+@example(
+    rows=70, outputs=130, groups=48, dtype=torch.float16, bias=True, strided=False, grid="int4", scale_group=32, seed=0
+)
+@example(
+    rows=2, outputs=5, groups=64, dtype=torch.float32, bias=True, strided=False, grid="int4", scale_group=16, seed=0
+)
 def within_the_bound_of_fp32_sums(
-    rows: int, outputs: int, groups: int, dtype: torch.dtype, bias: bool, strided: bool, grid: str | None, seed: int
+    rows: int,
+    outputs: int,
+    groups: int,
+    dtype: torch.dtype,
+    bias: bool,
+    strided: bool,
+    grid: str | None,
+    scale_group: int | None,
+    seed: int,
 ) -> None:
-    """Against fp64: n products summed in fp32, in any order, scaled there, and one rounding to `dtype`."""
+    """Against fp64: n products summed in fp32, in any order, scaled there, and one rounding to `dtype`.
+
+    For the tensor cores int4 with scales of groups is scaled first, and rounded to `dtype` too.
+    """
     torch.manual_seed(seed)
+    if grid == "int4" and scale_group is not None:
+        groups = -(-groups // (scale_group // 2)) * (scale_group // 2)
     inputs = 4 * groups
-    values, positions, *scale = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid)
+    made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
+    values, positions, *scale = made
     x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
     b = torch.randn(outputs).to(dtype) if bias else None
     product = triton24(x, values, positions, b, *scale)
@@ -56,6 +101,8 @@ def within_the_bound_of_fp32_sums(
     if b is not None:
         exact, size = exact + b.double(), size + b.double().abs()
     bound = (2 * groups + 3) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
+    if grid == "int4" and scale_group is not None:
+        bound += UNIT[dtype] * size + 6e-8 * x.double().abs().sum(-1, keepdim=True)  # and fp16 has a smallest number
     assert product.shape == exact.shape and product.dtype == dtype
     assert bool(((product.double() - exact).abs() <= bound).all()), (product.double() - exact).abs().max()
 
@@ -70,6 +117,7 @@ def experts_are_those_of_linear24() -> None:
     ):
         weights = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
         rounded_weights = [rounded(outputs, 4 * groups, "int8") for _ in range(4)]
+        in_groups = [rounded(outputs, 4 * groups, "int4", 16) for _ in range(4)]
         last = runs[-1][2]
         of = {expert: end for expert, _, end in runs}
         ends = torch.tensor(
@@ -77,7 +125,7 @@ def experts_are_those_of_linear24() -> None:
         )
         x = torch.randn(last + 2, 4 * groups).to(dtype)
         assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
-        for experts in (weights, rounded_weights):
+        for experts in (weights, rounded_weights, in_groups):
             values, positions, *scale = (torch.stack(parts) for parts in zip(*experts, strict=True))
             product = triton_experts24(x, values, positions, ends, *scale)
             dense = [unpack24(*parts).to(dtype) for parts in experts]
@@ -111,11 +159,11 @@ def parts_of_sums_are_added_up() -> None:
 
 def unpacked_it_is_the_same_bits() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for outputs, groups in ((3, 1100), (5, 7), (1, 1024)):
+        for outputs, groups in ((3, 1104), (5, 7), (1, 1024)):
             values, positions = packed(outputs, 4 * groups, dtype)
             assert unpack(values, positions).equal(unpack24(values, positions))
-            for grid in GRIDS:
-                codes, places, scale = rounded(outputs, 4 * groups, grid)
+            for grid, group in (*((grid, None) for grid in GRIDS), ("int4", 16)):
+                codes, places, scale = rounded(outputs, 4 * groups, grid, group)
                 dense = unpack(codes, places, scale=scale, dtype=dtype)
                 # The interpreter does not round to bf16, it cuts off.
                 expected = unpack24(codes, places, scale, torch.float32 if dtype == torch.bfloat16 else dtype)

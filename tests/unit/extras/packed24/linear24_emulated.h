@@ -114,12 +114,22 @@ inline float bfloat16(unsigned bits) {
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::wait(emulated::block); }
+inline unsigned __shfl_sync(unsigned, unsigned value, int from, int width) {
+  auto& warp = emulated::warp();
+  const int lane = threadIdx.x & 31;
+  warp.e[lane] = value;
+  emulated::wait(warp.barrier);
+  const unsigned found = warp.e[(lane & ~(width - 1)) + from];
+  emulated::wait(warp.barrier);
+  return found;
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t both = a | (uint64_t)b << 32;
   unsigned found = 0;
   for (int i = 0; i < 4; i++) found |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return found;
 }
+inline float bf16_bits(unsigned short v) { return emulated::bfloat16(v); }
 inline float wide(unsigned short v) { return emulated::bfloat16(v); }
 inline unsigned short narrow(float v) {
   unsigned bits;
@@ -130,6 +140,7 @@ inline void copy(char* to, const char* from, int size, bool there) {
   emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % size == 0, "a copy is not aligned");
   emulated::lane().groups.back().push_back({to, from, size, there});
 }
+inline void copy4(char* to, const char* from, bool there = true) { copy(to, from, 4, there); }
 inline void copy16(char* to, const char* from, bool there) { copy(to, from, 16, there); }
 inline void copy8(char* to, const char* from, bool there = true) { copy(to, from, 8, there); }
 inline unsigned on_halves(unsigned a, unsigned b, float (*operation)(float, float)) {

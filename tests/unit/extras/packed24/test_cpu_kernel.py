@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, LARGEST
+from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, SCALE_DTYPES, unpaired
 from sparseforge_ds.mask.packing import pack24, unpack24
 from tests.conftest import ROOT
 from tests.unit.extras.packed24.test_linear24 import rounded
@@ -34,16 +34,21 @@ def within_bound(
 ) -> bool:
     """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32.
 
-    Sums of 8-bit values may be rounded before they are scaled, which adds eps(dtype) |y64 - bias|.
+    Sums of 8-bit values may be rounded before they are scaled, which adds eps(dtype) |y64 - bias|. int4 may be scaled
+    and rounded to 16 bits before, which adds eps(dtype) sum |x| |w|.
     """
-    weight = unpack24(values.double() if scale is None else values.float().double(), positions)
-    weight = weight if scale is None else weight * scale.double()
+    if scale is not None and values.dtype == PAIRS:
+        weight = unpack24(values, positions, scale, torch.float64)
+    else:
+        weight = unpack24(values.double() if scale is None else values.float().double(), positions)
+        weight = weight if scale is None else weight * scale.double()
     shift = torch.zeros(len(values), dtype=torch.float64) if bias is None else bias.double()
     expected, size = x.double() @ weight.T + shift, x.double().abs() @ weight.T.abs() + shift.abs()
     sums = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
     info = torch.finfo(x.dtype)
     bound = info.eps * expected.abs() + x.shape[-1] * sums * size + info.tiny
-    bound += 0 if scale is None else info.eps * (expected - shift).abs()
+    if scale is not None:
+        bound += info.eps * (size if values.dtype == PAIRS and info.bits == 16 else (expected - shift).abs())
     return bool(((found.double() - expected).abs() <= bound).all())
 
 
@@ -69,7 +74,8 @@ def path(request: pytest.FixtureRequest) -> str:
     dtype=st.sampled_from(DTYPES),
     with_bias=st.booleans(),
     layout=st.sampled_from(["plain", "transposed", "strided", "three axes"]),
-    grid=st.sampled_from([None, *GRIDS]),
+    grid=st.sampled_from([None, *GRIDS, "int4"]),
+    scale_group=st.sampled_from([None, 16, 32, 48, 64]),
     seed=st.integers(0, 99),
 )
 def test_within_the_stated_bound_of_fp64(
@@ -81,11 +87,13 @@ def test_within_the_stated_bound_of_fp64(
     with_bias: bool,
     layout: str,
     grid: str | None,
+    scale_group: int | None,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    inputs = 4 * groups
-    values, positions, *scale = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid)
+    inputs = 4 * groups if scale_group is None or grid != "int4" else 2 * scale_group * (1 + groups % 6)
+    made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
+    values, positions, *scale = made
     x = torch.randn(rows, inputs).to(dtype)
     x = {
         "plain": x,
@@ -103,21 +111,25 @@ def test_within_the_stated_bound_of_fp64(
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> None:
     """Place each code many times in a row, for both ways; small ones of fp8 also where torch flushes to zero."""
-    codes = torch.arange(256, dtype=torch.uint8).view(GRIDS[grid])
-    codes = codes[codes.float().isfinite() & (codes.float() >= -LARGEST[GRIDS[grid]])].view(torch.uint8)
-    kept = len(codes) // 4 * 4
-    values = torch.stack([codes.roll(shift)[:kept] for shift in range(0, len(codes), 29)]).view(GRIDS[grid])
+    codes = torch.arange(256, dtype=torch.uint8)
+    sound = {"int8": codes != 0x80, "fp8_e4m3": codes & 0x7F != 0x7F, "int4": (codes & 15 != 8) & (codes >> 4 != 8)}
+    codes = codes[sound[grid]]
+    stored = len(codes) // 4 * 4
+    values = torch.stack([codes.roll(shift)[:stored] for shift in range(0, len(codes), 29)]).view(GRIDS[grid])
+    expected = unpaired(values, -1).float().T
+    kept = len(expected)
     positions = torch.full((1, kept // 4), 0x44, dtype=torch.uint8)  # the first two of each group
     x = unpack24(torch.eye(kept), positions.expand(kept, -1).contiguous()).to(dtype)
-    operands = (values, positions.expand(len(values), -1), None, torch.ones(len(values), 1))
+    scale = torch.ones(len(values), 1, dtype=SCALE_DTYPES[values.dtype])
+    operands = (values, positions.expand(len(values), -1), None, scale)
     for flush in (False, True):
         torch.set_flush_denormal(flush)
         try:
             products = [linear24(x, *operands), torch.cat([linear24(row[None], *operands) for row in x[::5]])]
         finally:
             torch.set_flush_denormal(False)
-        assert torch.equal(products[0].float(), values.float().T)
-        assert torch.equal(products[1].float(), values.float().T[::5])
+        assert torch.equal(products[0].float(), expected)
+        assert torch.equal(products[1].float(), expected[::5])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
@@ -126,15 +138,16 @@ def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)
     x, bias = torch.randn(75, 14336).to(dtype), torch.randn(300).to(dtype)
-    codes, places, scale = rounded(300, 14336, "int8")
+    rounded_weights = (rounded(300, 14336, "int8"), rounded(300, 14336, "int4", 64))
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             for rows in (1, 19, 73, 75):
                 assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
-                found = linear24(x[:rows], codes, places, bias, scale)
-                assert within_bound(found, x[:rows], codes, places, bias, scale)
+                for codes, places, scale in rounded_weights:
+                    found = linear24(x[:rows], codes, places, bias, scale)
+                    assert within_bound(found, x[:rows], codes, places, bias, scale)
     finally:
         torch.set_num_threads(threads)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, round_values
+from sparseforge_ds.mask.packed_values import DTYPE_NAMES, GRIDS, Grid, round_values
 from sparseforge_ds.mask.packing import pack24, unpack24
 
 
@@ -17,10 +19,11 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> tup
     return pack24(weight.to(dtype), -1)
 
 
-def rounded(outputs: int, inputs: int, grid: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 8-bit values, their positions and scales, of rows of many sizes."""
+def rounded(outputs: int, inputs: int, grid: str, group: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rounded values, their positions and scales, of rows of many sizes; `group` is for int4, where it fits."""
     values, positions = packed(outputs, inputs)
-    codes, scale = round_values(values * torch.logspace(-3, 2, outputs)[:, None], -1, GRIDS[grid])
+    group = group if grid == "int4" and group is not None and inputs // 2 % group == 0 else None
+    codes, scale = round_values(values * torch.logspace(-3, 2, outputs)[:, None], -1, Grid(grid, group))
     return codes, positions, scale
 
 
@@ -28,7 +31,13 @@ def test_torch_accepts_the_operator() -> None:
     x = torch.randn(3, 20, requires_grad=True)
     bias = torch.randn(6, requires_grad=True)
     codes, positions, scale = rounded(6, 20, "int8")
-    for arguments in ((x, *packed(6, 20), bias), (x, *packed(6, 20)), (x, codes, positions, bias, scale)):
+    pairs, places, scales = rounded(6, 20, "int4")
+    for arguments in (
+        (x, *packed(6, 20), bias),
+        (x, *packed(6, 20)),
+        (x, codes, positions, bias, scale),
+        (x, pairs, places, bias, scales),
+    ):
         torch.library.opcheck(linear24, arguments)
 
 
@@ -50,7 +59,7 @@ def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...], grid: str
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 20), torch.randn(6)
-    for values, positions, *scale in (packed(6, 20), rounded(6, 20, "int8")):
+    for values, positions, *scale in (packed(6, 20), rounded(6, 20, "int8"), rounded(6, 20, "int4")):
         with torch.autocast("cpu", dtype):
             found = linear24(x, values, positions, bias, *scale)
             expected = torch.nn.functional.linear(x, unpack24(values, positions, *scale), bias)
@@ -102,12 +111,12 @@ def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], messa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": torch.ones(6)}, r"scale of shape .6,. does not fit values of shape .6, 10.; one a row is .6, 1."),
-        ({"scale": torch.ones(5, 1)}, r"scale of shape .5, 1. does not fit"),
-        ({"scale": torch.ones(6, 1).double()}, "are int8 or float8_e4m3fn, and it float32; these are .*8, .*64"),
-        ({"values": torch.randn(6, 10)}, "values with a scale are int8 or float8_e4m3fn, and it float32; these are"),
-        ({"values": torch.ones(6, 10, dtype=torch.uint8)}, "values with a scale are int8 or float8_e4m3fn"),
-        ({"values": torch.ones(6, 10).to(torch.float8_e5m2)}, "values with a scale are int8 or float8_e4m3fn"),
+        ({"scale": torch.ones(6)}, r"scales of shape .6,. do not fit values of shape .6, 10., one a row is .6, 1."),
+        ({"scale": torch.ones(5, 1)}, r"scales of shape .5, 1. do not fit"),
+        ({"scale": torch.ones(6, 1).double()}, re.escape(f"values are {DTYPE_NAMES}; these are ") + ".*8, .*64"),
+        ({"values": torch.randn(6, 10)}, re.escape(f"values are {DTYPE_NAMES}; these are")),
+        ({"values": torch.ones(6, 10, dtype=torch.uint8)}, re.escape(f"values are {DTYPE_NAMES}; these are")),
+        ({"values": torch.ones(6, 10).to(torch.float8_e5m2)}, re.escape(f"values are {DTYPE_NAMES}; these are")),
         ({"scale": None}, "values is torch.int8; packed weights and what they multiply are float64"),
         ({"scale": torch.ones(6, 1, device="meta")}, "devices differ: .*scale meta"),
         ({"scale": torch.ones(6, 1).to_sparse()}, "operands are dense tensors, here: scale torch.sparse_coo"),
@@ -120,3 +129,15 @@ def test_scales_that_do_not_fit_are_named(change: dict[str, Tensor | None], mess
     operands = {"x": torch.randn(3, 20), "values": codes, "positions": positions, "bias": None, "scale": scale} | change
     with pytest.raises(ValueError, match=message):
         linear24(*operands.values())
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 64), (6, 3), (6, 8), (5, 2), (6, 0), (6, 64), (6, 128)])
+def test_groups_of_int4_that_do_not_divide_a_row_are_named(shape: tuple[int, ...]) -> None:
+    """A row has 64 values: 1, 2 and 4 scales fit."""
+    values, positions, scale = rounded(6, 128, "int4", 16)
+    x = torch.randn(3, 128)
+    assert scale.shape == (6, 4) and linear24(x, values, positions, None, scale).shape == (3, 6)
+    with pytest.raises(ValueError, match="scales of shape .* do not fit values of .*, one (a row|for 32) is"):
+        linear24(x, values, positions, None, torch.ones(shape, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="no weight that is packed along its last axis"):
+        linear24(x, values[:, :-2], positions, None, scale)

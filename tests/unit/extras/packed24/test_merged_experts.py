@@ -20,7 +20,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24 import merged_experts
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packed_values import SCALE, Grid
 from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.families import prunable_weights
 from tests.sparse_folders import bits, write_dense, write_sparse
@@ -29,11 +29,13 @@ from tests.tiny_models import MIXTURES
 IDS = torch.arange(3, 35).view(2, 16)
 
 
-def folders(folder: Path, family: str, dtype: str = "float32", grid: str | None = None) -> tuple[Path, Path]:
+def folders(
+    folder: Path, family: str, dtype: str = "float32", grid: str | None = None, group: int | None = None
+) -> tuple[Path, Path]:
     """(hf, packed24)."""
     dense = write_dense(folder / "dense", family, dtype)
     if grid is not None:
-        packed = write_sparse(folder / "packed24", dense, family, dtype, format="packed24", values=grid)
+        packed = write_sparse(folder / "packed24", dense, family, dtype, format="packed24", grid=Grid(grid, group))
         export(open_source(packed), folder / "hf", skip_proof=True)  # the same, unpacked
         return folder / "hf", packed
     hf, packed = (write_sparse(folder / form, dense, family, dtype, format=form) for form in ("hf", "packed24"))
@@ -54,11 +56,21 @@ def experts_of(model: nn.Module) -> dict[str, Packed24Experts]:
 
 
 @pytest.mark.parametrize(
-    ("family", "grid"),
-    [*((family, None) for family in MIXTURES), ("qwen3_moe", "int8"), ("gpt_oss", "fp8_e4m3"), ("llama4_text", "int8")],
+    ("family", "grid", "group"),
+    [
+        *((family, None, None) for family in MIXTURES),
+        ("qwen3_moe", "int8", None),
+        ("gpt_oss", "fp8_e4m3", None),
+        ("llama4_text", "int8", None),
+        ("qwen3_moe", "int4", None),
+        ("gpt_oss", "int4", 16),
+        ("llama4_text", "int4", None),
+    ],
 )
-def test_a_family(tmp_path: Path, family: str, grid: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    hf, folder = folders(tmp_path, family, grid=grid)
+def test_a_family(
+    tmp_path: Path, family: str, grid: str | None, group: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf, folder = folders(tmp_path, family, grid=grid, group=group)
     dense, packed = load(hf), load(folder, device_map="cpu")
     assert "unpacked" not in caplog.text
     whole = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
@@ -66,7 +78,7 @@ def test_a_family(tmp_path: Path, family: str, grid: str | None, caplog: pytest.
     assert len(experts_of(packed)) * 2 == len(held) > 0
     for name, values in held.items():
         positions = packed.get_buffer(name + POSITIONS)
-        bytes_of_value = 4 if grid is None else 1
+        bytes_of_value = {None: 4, "int4": 0.5}.get(grid, 1)
         assert values.nbytes + positions.nbytes == whole[name].numel() * (bytes_of_value / 2 + 1 / 8)
         assert not values.requires_grad
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)

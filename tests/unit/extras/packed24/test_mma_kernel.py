@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import mma_kernel
-from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Tiling, choose_tiling, mma24, ranked
+from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Stored, Tiling, choose_tiling, mma24, ranked
 from sparseforge_ds.mask.packed_values import GRIDS
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
@@ -34,8 +34,12 @@ CASES = [
     (Tiling(3, 8, 2, 4, 1, 2, 3), 17, 131, 1088, 2, "int8"),
     (Tiling(1, 2, 1, 1, 2, 4, 1), 1, 40, 64, 1, "fp8_e4m3"),
     (Tiling(1, 4, 2, 1, 2, 2, 1), 4, 50, 1088, 1, "fp8_e4m3"),
+    (Tiling(1, 8, 1, 1, 2, 2, 3), 5, 131, 1024, 3, "int4"),
+    (Tiling(3, 8, 2, 4, 1, 2, 3), 17, 130, 1088, 2, "int4", 1),
+    (Tiling(1, 2, 1, 1, 2, 4, 1), 1, 40, 1024, 1, "int4", 2),
+    (Tiling(1, 4, 2, 1, 2, 2, 2), 4, 50, 1152, 1, "int4", 6),
 ]
-"""Tiling, rows, outputs, inputs, blocks along the outputs, grid of 8-bit values."""
+"""Tiling, rows, outputs, inputs, blocks along the outputs, grid of rounded values, blocks that share a scale."""
 GPUS = {"H100": (132, 227 * 1024), "A100": (108, 163 * 1024), "RTX 4090": (128, 99 * 1024)}
 """Multiprocessors, and bytes of shared memory that a block may have."""
 SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for inputs in (64, 2048, 4160, 14336, 28672)]
@@ -51,21 +55,21 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     parameters = (
         "char* v, char* p, unsigned short* x, float* scale, unsigned short* bias, unsigned short* y, float* part"
     )
-    for i, (tiling, _, _, inputs, _, grid) in enumerate(CASES):
+    for i, (tiling, _, _, inputs, _, grid, *span) in enumerate(CASES):
         macros = tiling.macros(inputs)
-        macros |= {} if grid is None else dict([mma_kernel.MACROS[GRIDS[grid]]])
+        macros |= {} if grid is None else dict(Stored(GRIDS[grid], *span).macros())
         text += [f"#define {name} {value}" for name, value in macros.items()]
         text += [f"namespace c{i} {{", SOURCE.read_text().replace('extern "C"', "")]
         text.append(
             f"""
             extern "C" void run{i}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
-              auto multiply = [=] {{ linear24(v, p, x, scale, bias, y, part, rows, out, in); }};
+              auto multiply = [=] {{ linear24(v, p, x, (Scale*)scale, bias, y, part, rows, out, in); }};
               emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
-              auto add = [=] {{ sum24(part, scale, bias, y, rows * out, out, {tiling.parts}); }};
+              auto add = [=] {{ sum24(part, (Scale*)scale, bias, y, rows * out, out, {tiling.parts}); }};
               if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0);
             }} }}"""
         )
-        text += [f"#undef {name}" for name in (*macros, "KEPT")]
+        text += [f"#undef {name}" for name in (*macros, "KEPT", "SPAN")]
     (folder / "all.cpp").write_text("\n".join(text))
     command = [
         "g++",
@@ -85,8 +89,9 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_numbers_by_emulation(emulation: ctypes.CDLL, case: int) -> None:
-    tiling, rows, outputs, inputs, blocks, grid = CASES[case]
-    made = packed(outputs, inputs, torch.bfloat16) if grid is None else rounded(outputs, inputs, grid)
+    tiling, rows, outputs, inputs, blocks, grid, *span = CASES[case]
+    group = 32 * span[0] if span else None
+    made = packed(outputs, inputs, torch.bfloat16) if grid is None else rounded(outputs, inputs, grid, group)
     values, positions, scale = (*made, None) if grid is None else made
     x = torch.randn(rows, inputs).bfloat16()
     for bias in (torch.randn(outputs).bfloat16(), None):
@@ -94,7 +99,8 @@ def test_numbers_by_emulation(emulation: ctypes.CDLL, case: int) -> None:
         part = torch.full((tiling.parts, rows, outputs), torch.nan) if tiling.parts > 1 else None
         tensors = (values, positions, x, scale, bias, y, part)
         pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-        memory = tiling.shared_memory(inputs, 2 if grid is None else 1)
+        stored = Stored() if grid is None else Stored(GRIDS[grid], *span)
+        memory = tiling.shared_memory(inputs, stored.slot_bytes())
         getattr(emulation, f"run{case}")(*pointers, rows, outputs, inputs, blocks, memory)
         assert within_bound(y, x, values, positions, bias, scale)
 
@@ -104,12 +110,12 @@ def test_tilings_fit_and_divide_everything(gpu: str) -> None:
     multiprocessors, memory = GPUS[gpu]
     for outputs, inputs in SHAPES:
         for rows in (1, 4, 8, 9, 16, 32):
-            value_bytes = 1 if rows in (4, 16) else 2
-            tilings = ranked(rows, outputs, inputs, multiprocessors, memory, value_bytes)
-            assert tilings and tilings[0] == choose_tiling(rows, outputs, inputs, multiprocessors, memory, value_bytes)
+            slot = Stored(*{4: (torch.int8,), 16: (torch.uint8, 2)}.get(rows, ())).slot_bytes()
+            tilings = ranked(rows, outputs, inputs, multiprocessors, memory, slot)
+            assert tilings and tilings[0] == choose_tiling(rows, outputs, inputs, multiprocessors, memory, slot)
             for tiling in tilings:
                 along, parts = tiling.blocks(outputs, multiprocessors)
-                assert tiling.shared_memory(inputs, value_bytes) <= memory
+                assert tiling.shared_memory(inputs, slot) <= memory
                 assert tiling.threads <= 512 and tiling.U in (1, 2, 3, 4)
                 assert rows <= tiling.XR * tiling.NT and 256 * parts * tiling.steps(inputs) >= inputs
                 assert 1 <= along * parts <= max(multiprocessors, parts)

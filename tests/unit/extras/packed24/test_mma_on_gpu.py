@@ -54,10 +54,10 @@ def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("grid", GRIDS)
-def test_numbers_of_8_bit_values(grid: str, dtype: torch.dtype) -> None:
-    for outputs, inputs in ((130, 448), (67, 1088), (4096, 4096)):
-        values, positions, scale = (tensor.cuda() for tensor in rounded(outputs, inputs, grid))
+@pytest.mark.parametrize(("grid", "group"), [*((grid, None) for grid in GRIDS), ("int4", 32), ("int4", 64)])
+def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dtype) -> None:
+    for outputs, inputs in ((130, 448), (68, 1088), (4096, 4096)):
+        values, positions, scale = (tensor.cuda() for tensor in rounded(outputs, inputs, grid, group))
         for rows in (1, 2, 5, 8, 9, 17, 25):
             x, bias = torch.randn(rows, inputs).to(dtype).cuda(), torch.randn(outputs).to(dtype).cuda()
             y = mma24(x, values, positions, bias, scale)

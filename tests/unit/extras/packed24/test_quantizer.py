@@ -24,14 +24,22 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.quantizer import Packed24Config, Packed24Quantizer
 from sparseforge_ds.extras.packed24.unpacking import Packed24Conv1D
+from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.pretrained import find_model
 from tests.sparse_folders import bits, write_dense, write_sparse
 
 IDS = torch.arange(3, 19)[None]
 FAMILIES = {"llama-odd": Packed24Linear, "gpt2": Packed24Conv1D, "falcon": Packed24Linear}
-ROUNDED = {"llama-odd int8": Packed24Linear, "gpt2 fp8_e4m3": Packed24Conv1D}
-"""Models with 8-bit values."""
+ROUNDED = {
+    "llama-odd int8": Packed24Linear,
+    "gpt2 fp8_e4m3": Packed24Conv1D,
+    "llama-odd int4": Packed24Linear,
+    "gpt2 int4 16": Packed24Conv1D,
+}
+"""Models with rounded values: family, grid, and values that share a scale."""
+STORED = {"int8": ("I8", 0x80, "-128"), "fp8_e4m3": ("F8_E4M3", 0x7F, "NaN"), "int4": ("U8", 0x88, "-8")}
+"""Name of their dtype, and a byte that no export writes."""
 FOLDERS = dict[str, tuple[Path, Path]]
 
 
@@ -44,9 +52,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> FOLDERS:
         dense = write_dense(folder / "dense", name)
         made[name] = tuple(write_sparse(folder / form, dense, name, format=form) for form in ("hf", "packed24"))
     for name in ROUNDED:
-        folder, (family, grid) = tmp_path_factory.mktemp("rounded"), name.split()
+        folder, (family, grid, *group) = tmp_path_factory.mktemp("rounded"), name.split()
         dense = write_dense(folder / "dense", family)
-        packed = write_sparse(folder / "packed24", dense, family, format="packed24", values=grid)
+        how = {"format": "packed24", "grid": Grid(grid, int(group[0]) if group else None)}
+        packed = write_sparse(folder / "packed24", dense, family, **how)
         export(open_source(packed), folder / "hf", skip_proof=True)  # the same, unpacked
         made[name] = (folder / "hf", packed)
     return made
@@ -94,7 +103,7 @@ def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_8_bit_values_stay_so_whatever_the_model_is_cast_to(folders: FOLDERS, name: str) -> None:
+def test_rounded_values_stay_so_whatever_the_model_is_cast_to(folders: FOLDERS, name: str) -> None:
     stored = TensorFolder(folders[name][1])
     for model in (load(folders[name][1], dtype=torch.bfloat16), load(folders[name][1]).bfloat16().to("cpu")):
         state = model.state_dict()
@@ -154,14 +163,16 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_damaged_8_bit_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(folders[name][1], folder)
     sound = load_file(folder / "model.safetensors")
     scales = next(key for key in sorted(sound) if key.endswith("_scale"))
     values, scale = scales.removesuffix("_scale"), sound[scales]
     spoiled = {odd: torch.full_like(scale, odd) for odd in (0.0, -1.0, float("nan"), float("inf"))}
-    own = "I8" if "int8" in name else "F8_E4M3"
+    grid = name.split()[1]
+    own, byte, damage = STORED[grid]
+    own_scale, other = ("BF16", "F32") if grid == "int4" else ("F32", "BF16")
 
     def refuses(changed: dict[str, Tensor], message: str, without: str = "") -> None:
         tensors = {key: tensor for key, tensor in (sound | changed).items() if key != without}
@@ -173,22 +184,22 @@ def test_damaged_8_bit_folders_do_not_load(folders: FOLDERS, name: str, tmp_path
     for odd, scales_of_all in spoiled.items():
         refuses({scales: scales_of_all}, f"{values}: scales are positive and finite, and .* are not, first {odd}")
     refuses({scales: scale.reshape(-1)}, f"{values}: scales of shape .* do not fit values of shape .*; export or")
-    refuses({scales: scale.to(torch.bfloat16)}, f"{values}: scales stored as BF16, in a packed model of .* only F32")
+    other_scale = scale.to(torch.float32 if grid == "int4" else torch.bfloat16)
+    refuses({scales: other_scale}, f"{values}: scales stored as {other}, in a packed model of .* only {own_scale}")
     refuses({values: sound[values].float()}, f"{values}: weight stored as F32, in a packed model of .* only {own}")
     refuses({}, f"{values} is there without {scales}", without=scales)
     refuses({}, f"{scales} is there without {values}_positions|shape", without=f"{values}_positions")
-    off_grid = sound[values].view(torch.uint8) * 0 + (0x80 if own == "I8" else 0x7F)
-    refuses(
-        {values: off_grid.view(sound[values].dtype)},
-        f"{values}: .* values are damaged: {'-128' if own == 'I8' else 'NaN'}",
-    )
+    off_grid = sound[values].view(torch.uint8) * 0 + byte
+    refuses({values: off_grid.view(sound[values].dtype)}, f"{values}: .* values are damaged: {damage}")
 
     config = json.loads((folder / "config.json").read_text())
-    for grid, message in (
-        ("int4", "values 'int4' is damaged or newer"),
-        (None, "weight stored as .*, in a packed model only"),
+    for stored, group, message in (
+        ("int3", None, "values 'int3' is damaged or newer"),
+        (grid, 8, "group 8 is damaged"),
+        (grid, 160, "group 160 is damaged" if grid != "int4" else "groups of 160 values do not divide"),
+        (None, None, "weight stored as .*, in a packed model only"),
     ):
-        config["quantization_config"]["values"] = grid
+        config["quantization_config"] |= {"values": stored, "group": group}
         (folder / "config.json").write_text(json.dumps(config))
         refuses({}, message)
 

@@ -57,7 +57,7 @@ def test_it_builds_ahead_of_time(
         assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
         return built
 
-    for rows, dtype, experts, even, grid in (
+    for rows, dtype, experts, even, grid, *span in (
         (1, torch.bfloat16, False, 4, None),
         (4, torch.float16, False, 4, None),
         (1, torch.bfloat16, True, 4, None),
@@ -72,27 +72,39 @@ def test_it_builds_ahead_of_time(
         (1, torch.float32, False, 0, "int8"),
         (16, torch.bfloat16, False, 4, "fp8_e4m3"),
         (65, torch.float16, True, 1, "int8"),
+        (1, torch.bfloat16, False, 4, "int4"),
+        (1, torch.bfloat16, True, 4, "int4", 32),
+        (4, torch.float16, False, 0, "int4", 8),
+        (65, torch.bfloat16, True, 4, "int4", 32),
+        (16, torch.float16, False, 4, "int4"),
     ):
         tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
-        constants = triton_kernel.constants(tile, True, even, grid, prmt) | {"HAS_EXPERTS": experts}
-        constants |= {} if tile.few else {"HAS_SCALE": grid is not None}
+        constants = triton_kernel.constants(tile, True, even, triton_kernel.ValueGrid(grid, *span), prmt) | {
+            "HAS_EXPERTS": experts
+        }
+        constants |= {} if tile.few else {"HAS_SCALE": grid is not None and not span}
         name = f"*{NAMES[dtype]}"
-        types = {"x": name, "values": name if grid is None else "*i8", "positions": "*u8", "scale": "*fp32"}
-        types |= {"bias": name, "y": name}
+        types = {"x": name, "values": name if grid is None else "*i8", "positions": "*u8"}
+        types |= {"scale": "*i16" if grid == "int4" else "*fp32", "bias": name, "y": name}
         types["y"] = "*fp32" if tile.splits > 1 else name
         types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
         types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("split_groups",))), "i32")
         built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
-            text, wide = built.asm["ptx"], "v4" if grid is None else "v2"
-            assert text.count(f"ld.global.nc.L1::no_allocate.{wide}.b32") == text.count("no_allocate.u16") > 0
+            text, wide = built.asm["ptx"], {None: "v4.b32", "int4": "b32"}.get(grid, "v2.b32")
+            assert text.count(f"ld.global.nc.L1::no_allocate.{wide}") == text.count("no_allocate.u16") > 0
             shared = text.find(".shared.")
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
     for type in NAMES.values():
-        for grid in (None, "fp8_e4m3"):
-            types = {"values": f"*{type}" if grid is None else "*i8", "positions": "*u8", "scale": "*fp32"}
-            types |= {"dense": f"*{type}", "outputs": "i32", "groups": "i32"}
-            constants = {"EVEN": 4, "GRID": grid, "OUTPUTS": 1, "GROUPS": 512}
+        for grid, span in ((None, None), ("fp8_e4m3", None), ("int4", 32)):
+            types = {"values": f"*{type}" if grid is None else "*i8", "positions": "*u8"}
+            types |= {
+                "scale": "*i16" if grid == "int4" else "*fp32",
+                "dense": f"*{type}",
+                "outputs": "i32",
+                "groups": "i32",
+            }
+            constants = {"EVEN": 4, "GRID": grid, "SPAN": span, "OUTPUTS": 1, "GROUPS": 512}
             build(triton_programs.unpack, types, constants, triton_kernel.UNPACKING)
     types = {"parts": "*fp32", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"}
     types |= dict.fromkeys(("splits", "count", "outputs"), "i32")
