@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format with transformers
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.mask.packed_values import Grid
 from tests.distributed import PATIENCE, ROOT
 from tests.sparse_folders import ModelSource
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer
@@ -55,16 +55,20 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+ROUNDED = {"int8": Grid("int8"), "fp8_e4m3": Grid("fp8_e4m3"), "int4": Grid("int4", 16)}
+"""Rounded values; a rank of two has half the scales of int4 where the inputs are divided."""
+
+
 def exports(folder: Path, model: PreTrainedModel, dense: Path) -> dict[str, Path]:
-    """Export the model under its magnitude mask in both formats, and packed with each kind of 8-bit values."""
+    """Export the model under its magnitude mask in both formats, and packed with each kind of rounded values."""
     made = {}
-    for name, format, values in (
+    for name, format, grid in (
         ("hf", "hf", None),
         ("packed24", "packed24", None),
-        *((grid, "packed24", grid) for grid in GRIDS),
+        *((name, "packed24", grid) for name, grid in ROUNDED.items()),
     ):
         made[name] = folder / name
-        export(ModelSource(model, dense, torch.float32), made[name], format, skip_proof=True, values=values)
+        export(ModelSource(model, dense, torch.float32), made[name], format, skip_proof=True, grid=grid)
     return made
 
 
@@ -202,8 +206,8 @@ def test_experts_in_bf16_are_those_of_the_dense_run(plugin: Path, mixture: dict[
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_8_bit_values_generate_what_transformers_does(
+@pytest.mark.parametrize("grid", ROUNDED)
+def test_rounded_values_generate_what_transformers_does(
     plugin: Path, books: dict[str, Path], mixture: dict[str, Path], grid: str, options: dict[str, Any]
 ) -> None:
     """Scales are divided with the rows of a layer, and are whole where its inputs are divided."""
@@ -215,15 +219,17 @@ def test_8_bit_values_generate_what_transformers_does(
     expected = greedy(mixture[grid])
     assert [ids[:12] for ids in experts["tokens"]] == [ids[:12] for ids in expected]
     assert grid != "int8" or experts["tokens"] == expected
-    # Of four experts: a byte a kept value, a bit a weight, and a scale a row; those of w2 are whole on each rank.
+    # Of four experts: a byte or half of one a kept value, a bit a weight, and scales; of w2 a row's are on each rank.
     weights = 4 * 3 * 64 * 64
-    scales = 4 * (2 * 64 + 64 * options.get("tensor_parallel_size", 1))
-    assert sum(experts["bytes of experts"]) == (1 / 2 + 1 / 8) * weights + 4 * scales
+    scales = 4 * 4 * (2 * 64 + 64 * options.get("tensor_parallel_size", 1))
+    if grid == "int4":  # two of 16 bits a row
+        scales = 4 * 4 * 3 * 64
+    assert sum(experts["bytes of experts"]) == (1 / (4 if grid == "int4" else 2) + 1 / 8) * weights + scales
 
 
-def test_8_bit_values_whose_inputs_are_stored_first(tmp_path: Path, plugin: Path) -> None:
+def test_rounded_values_whose_inputs_are_stored_first(tmp_path: Path, plugin: Path) -> None:
     made = tiny(tmp_path, "gpt2", n_embd=64, n_head=2)
-    for grid in GRIDS:
+    for grid in ROUNDED:
         assert tokens(plugin, made[grid], EAGER)[0] == greedy(made[grid])
 
 

@@ -19,7 +19,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
 from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_whole_bytes, scale_of
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape, values_per_element
 from sparseforge_ds.mask.packing import POSITIONS
 
 _EMPTY_GROUPS = 0x44
@@ -31,16 +31,16 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
 
     `w13_weight` (gate and up) and `w2_weight` (down) hold the values of all experts of a rank, (experts, out, in/2);
     `w13_weight_positions` and `w2_weight_positions` hold their positions, and those that end in `_scale` the scales of
-    8-bit values, (experts, out, 1). Tensor and expert parallelism, shared experts and sums over ranks are vLLM's own,
-    around `apply`.
+    rounded values; two of int4 are an element. Tensor and expert parallelism, shared experts and sums over ranks are
+    vLLM's own, around `apply`.
 
     Args:
         moe: vLLM's configuration of the layer.
         prefix: name of the layer, for messages.
-        grid: dtype of 8-bit values; None for values in the model's dtype.
+        grid: of rounded values; None for values in the model's dtype.
     """
 
-    def __init__(self, moe: Any, prefix: str, grid: torch.dtype | None) -> None:
+    def __init__(self, moe: Any, prefix: str, grid: Grid | None) -> None:
         super().__init__(moe)
         self.prefix = prefix
         self.grid = grid
@@ -55,19 +55,21 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        require_whole_bytes(self.prefix, intermediate_size_per_partition, self.moe.intermediate_size)
+        require_whole_bytes(self.prefix, intermediate_size_per_partition, self.moe.intermediate_size, self.grid)
+        value_dtype = params_dtype if self.grid is None else self.grid.dtype
         up = intermediate_size_per_partition * (2 if self.moe.is_act_and_mul else 1)
         for name, outputs, inputs in (
             ("w13", up, hidden_size),
             ("w2", hidden_size, intermediate_size_per_partition),
         ):
+            values = (num_experts, outputs, inputs // (2 * values_per_element(value_dtype)))
             parts: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {
-                f"{name}_weight": ((num_experts, outputs, inputs // 2), self.grid or params_dtype, 0),
+                f"{name}_weight": (values, value_dtype, 0),
                 # vLLM may pad, and loads nothing into the padding.
                 f"{name}_weight{POSITIONS}": ((num_experts, outputs, -(-inputs // 8)), torch.uint8, _EMPTY_GROUPS),
             }
             if self.grid is not None:
-                parts[f"{name}_weight{SCALE}"] = ((num_experts, outputs, 1), torch.float32, 1)
+                parts[f"{name}_weight{SCALE}"] = (scale_shape(values, -1, self.grid), self.grid.scale_dtype, 1)
             if self.moe.has_bias:
                 parts[f"{name}_bias"] = ((num_experts, outputs), params_dtype, 0)
             for part, (shape, dtype, start) in parts.items():
@@ -75,7 +77,10 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
                 layer.register_parameter(part, parameter)
                 set_weight_attrs(parameter, extra_weight_attrs)
                 if part.endswith(SCALE):  # vLLM's loader asks of every scale what it belongs to
-                    set_weight_attrs(parameter, {"quant_method": FusedMoeWeightScaleSupported.CHANNEL.value})
+                    kind = FusedMoeWeightScaleSupported.CHANNEL
+                    if self.grid is not None and self.grid.group is not None:
+                        kind = FusedMoeWeightScaleSupported.GROUP
+                    set_weight_attrs(parameter, {"quant_method": kind.value})
 
     @override
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:

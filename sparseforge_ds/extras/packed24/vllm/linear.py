@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import ChannelQuantScaleParameter, PackedvLLMParameter
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape, values_per_element
 from sparseforge_ds.mask.packing import POSITIONS, check24
 
 _ROWS = 1024
@@ -24,15 +24,15 @@ _ROWS = 1024
 class Packed24LinearMethod(LinearMethodBase):
     """A linear layer whose weight stays packed: `weight` (out, in/2) and `weight_positions` (out, ceil(in/8)).
 
-    8-bit values have their scales in `weight_scale`, (out, 1).
+    Rounded values have their scales in `weight_scale`; two of int4 are an element.
 
     Args:
         prefix: name of the layer, for messages.
         transposed: True if the files hold the input axis first; vLLM transposes values, and this class the rest.
-        grid: dtype of 8-bit values; None for values in the model's dtype.
+        grid: of rounded values; None for values in the model's dtype.
     """
 
-    def __init__(self, prefix: str, transposed: bool, grid: torch.dtype | None) -> None:
+    def __init__(self, prefix: str, transposed: bool, grid: Grid | None) -> None:
         self.prefix = prefix
         self.transposed = transposed
         self.grid = grid
@@ -48,12 +48,14 @@ class Packed24LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        require_whole_bytes(self.prefix, input_size_per_partition, input_size)
+        require_whole_bytes(self.prefix, input_size_per_partition, input_size, self.grid)
         outputs = sum(output_partition_sizes)
         load = extra_weight_attrs.pop("weight_loader")
         # Values, and positions, a byte for eight inputs.
+        value_dtype = params_dtype if self.grid is None else self.grid.dtype
+        inputs = 2 * values_per_element(value_dtype)
         for name, columns, factor, dtype, loader in (
-            ("weight", input_size_per_partition // 2, 2, self.grid or params_dtype, load),
+            ("weight", input_size_per_partition // inputs, inputs, value_dtype, load),
             (f"weight{POSITIONS}", -(-input_size_per_partition // 8), 8, torch.uint8, self._transposing(load)),
         ):
             parameter = PackedvLLMParameter(
@@ -66,11 +68,14 @@ class Packed24LinearMethod(LinearMethodBase):
             )
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, extra_weight_attrs)
-        # A scale a row, the same for all ranks that divide the inputs.
+        # A scale a row is the same for all ranks that divide the inputs; those of groups are divided with them.
         if self.grid is not None:
-            scale = ChannelQuantScaleParameter(
-                data=torch.empty(outputs, 1, dtype=torch.float32),
+            shape = scale_shape((outputs, input_size_per_partition // inputs), 1, self.grid)
+            kind = ChannelQuantScaleParameter if self.grid.group is None else GroupQuantScaleParameter
+            scale = kind(
+                data=torch.empty(shape, dtype=self.grid.scale_dtype),
                 output_dim=0,
+                **({} if self.grid.group is None else {"input_dim": 1}),
                 weight_loader=self._transposing(load),
             )
             layer.register_parameter(f"weight{SCALE}", scale)
@@ -95,19 +100,19 @@ class Packed24LinearMethod(LinearMethodBase):
 
 
 def scale_of(layer: nn.Module, name: str) -> Tensor | None:
-    """Return the scales of a packed weight of a layer, or None if its values are not 8-bit ones."""
+    """Return the scales of a packed weight of a layer, or None if its values are not rounded."""
     scale = getattr(layer, name + SCALE, None)
     return None if scale is None else scale.data
 
 
 def require_sound(name: str, values: Tensor, positions: Tensor, scale: Tensor | None) -> None:
-    """Raise ValueError for a damaged packed weight: positions, or 8-bit values and scales.
+    """Raise ValueError for a damaged packed weight: positions, or rounded values and scales.
 
     Args:
         name: name of the weight, for messages.
-        values: (out, in/2).
+        values: (out, in/2), of int4 (out, in/4).
         positions: (out, ceil(in/8)).
-        scale: (out, 1) of 8-bit values, else None.
+        scale: of rounded values, else None.
     """
     try:
         for start in range(0, len(values), _ROWS):
@@ -117,8 +122,13 @@ def require_sound(name: str, values: Tensor, positions: Tensor, scale: Tensor | 
         raise ValueError(f"{name}: {error}") from None
 
 
-def require_whole_bytes(prefix: str, rank_inputs: int, inputs: int) -> None:
-    """Raise ValueError if tensor parallelism would divide a byte of positions, which belongs to eight inputs."""
+def require_whole_bytes(prefix: str, rank_inputs: int, inputs: int, grid: Grid | None = None) -> None:
+    """Raise ValueError if tensor parallelism would divide eight inputs, a byte of positions, or those of a scale."""
+    if rank_inputs != inputs and grid is not None and grid.group is not None and rank_inputs % (2 * grid.group):
+        raise ValueError(
+            f"{prefix}: its {inputs} inputs, divided among tensor-parallel ranks, are {rank_inputs} each, but "
+            f"{2 * grid.group} share a scale; use fewer ranks, or export with another --group"
+        )
     if rank_inputs != inputs and rank_inputs % 8:
         raise ValueError(
             f"{prefix}: its {inputs} inputs, divided among tensor-parallel ranks, are {rank_inputs} each, but packed24 "

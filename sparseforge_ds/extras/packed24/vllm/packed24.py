@@ -19,8 +19,15 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from sparseforge_ds.extras.packed24.vllm.experts import Packed24ExpertsMethod
 from sparseforge_ds.extras.packed24.vllm.linear import Packed24LinearMethod
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, require_grid
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, packed24_axis, require_stored_dtypes
+from sparseforge_ds.mask.packed_values import SCALE, require_grid
+from sparseforge_ds.mask.packing import (
+    PACKED24,
+    PACKED24_FORMAT,
+    POSITIONS,
+    packed24_axis,
+    require_scale_shape,
+    require_stored_dtypes,
+)
 
 _FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Fused layers that are usual in vLLM, for a model that lists none."""
@@ -31,20 +38,21 @@ class Packed24VLLMConfig(QuantizationConfig):
 
     Args:
         format: version of the storage.
-        values: a key of `GRIDS` for 8-bit values; None for values in the model's dtype.
+        values: a key of `GRIDS` for rounded values; None for values in the model's dtype.
+        group: with `values` int4 the kept values that share a scale; None for all of a row.
 
     Raises:
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = PACKED24_FORMAT, values: str | None = None) -> None:
+    def __init__(self, format: int = PACKED24_FORMAT, values: str | None = None, group: int | None = None) -> None:
         super().__init__()
         if format != PACKED24_FORMAT:
             raise ValueError(
                 f"{PACKED24}: format {format!r} is not what this version of sparseforge_ds reads (format "
                 f"{PACKED24_FORMAT}); upgrade it, or export again"
             )
-        self.values = require_grid(values)
+        self.grid = require_grid(values, group)
         self.transposed: dict[str, bool] = {}
         """Packed modules, True for those whose inputs are the first axis, as in GPT-2."""
 
@@ -74,7 +82,7 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{PACKED24}: the model has low-rank branches (low_rank of its quantization_config), without which its "
                 "weights compute nonsense, and which vLLM does not add; use transformers, or train without low_rank"
             )
-        return cls(config.get("format", PACKED24_FORMAT), config.get("values"))
+        return cls(config.get("format", PACKED24_FORMAT), config.get("values"), config.get("group"))
 
     @override
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
@@ -94,8 +102,11 @@ class Packed24VLLMConfig(QuantizationConfig):
             if (values := name.removesuffix(POSITIONS)) != name and values in headers:
                 scale = headers.get(values + SCALE, {}).get("dtype")
                 # vLLM would cast what has another dtype.
-                require_stored_dtypes(values, headers[values]["dtype"], headers[name]["dtype"], scale, self.values)
-                axis = packed24_axis(tuple(headers[values]["shape"]), tuple(headers[name]["shape"]))
+                require_stored_dtypes(values, headers[values]["dtype"], headers[name]["dtype"], scale, self.grid)
+                shapes = (tuple(headers[values]["shape"]), tuple(headers[name]["shape"]))
+                axis = packed24_axis(*shapes, None if self.grid is None else self.grid.dtype)
+                if self.grid is not None:
+                    require_scale_shape(shapes[0], tuple(headers[values + SCALE]["shape"]), axis, self.grid)
                 self.transposed[values.removesuffix(".weight")] = axis == -2
         if not self.transposed:
             raise ValueError(f"{model_name}: config.json says {PACKED24}, but no weight has positions; export it again")
@@ -111,12 +122,11 @@ class Packed24VLLMConfig(QuantizationConfig):
         Raises:
             ValueError: only a part of a fused layer is packed.
         """
-        grid = None if self.values is None else GRIDS[self.values]
         if isinstance(layer, RoutedExperts):
             experts = prefix[: prefix.rindex("experts") + len("experts")]
             if not any(name.startswith(f"{experts}.") for name in self.transposed):
                 return None
-            return Packed24ExpertsMethod(layer.moe_config, prefix, grid)
+            return Packed24ExpertsMethod(layer.moe_config, prefix, self.grid)
         if not isinstance(layer, LinearBase):
             return None
         parent, _, leaf = prefix.rpartition(".")
@@ -130,4 +140,4 @@ class Packed24VLLMConfig(QuantizationConfig):
             )
         if not packed:
             return UnquantizedLinearMethod()
-        return Packed24LinearMethod(prefix, self.transposed[packed[0]], grid)
+        return Packed24LinearMethod(prefix, self.transposed[packed[0]], self.grid)
