@@ -52,7 +52,7 @@ def register(commands: Any) -> None:
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
     add("--epochs", type=int, default=4, metavar="N", help="passes of a block's training over them (default: 4)")
     add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of a block's weights (default: 0.02)")
-    add("--batch", type=int, metavar="N", help="sequences of an Adam step (default: 1/128 of all, 1K to 16K tokens)")
+    add("--batch", type=int, metavar="N", help="sequences of an Adam step (default: 512 steps, of at most 16K tokens)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--any_family", action="store_true", help="prune a family without rows, by the attributes of its layers")

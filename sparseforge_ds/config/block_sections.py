@@ -15,12 +15,10 @@ _SHARE_OF_RUN = 0.05
 _FEWEST_TOKENS = 131_072
 _MOST_TOKENS = 2_000_000
 """Bounds of that share. A run with fewer tokens gives all of them. Without a run it is the lower bound."""
-_EPOCH_STEPS = 128
-"""Adam steps of an epoch, where `start.batch` is not given."""
-_STEP_TOKENS = (1024, 16384)
-"""Least and most tokens of an Adam step, where `start.batch` is not given."""
-_LEAST_STEPS = 16
-"""Fewest Adam steps of a block over all epochs."""
+_STEPS = 512
+"""Adam steps of a block over all epochs, where `start.batch` is not given and its tokens suffice."""
+_STEP_TOKENS = 16384
+"""Most tokens of such a step."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class StartConfig:
     rate: float = 0.02
     """Adam's learning rate, relative to the RMS of the block's pruned weights; it falls to 0 as a cosine."""
     batch: int | None = None
-    """Sequences of an Adam step; null: as many as give 128 steps an epoch, within 1,024 to 16,384 tokens a step."""
+    """Sequences of an Adam step; null: as many as give 512 steps over all epochs, at most 16,384 tokens a step."""
     norms: bool = True
     """Train the norms of a block, and the biases of its pruned layers, too."""
     damping: float = 0.01
@@ -276,11 +274,23 @@ class StartConfig:
         """
         if self.batch is not None:
             return self.batch
-        # Enough steps an epoch, with a step of reasonable size.
-        least, most = _STEP_TOKENS
-        sequences = min(max(least, tokens // _EPOCH_STEPS), most) // length
-        # A block makes some steps at least, however few its tokens are.
-        return max(1, min(sequences, tokens * self.epochs // (_LEAST_STEPS * length) if self.epochs else sequences))
+        # For the same tokens, more steps leave a block less error than larger ones.
+        return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS) // length)
+
+    def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
+        """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.
+
+        All ranks together read the sequences of a step, rounded up where ranks or micro-batches do not divide them.
+
+        Args:
+            tokens: tokens that a block is trained on.
+            length: tokens of a sequence.
+            ranks: ranks, or groups of ranks that share sequences.
+            largest: most sequences of a micro-batch.
+        """
+        of_rank = -(-self.sequences_of_step(tokens, length) // ranks)
+        count = -(-of_rank // largest)
+        return -(-of_rank // count), count
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class Batches:
         """Sequences that the run has consumed, over all ranks."""
         self._order = RoundRobin(parts)
 
+    def divided_as(self, layout: BatchLayout) -> Batches:
+        """Return the same text in other micro-batches. The two share their sources, and no position."""
+        return Batches(self.sources, self.parts, layout, self.takes_other_data, self.teacher_logits)
+
     def __iter__(self) -> Batches:
         return self
 

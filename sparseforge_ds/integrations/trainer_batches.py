@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.config import StartConfig
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, task_head
@@ -150,19 +151,24 @@ class StartBatches:
 
     Args:
         trainer: the trainer, of which set, collator and micro-batch are used.
-        per_batch: micro-batches of a batch.
+        start: says how many sequences an Adam step has. The first example stands for the length of all.
         objective: the task loss.
     """
 
-    def __init__(self, trainer: Any, per_batch: int, objective: Objective) -> None:
-        self.per_batch = per_batch
+    def __init__(self, trainer: Any, start: StartConfig, objective: Objective) -> None:
         self.objective = objective
         self._prepare = trainer._prepare_inputs
         self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
-        self._size = trainer.args.per_device_train_batch_size
         self._rank = trainer.args.process_index
-        self._examples = _endless(trainer.train_dataset)
         self._ranks = trainer.args.world_size
+        # Divide the sequences of an Adam step into micro-batches, none larger than a training step's.
+        inputs = self._collate(list(islice(_endless(trainer.train_dataset), 1)))
+        length = next(value.shape[1] for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1)
+        steps = trainer.forge.config.max_steps
+        tokens = start.tokens_of(steps * trainer.forge.engine.train_batch_size() * length)
+        largest = trainer.args.per_device_train_batch_size
+        self._size, self.per_batch = start.micro_batches(tokens, length, self._ranks, largest)
+        self._examples = _endless(trainer.train_dataset)
 
     def passes(self, batch: int) -> list[Closure]:
         """Return the losses of this rank's next micro-batches; `batch` must count up by one."""

@@ -303,12 +303,9 @@ class SparseForgeMixin(_Trainer):
         return max(1, int(trained)) / self.get_sp_size()
 
     def _start_batches(self, start: StartConfig) -> StartBatches:
-        """Return the text of a start; a step of a block has `start.batch` sequences, or those of a training step."""
-        sequences = self.args.per_device_train_batch_size * self.args.world_size
-        accumulation = self.args.gradient_accumulation_steps
-        per_batch = accumulation if start.batch is None else max(1, round(start.batch / sequences))
+        """Return the text of a start."""
         assert self._task is not None
-        return StartBatches(self, per_batch, self._task)
+        return StartBatches(self, start, self._task)
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

@@ -8,10 +8,9 @@ step of the frozen finetune.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from sparseforge_ds.data.micro_batch import MicroBatch
+from sparseforge_ds.data.micro_batch import BatchLayout, MicroBatch
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.checkpoints import Checkpoints
@@ -68,7 +67,7 @@ def train(
     if first_step == 0:
         was_ready = forge.ready
         rms = forge.sharded.rms()
-        probe = RunProbeBatches(context, 0, 1, _sequences_of_start(context))
+        probe = _start_batches(context)
         began = time.perf_counter()
         with monitor.paused_clock():
             forge.start(probe)
@@ -231,11 +230,15 @@ class RunProbeBatches:
         context: the run.
         position: sequences that the run has consumed.
         direction: -1 to walk back from here, a batch a probe, 1 to look ahead.
-        sequences: sequences of a probe batch; None takes `curvature.sequences`, or those of a step.
+        layout: micro-batches of a probe batch; None takes those of a step, or `curvature.sequences`.
     """
 
-    def __init__(self, context: TrainContext, position: int, direction: int, sequences: int | None = None) -> None:
-        self.sequences = sequences or context.spec.config.curvature.sequences or context.batches.layout.global_batch
+    def __init__(self, context: TrainContext, position: int, direction: int, layout: BatchLayout | None = None) -> None:
+        self.batches = context.batches
+        self.sequences = context.spec.config.curvature.sequences or self.batches.layout.global_batch
+        if layout is not None:
+            self.batches = self.batches.divided_as(layout)
+            self.sequences = layout.global_batch
         self.context = context
         self.position = position
         self.direction = direction
@@ -250,7 +253,7 @@ class RunProbeBatches:
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
         self.batches_read = max(self.batches_read, batch + 1)
-        self.context.batches.require_trained(self._sequences(batch))
+        self.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
 
     def divisor(self, batch: int) -> float | None:
@@ -263,24 +266,23 @@ class RunProbeBatches:
         return range(first, first + size)
 
     def _micro_batches(self, batch: int) -> list[MicroBatch]:
-        return self.context.batches.micro_batches(self._sequences(batch))
+        return self.batches.micro_batches(self._sequences(batch))
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self.context.objective.cross_entropy(batch.to(self.context.device))
 
 
-def _sequences_of_start(context: TrainContext) -> int | None:
-    """Return the sequences of one step of the start, or None without a start.
-
-    Their number is rounded up to a multiple of one micro-batch of all ranks.
-    """
+def _start_batches(context: TrainContext) -> RunProbeBatches:
+    """Return the text that `forge.start` reads: batches of an Adam step of a block, or of a step of the run."""
     spec = context.spec
     start = spec.config.start
     if start is None:
-        return None
-    at_once = context.batches.layout.sequences_at_once
+        return RunProbeBatches(context, 0, 1)
+    layout = context.batches.layout
     tokens = start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
-    return math.ceil(start.sequences_of_step(tokens, spec.arguments.seq_length) / at_once) * at_once
+    groups = layout.world_size // layout.sequence_parallel
+    size, count = start.micro_batches(tokens, spec.arguments.seq_length, groups, layout.micro_batch)
+    return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
 
 
 def _scalars(context: TrainContext, mean: dict[str, float], learning_rate: float) -> dict[str, float]:
