@@ -22,7 +22,7 @@ from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.importance import scalings
 from sparseforge_ds.mask.kernels.bits import keep_in_place, pack
 from sparseforge_ds.mask.kernels.codes import CODE
-from sparseforge_ds.mask.kernels.fisher import fisher_sums
+from sparseforge_ds.mask.kernels.fisher import add_fisher_sums
 from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
 from sparseforge_ds.mask.kernels.publication import soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
@@ -114,7 +114,8 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
     gradient_TO = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
     input_TI = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
     layer = gradient_TO.numel() + input_TI.numel()
-    yield "layer hook", 4, layer, lambda: fisher_sums(gradient_TO, input_TI)
+    sums_of_layer = [torch.zeros(size, dtype=torch.float64, device=device) for size in shape]
+    yield "layer hook", 4, layer, lambda: add_fisher_sums(gradient_TO, input_TI, 1.0, *sums_of_layer)
 
 
 def _loss(device: str, tokens: int, vocabulary: int) -> Iterator[Case]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
-from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
+from sparseforge_ds.mask.kernels.fisher import InputSquares, add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from sparseforge_ds.zero.layer_hooks import block_entries, token_gradients
 from sparseforge_ds.zero.probe import ProbeBatches, divisor_of
@@ -45,6 +45,7 @@ class FisherSums(SumsEstimator):
         self._empty = sums.holding(sums.values.new_empty(0))
         self._sums: AxisSums | None = None
         self._tokens: dict[str, float] = {}
+        self._squares = InputSquares()
         self.divisor: float | None = None
         """Divisor of the sum over tokens in a loss; None where it is the number of tokens of a micro-batch."""
         self.counted: float | None = None
@@ -53,6 +54,7 @@ class FisherSums(SumsEstimator):
     def begin(self) -> None:
         """Forget what was measured, and begin with losses that are means over a micro-batch's tokens."""
         self._sums = self._empty.zeros()
+        self._squares = InputSquares()
         self.divisor = None
         self.counted = None
         self._tokens = dict.fromkeys(self.context.shards, 0)
@@ -101,7 +103,7 @@ class FisherSums(SumsEstimator):
                 context.expert_load.add(context.expert_load.rows[name], tokens)
         factor = self._factor(name, batch_tokens)
         assert self._sums is not None
-        add_fisher_sums(grad_TO, input_TI, factor, *context.sums_of(name, self._sums))
+        add_fisher_sums(grad_TO, input_TI, factor, *context.sums_of(name, self._sums), squares=self._squares)
 
     def _factor(self, name: str, tokens: int) -> float:
         """Count the tokens of a micro-batch, and return the factor of squared gradients of them.

@@ -11,19 +11,57 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparseforge_ds.mask.curvature import token_fisher
-from sparseforge_ds.mask.kernels.fusing import fused, in_rows, is_compiled
+from sparseforge_ds.mask.kernels.fusing import TRITON_OPTIONS, fused, has_triton, in_rows, is_compiled, launches
 
 EXPERT_BYTES = 1 << 28
 """Most bytes of sums of squares that exist at a time, where a weight holds many experts."""
 TOKEN_BYTES = 1 << 26
 """Most bytes of squares of a layer's inputs and gradients that exist at a time."""
+SQUARED_TOKENS = 4
+"""Tokens whose squares a program of our own sums."""
+SUMMED_FEATURES = 64
+"""Features that a program of our own sums over all tokens."""
 SUMMED_TOKENS = 128
 """Tokens whose squares compiled code sums first."""
 
 
-def add_fisher_sums(grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: Tensor, input_I: Tensor) -> None:
+class InputSquares:
+    """|x_t|^2 of the newest input, which layers side by side share (q, k and v; gate and up)."""
+
+    def __init__(self) -> None:
+        self._storage: StorageWeakRef | None = None
+        self._view: tuple[object, ...] = ()
+        self._square_T: Tensor | None = None
+
+    def get(self, input_TI: Tensor) -> Tensor | None:
+        """Return (T,) fp32 of an input if it is the newest one, unchanged since; else None."""
+        # The number of a storage that is held weakly is not given to another one.
+        is_same = self._storage is not None and self._storage.cdata == input_TI.untyped_storage()._cdata
+        return self._square_T if is_same and self._view == self._view_of(input_TI) else None
+
+    def set(self, input_TI: Tensor, square_T: Tensor) -> None:
+        """Remember the squares of an input, and not the input: its memory is free when its layers are done."""
+        self._storage = StorageWeakRef(input_TI.untyped_storage())  # type: ignore[no-untyped-call]
+        self._view = self._view_of(input_TI)
+        self._square_T = square_T
+
+    @staticmethod
+    def _view_of(input_TI: Tensor) -> tuple[object, ...]:
+        return input_TI.storage_offset(), input_TI.shape, input_TI.stride(), input_TI.dtype, input_TI._version
+
+
+def add_fisher_sums(
+    grad_TO: Tensor,
+    input_TI: Tensor,
+    factor: float,
+    output_O: Tensor,
+    input_I: Tensor,
+    *,
+    squares: InputSquares | None = None,
+) -> None:
     """Add `curvature.fisher_sums` of a layer's tokens.
 
     Args:
@@ -32,13 +70,77 @@ def add_fisher_sums(grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: 
         factor: by which both are multiplied.
         output_O: (out,) fp64, added to.
         input_I: (in,) fp64, added to.
+        squares: what layers before this one left for those with the same input.
     """
+    if has_triton(grad_TO.device):
+        _add_in_two_launches(grad_TO, input_TI, factor, output_O, input_I, squares or InputSquares())
+        return
     # Compiled code stores no squares, and takes all tokens at once.
     all_tokens = is_compiled(grad_TO.device)
     for tokens in (slice(None),) if all_tokens else _token_chunks(grad_TO, input_TI):
         row_sums, column_sums = fisher_sums(grad_TO[tokens], input_TI[tokens])
         output_O.add_(row_sums, alpha=factor)
         input_I.add_(column_sums, alpha=factor)
+
+
+def _add_in_two_launches(
+    grad_TO: Tensor, input_TI: Tensor, factor: float, output_O: Tensor, input_I: Tensor, squares: InputSquares
+) -> None:
+    """Do `add_fisher_sums` in one launch for the squares of tokens, and one for the sums over tokens."""
+    tokens = len(grad_TO)
+    if not tokens:
+        return
+    grad_TO = grad_TO if grad_TO.stride(1) == 1 else grad_TO.contiguous()
+    input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
+    input_square_T = squares.get(input_TI)
+    is_known = input_square_T is not None
+    square_T = torch.empty(1 if is_known else 2, tokens, device=grad_TO.device)
+    _layer_squares(grad_TO, None if is_known else input_TI, square_T)
+    if input_square_T is None:
+        input_square_T = square_T[1]
+        squares.set(input_TI, input_square_T)
+    _layer_sums(grad_TO, input_TI, square_T[0], input_square_T, factor, output_O, input_I)
+
+
+@launches(writes=("square_T",), unread=("square_T",))
+def _layer_squares(grad_TO: Tensor, input_TI: Tensor | None, square_T: Tensor) -> None:
+    from sparseforge_ds.mask.kernels import layer_programs
+
+    second = grad_TO if input_TI is None else input_TI
+    tokens, outputs = grad_TO.shape
+    grid = (-(-tokens // SQUARED_TOKENS), 1 if input_TI is None else 2)
+    with torch.cuda.device(grad_TO.get_device()):
+        layer_programs.token_squares[grid](
+            *(grad_TO, second, grad_TO.stride(0), second.stride(0), square_T, tokens, outputs, second.shape[1]),
+            TOKENS=SQUARED_TOKENS,
+            FEATURES=512,
+            **TRITON_OPTIONS,
+        )
+
+
+@launches(writes=("output_O", "input_I"))
+def _layer_sums(
+    grad_TO: Tensor,
+    input_TI: Tensor,
+    grad_square_T: Tensor,
+    input_square_T: Tensor,
+    factor: float,
+    output_O: Tensor,
+    input_I: Tensor,
+) -> None:
+    from sparseforge_ds.mask.kernels import layer_programs
+
+    tokens, outputs = grad_TO.shape
+    inputs = input_TI.shape[1]
+    grid = (-(-outputs // SUMMED_FEATURES) + -(-inputs // SUMMED_FEATURES),)
+    with torch.cuda.device(grad_TO.get_device()):
+        layer_programs.add_weighted_squares[grid](
+            *(grad_TO, input_TI, grad_TO.stride(0), input_TI.stride(0), grad_square_T, input_square_T),
+            *(output_O, input_I, factor, tokens, outputs, inputs),
+            TOKENS=64,
+            FEATURES=SUMMED_FEATURES,
+            **TRITON_OPTIONS,
+        )
 
 
 def _token_squares(values_TN: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ compiled, and whoever counts operations sees the one kernel that it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, wraps
@@ -41,6 +42,8 @@ KERNELS: dict[str, int] = {}
 """Kernels that the compiler makes of each fused function, by name."""
 READS: dict[str, int] = {}
 """Times that the kernels of each fused function read its operands, by name."""
+TRITON_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+"""Options of a Triton kernel of ours: a * b + c is not contracted to one rounding, as on a CPU and in eager code."""
 UNREAD: dict[str, tuple[str, ...]] = {}
 """Arguments that an operator of the package writes and does not read, by its name."""
 _wanted: bool | None = None
@@ -61,6 +64,29 @@ def compiled(on: bool | None) -> Iterator[None]:
 def is_compiled(device: torch.device) -> bool:
     """Return True if fused functions are compiled for tensors on `device`."""
     return device.type not in ("cpu", "meta") if _wanted is None else _wanted
+
+
+def has_triton(device: torch.device) -> bool:
+    """Return True if Triton kernels of our own run on a device: on a GPU, or in Triton's interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launches(*, writes: tuple[str, ...], unread: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
+    """Make a function that launches one Triton kernel an operator, `sparseforge::<name>`.
+
+    Args:
+        writes: arguments that it changes.
+        unread: those of them that it does not read.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        name = function.__name__.strip("_")
+        operator = torch.library.custom_op(f"sparseforge::{name}", function, mutates_args=writes)
+        operator.register_fake(lambda *args: None)
+        UNREAD[name] = unread
+        return operator
+
+    return decorate
 
 
 def fused(

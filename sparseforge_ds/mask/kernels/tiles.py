@@ -7,9 +7,8 @@ They are operators of torch for the reasons that `fusing` gives.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.importance import MOMENTS
 from sparseforge_ds.mask.kernels.exact_lerp import split_lerp
-from sparseforge_ds.mask.kernels.fusing import UNREAD
+from sparseforge_ds.mask.kernels.fusing import TRITON_OPTIONS, has_triton, launches
 from sparseforge_ds.mask.pattern import NM, Pattern
 
 TILE = 2048
@@ -28,8 +27,6 @@ SUMS = 4
 """Sums that an update gives: m (1 - m), m, changed bits of the target, groups where 1[m > 0.5] differs."""
 _ROWS_AT_ONCE = 64
 """Rows of sums that a program adds up at a time."""
-_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Options of every launch: a * b + c is not contracted to one rounding, as on a CPU and in eager code."""
 
 
 class MatrixRun(NamedTuple):
@@ -57,7 +54,7 @@ class MatrixRun(NamedTuple):
 
 def can_tile(pattern: Pattern, device: torch.device) -> bool:
     """Return True if these kernels update masks of a pattern on a device: 2:4 on a GPU, or in Triton's interpreter."""
-    return pattern == NM(2, 4) and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return pattern == NM(2, 4) and has_triton(device)
 
 
 def cut_into_tiles(runs: Iterable[MatrixRun]) -> Tensor:
@@ -150,25 +147,7 @@ def _parts(curvature: TiledCurvature) -> tuple[Tensor, Tensor, Tensor]:
     return curvature.factors, curvature.bounds, curvature.is_measured
 
 
-def _operator(writes: tuple[str, ...], unread: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
-    """Make a function that launches one kernel an operator, `sparseforge::<name>`.
-
-    Args:
-        writes: arguments that it changes.
-        unread: those of them that it does not read.
-    """
-
-    def decorate(function: Callable[..., None]) -> Any:
-        name = function.__name__.strip("_")
-        operator = torch.library.custom_op(f"sparseforge::{name}", function, mutates_args=writes)
-        operator.register_fake(lambda *args: None)
-        UNREAD[name] = unread
-        return operator
-
-    return decorate
-
-
-@_operator(writes=("sums",), unread=("sums",))
+@launches(writes=("sums",), unread=("sums",))
 def _tile_moments(
     dense: Tensor, factors: Tensor, bounds: Tensor, is_measured: Tensor, tiles: Tensor, sums: Tensor
 ) -> None:
@@ -176,19 +155,19 @@ def _tile_moments(
 
     with torch.cuda.device(dense.get_device()):
         tile_programs.moments[(len(tiles),)](
-            dense, factors, is_measured.view(torch.uint8), tiles, bounds, sums, N=TILE // 4, **_OPTIONS
+            dense, factors, is_measured.view(torch.uint8), tiles, bounds, sums, N=TILE // 4, **TRITON_OPTIONS
         )
 
 
-@_operator(writes=("totals",), unread=("totals",))
+@launches(writes=("totals",), unread=("totals",))
 def _tile_totals(sums: Tensor, segments: Tensor, totals: Tensor) -> None:
     from sparseforge_ds.mask.kernels import tile_programs
 
     with torch.cuda.device(sums.get_device()):
-        tile_programs.add_up[(len(totals),)](sums, segments, totals, ROWS=_ROWS_AT_ONCE, **_OPTIONS)
+        tile_programs.add_up[(len(totals),)](sums, segments, totals, ROWS=_ROWS_AT_ONCE, **TRITON_OPTIONS)
 
 
-@_operator(writes=("mask", "target", "kept", "master", "sums"), unread=("kept", "master", "sums"))
+@launches(writes=("mask", "target", "kept", "master", "sums"), unread=("kept", "master", "sums"))
 def _tile_update(
     dense: Tensor,
     mask: Tensor,
@@ -222,5 +201,5 @@ def _tile_update(
             *rates,
             MIDPOINT=midpoint,
             N=TILE // 4,
-            **_OPTIONS,
+            **TRITON_OPTIONS,
         )

@@ -16,12 +16,11 @@ from sparseforge_ds.mask.importance import scalings
 from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.mask.kernels.bits import keep_in_place, pack
 from sparseforge_ds.mask.kernels.codes import CODE
-from sparseforge_ds.mask.kernels.fisher import fisher_sums
 from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
 from sparseforge_ds.mask.kernels.publication import soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import NM
-from tests.unit.mask.kernels.interpreted_tiles import Problem, readable_update, tiled_update
+from tests.unit.mask.kernels.interpreted import Problem, layer_sums, readable_sums, readable_update, tiled_update
 
 pytestmark = pytest.mark.gpu
 
@@ -103,13 +102,9 @@ def test_tiles_have_the_cpus_numbers() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(64, 96, 32), (4096, 1536, 576)])
-def test_fisher_sums_have_the_cpus_numbers(tokens: int, outputs: int, inputs: int) -> None:
+def test_sums_of_layers_have_the_cpus_numbers(tokens: int, outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
-    gradient_TO = torch.randn(tokens, outputs, generator=generator).bfloat16()
     input_TI = torch.randn(tokens, inputs, generator=generator).bfloat16()
-    with fusing.compiled(False):
-        on_cpu = fisher_sums(gradient_TO, input_TI)
-    on_gpu = fisher_sums(gradient_TO.cuda(), input_TI.cuda())
-
-    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
-        torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-4, atol=0)
+    layers = [(torch.randn(tokens, outputs, generator=generator).bfloat16(), input_TI) for _ in range(2)]
+    for gpu, expected in zip(layer_sums(layers, 0.5, "cuda"), readable_sums(layers, 0.5), strict=True):
+        torch.testing.assert_close(gpu, expected, rtol=1e-4, atol=0)

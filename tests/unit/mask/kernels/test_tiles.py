@@ -1,33 +1,51 @@
-"""Updates of tiles without a GPU: their bits under Triton's interpreter, and that they build for real ones."""
+"""Triton kernels of masks without a GPU: their bits under the interpreter, and that they build for real ones."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sparseforge_ds.mask.kernels.fisher import SQUARED_TOKENS, SUMMED_FEATURES
 from sparseforge_ds.mask.kernels.tiles import TILE, MatrixRun, can_tile, cut_into_tiles
 from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern
 from tests.distributed import PATIENCE, ROOT
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-POINTERS = {
-    "moments": ["*fp32", "*fp32", "*u8", "*i64", "*i64", "*fp64"],
-    "update": ["*fp32", "*u16", "*u8", "*u8", "*fp32", "*fp32", "*u8", "*fp64", "*i64", "*i64", "*fp32"],
+PROGRAMS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "moments": ("tile", ["*fp32", "*fp32", "*u8", "*i64", "*i64", "*fp64"], {"N": TILE // 4}),
+    "add_up": ("tile", ["*fp64", "*i64", "*fp64"], {"ROWS": 64}),
+    "update": (
+        "tile",
+        [*("*fp32", "*u16", "*u8", "*u8", "*fp32", "*fp32", "*u8", "*fp64", "*i64", "*i64", "*fp32")]
+        + ["fp64", *["fp32"] * 7],
+        {"MIDPOINT": True, "N": TILE // 4},
+    ),
+    "token_squares": (
+        "layer",
+        [*("*bf16", "*bf16", "i32", "i32", "*fp32"), *["i32"] * 3],
+        {"TOKENS": SQUARED_TOKENS, "FEATURES": 512},
+    ),
+    "add_weighted_squares": (
+        "layer",
+        [*("*bf16", "*bf16", "i32", "i32", "*fp32", "*fp32", "*fp64", "*fp64", "fp64"), *["i32"] * 3],
+        {"TOKENS": 64, "FEATURES": SUMMED_FEATURES},
+    ),
 }
-SCALARS = {"moments": [], "update": ["fp64", *["fp32"] * 7]}
+"""Room, types of the arguments, and constants of each program."""
 GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64)]
 """H100 and MI300: backend, architecture, threads of a warp."""
 
 
 def test_bits_under_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.mask.kernels.interpreted_tiles"],
+        [sys.executable, "-m", "tests.unit.mask.kernels.interpreted"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -44,30 +62,31 @@ def test_programs_build_ahead_of_time(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from sparseforge_ds.mask.kernels import tile_programs
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
-    for name, constants in (("moments", {"N": TILE // 4}), ("update", {"MIDPOINT": True, "N": TILE // 4})):
-        program: Any = getattr(tile_programs, name)
-        types = [*POINTERS[name], *SCALARS[name], *["constexpr"] * len(constants)]
-        signature = dict(zip(program.arg_names, types, strict=True))
-        aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(POINTERS[name]))}
+    for name, (room, types, constants) in PROGRAMS.items():
+        program = program_of(room, name)
+        signature = dict(zip(program.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
+        # Strides and sizes of real layers are multiples of 16 too.
+        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind[0] in "*i"}
         options = {"num_warps": 4, "enable_fp_fusion": False}
         built = compile(ASTSource(program, signature, constants, aligned), target=GPUTarget(*gpu), options=options)
         assert built.asm["cubin" if gpu[0] == "cuda" else "hsaco"][:4] == b"\x7fELF"
         if gpu[0] == "cuda":
             ptx = built.asm["ptx"]
-            # Weights are read 16 bytes at a time, and no multiply-add is contracted.
-            assert "ld.global.v4.b32" in ptx and "fma.rn.f32" not in ptx
+            # Large operands are read 16 bytes at a time, and no multiply-add is contracted.
+            assert ("ld.global.v4.b32" in ptx or name == "add_up") and "fma.rn.f32" not in ptx, name
 
 
-def test_a_rate_of_64_bits_stays_one() -> None:
+def test_rates_of_64_bits_stay_such() -> None:
     """Scalars go to a device in 32 bits unless their type is given."""
-    from sparseforge_ds.mask.kernels import tile_programs
+    for name, (room, types, _) in PROGRAMS.items():
+        program = program_of(room, name)
+        wide = {argument for argument, kind in zip(program.arg_names, types, strict=False) if kind == "fp64"}
+        assert wide == {parameter.name for parameter in program.params if parameter.annotation_type == "fp64"}, name
 
-    program: Any = tile_programs.update
-    types = {parameter.name: parameter.annotation_type for parameter in program.params}
-    assert types["temperature"] == "fp64"
+
+def program_of(room: str, name: str) -> Any:
+    return getattr(import_module(f"sparseforge_ds.mask.kernels.{room}_programs"), name)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Updates of tiles beside the readable functions: under Triton's interpreter here, and on a GPU in `test_fused_on_gpu`.
+"""Triton kernels of ours beside the readable functions: in Triton's interpreter, and in `test_fused_on_gpu` on a GPU.
 
-TRITON_INTERPRET=1 python -m tests.unit.mask.kernels.interpreted_tiles     the variable holds for a whole process
+TRITON_INTERPRET=1 python -m tests.unit.mask.kernels.interpreted     the variable holds for a whole process
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from sparseforge_ds.mask import importance
 from sparseforge_ds.mask.anneal import Dials
+from sparseforge_ds.mask.curvature import fisher_sums
 from sparseforge_ds.mask.effective_mask import effective_mask, published
 from sparseforge_ds.mask.factored import rank_one, shares
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import CODE, decode, encode
+from sparseforge_ds.mask.kernels.fisher import InputSquares, add_fisher_sums
 from sparseforge_ds.mask.kernels.tiles import (
     SUMS,
     TILE,
@@ -168,5 +170,62 @@ def updates_have_the_bits_of_the_readable_functions() -> None:
         assert torch.equal(tiled.sums[2:], expected.sums[2:])
 
 
+def layer_sums(
+    layers: list[tuple[Tensor, Tensor]], factor: float, device: str = "cpu", rows: slice = slice(None)
+) -> list[Tensor]:
+    """Return fp64 sums by output and by input of each (dL/dy, x), one layer after the other, on the CPU.
+
+    Inputs that are one tensor stay one on the device; `rows` are the tokens of them that are taken.
+    """
+    moved = {id(x): x.to(device) for _, x in layers}
+    squares = InputSquares()
+    sums = []
+    for grad_TO, input_TI in layers:
+        sizes = (grad_TO.shape[1], input_TI.shape[1])
+        ones = [torch.ones(size, dtype=torch.float64, device=device) for size in sizes]
+        add_fisher_sums(grad_TO.to(device)[rows], moved[id(input_TI)][rows], factor, *ones, squares=squares)
+        sums += [part.cpu() for part in ones]
+    return sums
+
+
+def readable_sums(layers: list[tuple[Tensor, Tensor]], factor: float) -> list[Tensor]:
+    """Return `layer_sums` by `curvature.fisher_sums`."""
+    sums = [part for layer in layers for part in fisher_sums(*layer)]
+    return [1 + factor * part.double() for part in sums]
+
+
+def sums_of_layers_are_those_of_the_readable_function() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TI, other_TI = (torch.randn(70, 96, generator=generator) for _ in range(2))
+    layers = [
+        (torch.randn(70, outputs, generator=generator), x) for outputs, x in ((40, x_TI), (130, x_TI), (64, other_TI))
+    ]
+    for ours, expected in zip(layer_sums(layers, 0.25), readable_sums(layers, 0.25), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+    # A gradient of a sum has one number for all, and a layer may have no token at all.
+    same = [(torch.ones(1, 1).expand(70, 40), x_TI)]
+    torch.testing.assert_close(layer_sums(same, 2.0), readable_sums(same, 2.0), rtol=1e-5, atol=0)
+    assert all(part.eq(1).all() for part in layer_sums(layers, 2.0, rows=slice(0)))
+
+
+def squares_are_of_one_input_as_it_is() -> None:
+    squares = InputSquares()
+    first, second = (torch.ones(5, 3) for _ in range(2))
+    square = torch.full((5,), 3.0)
+    assert squares.get(first) is None
+    squares.set(first, square)
+    assert squares.get(first) is square and squares.get(first.detach()) is square
+    assert squares.get(second) is None and squares.get(first[:4]) is None and squares.get(first.t()) is None
+    first.mul_(2)
+    assert squares.get(first) is None
+    squares.set(first, square)
+    pointer = first.data_ptr()
+    del first
+    again = [torch.ones(5, 3) for _ in range(20)]
+    assert all(squares.get(x) is None for x in again), pointer
+
+
 if __name__ == "__main__":
+    sums_of_layers_are_those_of_the_readable_function()
+    squares_are_of_one_input_as_it_is()
     updates_have_the_bits_of_the_readable_functions()
