@@ -57,15 +57,15 @@ def run_script(
 @functools.cache
 def _server(variables: tuple[tuple[str, str], ...]) -> subprocess.Popen[str]:
     """Start a server, which ends when its standard input does."""
-    others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_IMPORTS)}
-    others.pop("PYTHONPATH", None)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_READ_BY_IMPORTS)}
+    environment.pop("PYTHONPATH", None)
     return subprocess.Popen(
         [sys.executable, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd="/",
-        env={**others, **dict(variables)},
+        env={**environment, **dict(variables)},
     )
 
 

@@ -44,8 +44,8 @@ def pretend_hub(folder: Path, name: str, breaks_off: str = "") -> Iterator[tuple
             file = re.fullmatch(rf"/datasets/{name}/resolve/{REVISION}/(.*)", path)
             if tree and (folder / tree[1]).is_dir():
                 deep = parse_qs(address.query).get("recursive", ["false"])[0].lower() == "true"
-                found = (folder / tree[1]).rglob("*") if deep else (folder / tree[1]).iterdir()
-                self.answer([describe(path) for path in sorted(found)])
+                entries = (folder / tree[1]).rglob("*") if deep else (folder / tree[1]).iterdir()
+                self.answer([describe(path) for path in sorted(entries)])
             elif re.fullmatch(rf"/api/datasets/{name}(/revision/[^/]+)?", path):
                 self.answer({"id": name, "sha": REVISION, "private": False, "disabled": False, "gated": False})
             elif file and (folder / file[1]).is_file():

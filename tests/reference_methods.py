@@ -288,10 +288,10 @@ class ReferenceElsa(ReferenceMethod):
             scores = [f * w**2 for f, w in zip(second, weight, strict=True)]
             self.mask[name] = harden(scores, self.groups[name], self.n)
         elif self.step_count < self.freeze and self.step_count % self.part["every"] == 0:
-            both = [w + u for w, u in zip(weight, self.dual[name], strict=True)]
-            scores = [f * b**2 for f, b in zip(second, both, strict=True)]
+            shifted = [w + u for w, u in zip(weight, self.dual[name], strict=True)]
+            scores = [f * b**2 for f, b in zip(second, shifted, strict=True)]
             self.mask[name] = harden(scores, self.groups[name], self.n)
-            self.copy[name] = [m * b for m, b in zip(self.mask[name], both, strict=True)]
+            self.copy[name] = [m * b for m, b in zip(self.mask[name], shifted, strict=True)]
             self.dual[name] = [u + w - z for u, w, z in zip(self.dual[name], weight, self.copy[name], strict=True)]
 
 

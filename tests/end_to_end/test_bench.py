@@ -48,12 +48,12 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     layers = [
         layer for layer in AutoModelForCausalLM.from_pretrained(packed).modules() if type(layer) is Packed24Linear
     ]
-    whole = sum(2 * layer.in_features * layer.out_features for layer in layers)
-    held = sum(layer.weight.nbytes + layer.weight_positions.nbytes for layer in layers)
-    assert whole > 0 and held <= 0.57 * whole
+    dense_bytes = sum(2 * layer.in_features * layer.out_features for layer in layers)
+    packed_bytes = sum(layer.weight.nbytes + layer.weight_positions.nbytes for layer in layers)
+    assert dense_bytes > 0 and packed_bytes <= 0.57 * dense_bytes
     of_packed = measured["models"]["packed"]
     of_dense = measured["models"]["dense"]
-    assert of_dense["resident_bytes"] - of_packed["resident_bytes"] == whole - held
+    assert of_dense["resident_bytes"] - of_packed["resident_bytes"] == dense_bytes - packed_bytes
     assert 0 < of_packed["disk_bytes"] < of_dense["disk_bytes"]
 
 
@@ -104,11 +104,11 @@ def test_generation_with_a_static_cache_and_compiled_steps(
     assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [(work, 2) for work in works]
     dense, packed = measured["generations"]
     config = AutoConfig.from_pretrained(tmp_path / "shapes")
-    for row, whole in ((dense, measured["models"]["dense"]), (packed, measured["models"]["packed"])):
+    for row, measured_model in ((dense, measured["models"]["dense"]), (packed, measured["models"]["packed"])):
         assert 0 < row["first_token_seconds"] < row["seconds"] and row["peak_bytes"] is None
         assert row["cache_bytes"] == 2 * 2 * 13 * config.num_key_value_heads * config.head_dim * 4
         table = config.vocab_size * config.hidden_size * 4  # of which a step reads rows
-        assert row["step_bytes"] == whole["resident_bytes"] - table + row["cache_bytes"]
+        assert row["step_bytes"] == measured_model["resident_bytes"] - table + row["cache_bytes"]
         assert row["bytes_per_second"] == pytest.approx(row["step_bytes"] * row["decode_tokens_per_second"] / 2)
     assert packed["step_bytes"] < dense["step_bytes"]
     # Three turns of four steps, which begin from the same token every time.

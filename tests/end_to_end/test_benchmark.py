@@ -48,12 +48,14 @@ def test_every_number_is_there(cost: tuple[str, dict[str, Any]]) -> None:
 
 def test_bytes_are_those_of_the_tensors(cost: tuple[str, dict[str, Any]]) -> None:
     _, result = cost
-    held = result["extra_bytes_per_weight_and_rank"]
+    bytes_per_weight = result["extra_bytes_per_weight_and_rank"]
     for key, size in {"dense": 4, "mask": 2}.items():
-        assert held[key] == pytest.approx(size / 2, rel=1e-3)  # on two ranks
-    assert held["curvature"] == 0 < held["cached"] < 0.2  # flip and kept bits, and row and column sums
+        assert bytes_per_weight[key] == pytest.approx(size / 2, rel=1e-3)  # on two ranks
+    assert (
+        bytes_per_weight["curvature"] == 0 < bytes_per_weight["cached"] < 0.2
+    )  # flip and kept bits, and row and column sums
     assert result["extra_peak_memory_per_weight_and_rank"] is None  # on a CPU
-    assert held["total_times_ranks"] == pytest.approx(2 * (3.0 + held["cached"]))
+    assert bytes_per_weight["total_times_ranks"] == pytest.approx(2 * (3.0 + bytes_per_weight["cached"]))
 
 
 def test_a_mask_update_sends_statistics_only(cost: tuple[str, dict[str, Any]]) -> None:

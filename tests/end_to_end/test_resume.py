@@ -17,8 +17,8 @@ from tests.tiny_models import tiny_gpt2
 
 STEPS, LAST = 12, "step_000012"
 PLACES = {2: "heating", 6: "hardening", 10: "frozen finetune"}
-"""With hardening from step 3 to step 9. An epoch is six steps and a bit, so that the second place is near its end: from
-there stages 0 and 1 go on, of which tests/zero/test_resume.py has every phase."""
+"""Steps of a run that hardens from step 3 to step 9. An epoch is six steps and a bit, the second place near its end:
+from there stages 0 and 1 go on, of which tests/zero/test_resume.py has every phase."""
 
 
 def inputs(folder: Path, stage: int, **block: Any) -> list[str]:

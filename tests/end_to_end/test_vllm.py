@@ -39,7 +39,7 @@ WIDE = {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 64,
 }
-"""Of a tiny mixture, so that vLLM's kernels take it."""
+"""Sizes of a tiny mixture, so that vLLM's kernels take it."""
 
 
 @pytest.fixture(scope="module")
@@ -115,36 +115,36 @@ def answer(plugin: Path, model: Path, options: dict[str, Any]) -> dict[str, Any]
     done = run(plugin, model, options)
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))
-    found: dict[str, Any] = json.loads(line)
-    assert len({json.dumps(methods) for methods in found["methods"]}) == 1  # of each rank
-    return found
+    printed: dict[str, Any] = json.loads(line)
+    assert len({json.dumps(methods) for methods in printed["methods"]}) == 1  # of each rank
+    return printed
 
 
 def tokens(plugin: Path, model: Path, options: dict[str, Any]) -> tuple[list[list[int]], dict[str, int]]:
     """Return the tokens that it generates, and the number of layers by method."""
-    found = answer(plugin, model, options)
-    return found["tokens"], found["methods"][0]
+    printed = answer(plugin, model, options)
+    return printed["tokens"], printed["methods"][0]
 
 
 @pytest.fixture(scope="module")
 def books_dense(plugin: Path, books: dict[str, Path]) -> list[list[int]]:
-    found, methods = tokens(plugin, books["hf"], EAGER)
+    generated, methods = tokens(plugin, books["hf"], EAGER)
     assert not any("Packed24" in name for name in methods)
-    return found
+    return generated
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": False}, {"tensor_parallel_size": 2}], ids=str)
 def test_llama(plugin: Path, books: dict[str, Path], books_dense: list[list[int]], options: dict[str, Any]) -> None:
     """qkv and gate-up are one layer each: four a block."""
-    found, methods = tokens(plugin, books["packed24"], {**EAGER, **options})
-    assert found == books_dense
+    generated, methods = tokens(plugin, books["packed24"], {**EAGER, **options})
+    assert generated == books_dense
     assert methods["Packed24LinearMethod"] == 4 * 6 and "UnquantizedLinearMethod" not in methods
 
 
 def test_gpt2_stores_its_inputs_first(tmp_path: Path, plugin: Path) -> None:
     made = tiny(tmp_path, "gpt2", n_embd=64, n_head=2)
-    found, methods = tokens(plugin, made["packed24"], EAGER)
-    assert found == tokens(plugin, made["hf"], EAGER)[0]
+    generated, methods = tokens(plugin, made["packed24"], EAGER)
+    assert generated == tokens(plugin, made["hf"], EAGER)[0]
     assert {name: count for name, count in methods.items() if "Embedding" not in name} == {"Packed24LinearMethod": 8}
 
 
@@ -157,11 +157,11 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def greedy(folder: Path) -> list[list[int]]:
     """Return what transformers generates in fp32, for which vLLM has no dense experts on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    generated = []
     for prompt in PROMPTS:
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
+        generated.append(ids[0, len(prompt) :].tolist())
+    return generated
 
 
 @pytest.fixture(scope="module")
@@ -182,27 +182,31 @@ def mixture_tokens(mixture: dict[str, Path]) -> list[list[int]]:
 def test_experts_stay_packed(
     plugin: Path, mixture: dict[str, Path], mixture_tokens: list[list[int]], options: dict[str, Any]
 ) -> None:
-    found = answer(plugin, mixture["packed24"], {**EAGER, **options})
-    assert found["tokens"] == mixture_tokens
-    held = {name: count for name, count in found["methods"][0].items() if "Embedding" not in name}
-    assert held == {"Packed24LinearMethod": 6, "UnquantizedLinearMethod": 1, "Packed24ExpertsMethod": 1}  # the router
-    assert sum(found["bytes of experts"]) == (0.5 + 1 / 32) * 4 * (4 * 3 * 64 * 64)  # of fp32
+    printed = answer(plugin, mixture["packed24"], {**EAGER, **options})
+    assert printed["tokens"] == mixture_tokens
+    methods = {name: count for name, count in printed["methods"][0].items() if "Embedding" not in name}
+    assert methods == {
+        "Packed24LinearMethod": 6,
+        "UnquantizedLinearMethod": 1,
+        "Packed24ExpertsMethod": 1,
+    }  # the router
+    assert sum(printed["bytes of experts"]) == (0.5 + 1 / 32) * 4 * (4 * 3 * 64 * 64)  # of fp32
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe"])
 def test_other_mixtures(tmp_path: Path, plugin: Path, family: str) -> None:
     """Generate with mixtures that have shared experts beside the routed ones, and without."""
     made = tiny(tmp_path, family, **WIDE)
-    found = answer(plugin, made["packed24"], EAGER)
-    assert found["tokens"] == greedy(made["hf"])
-    assert found["methods"][0]["Packed24ExpertsMethod"] and "UnquantizedFusedMoEMethod" not in found["methods"][0]
+    printed = answer(plugin, made["packed24"], EAGER)
+    assert printed["tokens"] == greedy(made["hf"])
+    assert printed["methods"][0]["Packed24ExpertsMethod"] and "UnquantizedFusedMoEMethod" not in printed["methods"][0]
 
 
 def test_experts_in_bf16_are_those_of_the_dense_run(plugin: Path, mixture: dict[str, Path]) -> None:
     options = {**EAGER, "dtype": "bfloat16"}
-    found, dense = (answer(plugin, mixture[format], options) for format in ("packed24", "hf"))
-    assert found["tokens"] == dense["tokens"]
-    assert found["bytes of experts"][0] == 0.5625 * dense["bytes of experts"][0]
+    packed, dense = (answer(plugin, mixture[format], options) for format in ("packed24", "hf"))
+    assert packed["tokens"] == dense["tokens"]
+    assert packed["bytes of experts"][0] == 0.5625 * dense["bytes of experts"][0]
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what was seen in each run, by its name."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the record of every run, by its name."""
     output = tmp_path_factory.mktemp("fake_cuda") / "seen.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.worker", str(output)],
@@ -38,21 +38,23 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def too_many(run: dict[str, Any], offload: bool = False) -> list[str]:
     """Moments in which the host waited more often than it may, with the places."""
-    found = []
+    excesses = []
     for moment in run["moments"]:
         kinds = [("syncs", OFFLOADED)] if offload else [("syncs", ALLOWED), ("uploads", UPLOADS)]
         for kind, limits in kinds:
-            counted = {place: count for place, count in moment[kind].items() if not (offload and place == EXCHANGE)}
+            counted = {
+                position: count for position, count in moment[kind].items() if not (offload and position == EXCHANGE)
+            }
             count = sum(counted.values())
             limit = limits.get(moment["moment"])
             if limit is not None and count > limit:
-                found.append(f"{moment['moment']}: {count} {kind}, {limit} allowed: {moment[kind]}")
-    return found
+                excesses.append(f"{moment['moment']}: {count} {kind}, {limit} allowed: {moment[kind]}")
+    return excesses
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_devices_do_not_mix_and_collectives_are_those_of_nccl(name: str, seen: dict[str, Any]) -> None:
-    run = seen[name]
+def test_devices_do_not_mix_and_collectives_are_those_of_nccl(name: str, runs: dict[str, Any]) -> None:
+    run = runs[name]
     assert run["error"] is None, run["error"]
     assert not run["faults"], sorted(set(run["faults"]))
     assert {"attach", "start"} < {moment["moment"] for moment in run["moments"]} or not CASES[name].steps
@@ -67,10 +69,10 @@ def test_devices_do_not_mix_and_collectives_are_those_of_nccl(name: str, seen: d
         for name in CASES
     ],
 )
-def test_the_host_waits_as_often_as_it_may(name: str, seen: dict[str, Any]) -> None:
-    if seen[name]["error"] is not None:
+def test_the_host_waits_as_often_as_it_may(name: str, runs: dict[str, Any]) -> None:
+    if runs[name]["error"] is not None:
         pytest.skip("the run broke off, as its other test says")
-    exceeded = too_many(seen[name], CASES[name].offload)
+    exceeded = too_many(runs[name], CASES[name].offload)
     assert not exceeded, "\n".join(exceeded)
 
 
@@ -83,24 +85,24 @@ def test_the_host_waits_as_often_as_it_may(name: str, seen: dict[str, Any]) -> N
         ("not contiguous", "allreduce of a tensor that is not contiguous"),
     ],
 )
-def test_a_seeded_fault_is_found(fault: str, complaint: str, seen: dict[str, Any]) -> None:
-    assert any(found.startswith(complaint) for found in seen[fault]["faults"]), seen[fault]
+def test_a_seeded_fault_is_found(fault: str, complaint: str, runs: dict[str, Any]) -> None:
+    assert any(reported.startswith(complaint) for reported in runs[fault]["faults"]), runs[fault]
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("item", "syncs"), ("upload", "uploads")])
-def test_a_seeded_wait_is_found(fault: str, kind: str, seen: dict[str, Any]) -> None:
-    steps = [moment[kind] for moment in seen[fault]["moments"] if moment["moment"] == "ordinary"]
-    assert any(steps) and too_many(seen[fault]), seen[fault]
+def test_a_seeded_wait_is_found(fault: str, kind: str, runs: dict[str, Any]) -> None:
+    steps = [moment[kind] for moment in runs[fault]["moments"] if moment["moment"] == "ordinary"]
+    assert any(steps) and too_many(runs[fault]), runs[fault]
     assert set(FAULTS[fault].block) == {
         "method",
         "importance",
     }  # the same run as a case that is clean, but for the fault
-    assert not too_many(seen["naive_retrain"])
+    assert not too_many(runs["naive_retrain"])
 
 
-def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(seen: dict[str, Any]) -> None:
+def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(runs: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    packed = seen["packed products"]
+    packed = runs["packed products"]
     assert packed["error"] is None, packed["error"]
     outputs, inputs = packed["shape"]
     for launch in packed["launches"]:
@@ -120,25 +122,25 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
     assert len(packed["launches"]) == 4 * 8
 
 
-def test_packed_experts_are_one_launch_and_wait_for_nothing(seen: dict[str, Any]) -> None:
+def test_packed_experts_are_one_launch_and_wait_for_nothing(runs: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    outputs, inputs = seen["packed products"]["shape"]
-    few, many = seen["packed products"]["experts"]
-    for launch in (few, many):
+    outputs, inputs = runs["packed products"]["shape"]
+    small, many = runs["packed products"]["experts"]
+    for launch in (small, many):
         assert launch["result"] == ["torch.bfloat16", [launch["rows"], outputs], "cuda:0", True]
         assert launch["HAS_EXPERTS"] and not launch["HAS_BIAS"]
         assert not launch["waits"] and not launch["faults"], launch
-    parts = {name: -(-outputs // launch["OUTPUTS"]) for name, launch in (("few", few), ("many", many))}
-    assert few["kernel"] == "few" and few["grid"] == [parts["few"], few["rows"]]
-    assert few["sizes"] == [few["experts"], 1, outputs, inputs // 4]
-    runs = many["rows"] // many["ROWS"] + many["experts"]
-    assert many["kernel"] == "many" and many["grid"] == [runs, parts["many"], 1]
+    parts = {name: -(-outputs // launch["OUTPUTS"]) for name, launch in (("few", small), ("many", many))}
+    assert small["kernel"] == "few" and small["grid"] == [parts["few"], small["rows"]]
+    assert small["sizes"] == [small["experts"], 1, outputs, inputs // 4]
+    programs = many["rows"] // many["ROWS"] + many["experts"]
+    assert many["kernel"] == "many" and many["grid"] == [programs, parts["many"], 1]
     assert many["sizes"] == [many["rows"], outputs, inputs // 4, inputs // 4]
 
 
-def test_a_packed_layer_is_one_call_of_a_traced_graph(seen: dict[str, Any]) -> None:
+def test_a_packed_layer_is_one_call_of_a_traced_graph(runs: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    (outputs, inputs), traced = seen["packed products"]["shape"], seen["packed products"]["traced"]
+    (outputs, inputs), traced = runs["packed products"]["shape"], runs["packed products"]["traced"]
     assert traced["calls"] == ["sparseforge.linear24.default", "sparseforge.linear24_input_gradient.default"]
     shapes = [[2, 3, outputs], [2, 3, inputs], [2, 3, outputs]]
     dtypes = ["torch.bfloat16", "torch.bfloat16", "torch.float16"]  # the last one under autocast

@@ -119,9 +119,9 @@ def _plant(fault: str | None, engine: BareEngine) -> None:
 
 if __name__ == "__main__":
     names = sys.argv[2:] or [*CASES, *FAULTS]
-    found = {name: run({**CASES, **FAULTS}[name]) for name in names}
+    records = {name: run({**CASES, **FAULTS}[name]) for name in names}
     if find_spec("triton"):
         with MODE:
-            found["packed products"] = import_module("tests.fake_cuda.packed_products").products()
-    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+            records["packed products"] = import_module("tests.fake_cuda.packed_products").products()
+    Path(sys.argv[1]).write_text(json.dumps(records), encoding="utf-8")
     os._exit(0)  # as in benchmarks/device_cost.py

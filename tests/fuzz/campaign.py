@@ -37,7 +37,7 @@ class Outcome:
 
     case: Case
     kind: str
-    said: str
+    message: str
     touched: str = ""
 
     @property
@@ -48,7 +48,7 @@ class Outcome:
     def __str__(self) -> str:
         case = self.case
         head = f"#{case.number} {case.target}({case.subject}) after {case.mutation} of {self.touched or '?'}"
-        return f"{head}: {self.kind} {self.said}"
+        return f"{head}: {self.kind} {self.message}"
 
 
 def run_cases(cases: list[Case], inputs: Path, processes: int = 2) -> list[Outcome]:
@@ -120,7 +120,7 @@ class _Worker:
                 started = content["start"]
             else:
                 case = self.left.pop(content["number"])
-                self.outcomes.append(Outcome(case, content["kind"], content["said"], content["touched"]))
+                self.outcomes.append(Outcome(case, content["kind"], content["message"], content["touched"]))
                 started = None
         return started
 

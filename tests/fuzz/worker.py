@@ -54,7 +54,7 @@ def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str]
         kind, message = "MEMORY", f"the peak grew by {grown >> 20} MiB; {message}"
     elif left and (left != ["out"] or kind == "refused"):
         kind, message = "LEFTOVER", f"{left} left behind; {message}"
-    return {"kind": kind, "said": message, "touched": ", ".join(sorted(scene.touched))}
+    return {"kind": kind, "message": message, "touched": ", ".join(sorted(scene.touched))}
 
 
 def _damage(scene: Scene, name: str) -> None:

@@ -75,8 +75,8 @@ def strange_zeros(forge: Any) -> list[str]:
         tensors = {"master": flat.data, "trained": forge.sharded.state.weights_being_trained(shard.flat)}
         tensors |= {k: v for k, v in forge.sharded.layout.inner.state[flat].items() if k.startswith("exp_avg")}
         for key, value in tensors.items():
-            held = shard.slice_of_flat(value)[pruned]
-            if held.count_nonzero() or (key in ("master", "trained") and held.signbit().any()):
+            pruned_values = shard.slice_of_flat(value)[pruned]
+            if pruned_values.count_nonzero() or (key in ("master", "trained") and pruned_values.signbit().any()):
                 problems.append(f"{key} of {shard.name}")
     return problems
 
@@ -92,7 +92,7 @@ def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[st
 
 
 def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     for name, case in cases.items():
         engine, forge = build(case)
         forge.start(probe_of(engine, case, 0))
@@ -108,16 +108,16 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
         # One kept weight becomes 0 by accident, on the last rank that has one.
         shard = next((s for s in reversed(forge.sharded.shards.values()) if s.numel), None)
         if shard is not None:
-            place = int(forge.sharded.state.read_kept(shard).nonzero()[0])
+            position = int(forge.sharded.state.read_kept(shard).nonzero()[0])
             for weights in (
                 forge.sharded.state.weights_being_trained(shard.flat),
                 forge.sharded.layout.flats[shard.flat].data,
             ):
-                shard.slice_of_flat(weights)[place] = 0.0
+                shard.slice_of_flat(weights)[position] = 0.0
             forge.sharded.layout.flats[shard.flat].data.add_(0.0)
         republish(forge)
         engine.save_checkpoint(str(Path(folder, name)), tag="end")
-        found[name] = {
+        results[name] = {
             "before": before,
             "after": after,
             "problems": problems,
@@ -126,42 +126,42 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
             "mask": gathered(forge, "mask"),
             "published": published(engine),
         }
-    return found
+    return results
 
 
 def resumed(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     for name, case in cases.items():
         case = replace(case, stage=1 + case.stage % 3 if not case.zero else case.stage)
         engine, forge = build(case)
         forge.restore(Checkpoint(Path(folder, name, "end")))
-        mask, seen = gathered(forge, "mask"), published(engine)
+        mask, weights = gathered(forge, "mask"), published(engine)
         gap = forge.soft_to_hard_gap(probe_of(engine, case, 9))
         problems = go_on(engine, forge, case, 9, 10) + ([] if gap == 0 else [f"a gap of {gap} behind the freeze"])
-        found[name] = {"mask": mask, "published": seen, "problems": problems}
-    return found
+        results[name] = {"mask": mask, "published": weights, "problems": problems}
+    return results
 
 
 def test_one_bit_is_left_of_a_frozen_mask(tmp_path: Path) -> None:
     saved = run_distributed(released, 2, CASES, str(tmp_path))
     for rank in saved:
-        for name, found in rank.items():
+        for name, results in rank.items():
             elements = ["curvature"] if name == "3-bf16-elements" else []
             fixed = CASES[name].sparseforge.release_step == 0
             coarse = name.endswith(("bf16-masters", "quantized"))
-            assert found["before"] == [], name  # they wait for the first step
-            assert found["after"] == (["dense"] if coarse else []), (name, elements, fixed)
-            assert found["problems"] == [] and found["same"], (name, found["problems"][:3])
-            assert found["bits"] == pytest.approx(1 / 8, rel=0.02), name
+            assert results["before"] == [], name  # they wait for the first step
+            assert results["after"] == (["dense"] if coarse else []), (name, elements, fixed)
+            assert results["problems"] == [] and results["same"], (name, results["problems"][:3])
+            assert results["bits"] == pytest.approx(1 / 8, rel=0.02), name
     moved = run_distributed(resumed, 3, CASES, str(tmp_path))[0]
-    for name, found in moved.items():
+    for name, results in moved.items():
         first = saved[0][name]
-        assert found["problems"] == [], (name, found["problems"][:3])
+        assert results["problems"] == [], (name, results["problems"][:3])
         for weight, mask in first["mask"].items():
-            assert torch.equal(found["mask"][weight], mask), (name, weight)
+            assert torch.equal(results["mask"][weight], mask), (name, weight)
         for weight, value in first["published"].items():
-            if value.shape == found["published"][weight].shape:
-                assert torch.equal(found["published"][weight], value), (name, weight)
+            if value.shape == results["published"][weight].shape:
+                assert torch.equal(results["published"][weight], value), (name, weight)
 
 
 def drifted() -> list[str]:
@@ -201,8 +201,8 @@ def foreign(folder: str) -> str:
 
 
 def test_weights_that_are_not_sparse_are_not_taken_for_frozen(tmp_path: Path) -> None:
-    for said in run_distributed(foreign, 2, str(tmp_path)):
-        assert "masks are frozen, but" in said and "2:4" in said
+    for message in run_distributed(foreign, 2, str(tmp_path)):
+        assert "masks are frozen, but" in message and "2:4" in message
 
 
 def zeros_of(values: Tensor) -> int:
@@ -230,5 +230,5 @@ def marked(folder: str) -> dict[str, int]:
 
 
 def test_kept_weights_that_are_zero_are_told_from_pruned_ones(tmp_path: Path) -> None:
-    found = run_distributed(marked, 2, str(tmp_path))[0]
-    assert found["found"] == found["expected"] > 0
+    results = run_distributed(marked, 2, str(tmp_path))[0]
+    assert results["found"] == results["expected"] > 0

@@ -63,15 +63,15 @@ def expected_norm(weights: dict[str, Tensor], masks: dict[str, Tensor] | None, c
 
 def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     """Return for each case's last step the logged norm, that of the stepped gradients, and the expected one."""
-    found = {}
+    results = {}
     for name, case in cases.items():
         engine, forge = build(case)
         forge.start(probe_of(engine, case, 0))
-        seen: list[float] = []
+        of_step: list[float] = []
 
-        def see(optimizer: Any, args: Any, kwargs: Any, seen: list[float] = seen) -> None:
+        def see(optimizer: Any, args: Any, kwargs: Any, squares: list[float] = of_step) -> None:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            seen.extend(grad.double().square().sum().item() for grad in grads)
+            squares.extend(grad.double().square().sum().item() for grad in grads)
 
         engine.basic_optimizer.register_step_pre_hook(see)
         last = 8 if "default" in name else 2
@@ -80,12 +80,12 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
             forge.step(probe_of(engine, case, step))
         assert forge.sharded.state.released == ("later" not in name)
         weights, masks, dense = published(engine), gathered(forge, "mask"), gathered(forge, "dense")
-        seen.clear()
+        of_step.clear()
         train_step(engine, case, last)
-        squares = torch.tensor(sum(seen), dtype=torch.float64)
+        squares = torch.tensor(sum(of_step), dtype=torch.float64)
         if case.stage or case.more.get("data_types"):
             dist.all_reduce(squares)
-        found[name] = {
+        results[name] = {
             "logged": engine.get_global_grad_norm(),
             "stepped": squares.item() ** 0.5,
             "kept": expected_norm(weights, masks, case, last),
@@ -93,8 +93,8 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         }
         forge.step(probe_of(engine, case, last))
         moved = gathered(forge, "dense")
-        found[name]["pruned moved"] = [n for n in dense if ((moved[n] != dense[n]) & (masks[n] == 0)).any()]
-    return found
+        results[name]["pruned moved"] = [n for n in dense if ((moved[n] != dense[n]) & (masks[n] == 0)).any()]
+    return results
 
 
 # 20 x 27 and 27 x 20 begin at elements of a partition that are no multiple of 8, and cut groups.
@@ -123,7 +123,7 @@ def both_ways(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
 
     The hooks of the latter come last.
     """
-    found = {}
+    results = {}
     for name, case in cases.items():
         runs, hooked = [], []
         for old in (False, True):
@@ -137,35 +137,35 @@ def both_ways(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
                 forge = sf.SparseForge(engine, case.sparseforge)
             hooked.append(sum(bool(parameter._backward_hooks) for parameter in engine.module.parameters()))
             forge.start(probe_of(engine, case, 0))
-            seen: list[Any] = []
+            observed: list[Any] = []
             for step in range(3):
-                seen.append(train_step(engine, case, step))
+                observed.append(train_step(engine, case, step))
                 norm = engine.get_global_grad_norm()
-                seen.append(None if norm is None or not case.clip else float(norm))
+                observed.append(None if norm is None or not case.clip else float(norm))
                 forge.step(probe_of(engine, case, step))
-            runs.append([seen, published(engine), gathered(forge, "dense")])
-        found[name] = {"runs": runs, "hooked": hooked}
-    return found
+            runs.append([observed, published(engine), gathered(forge, "dense")])
+        results[name] = {"runs": runs, "hooked": hooked}
+    return results
 
 
 def test_the_same_bits_as_with_a_hook_on_every_weight() -> None:
     for rank in run_distributed(both_ways, 2, BOTH_WAYS):
-        for name, found in rank.items():
-            now, before = found["runs"]
+        for name, results in rank.items():
+            now, before = results["runs"]
             assert now[0] == before[0] and len(now[0]) == 6, name
-            for mine, theirs in zip(now[1:], before[1:], strict=True):
-                assert mine.keys() == theirs.keys()
-                assert all(torch.equal(bits(mine[key]), bits(theirs[key])) for key in mine), name
-            none, some = found["hooked"]
-            assert some > 0 and none == (some if name == "0" else 0), (name, found["hooked"])
+            for actual, expected in zip(now[1:], before[1:], strict=True):
+                assert actual.keys() == expected.keys()
+                assert all(torch.equal(bits(actual[key]), bits(expected[key])) for key in actual), name
+            none, some = results["hooked"]
+            assert some > 0 and none == (some if name == "0" else 0), (name, results["hooked"])
 
 
 def test_only_kept_weights_count_in_the_norm() -> None:
     for rank in run_distributed(norms, 2, CASES):
-        for name, found in rank.items():
+        for name, results in rank.items():
             rough = 2e-2 if CASES[name].dtype != "fp32" else 1e-4
-            assert found["pruned moved"] == [], name
-            assert found["all"] > 1.05 * found["kept"] > 10 * CLIP, (name, found)
+            assert results["pruned moved"] == [], name
+            assert results["all"] > 1.05 * results["kept"] > 10 * CLIP, (name, results)
             if name != "0-fp32":  # where DeepSpeed logs none
-                assert float(found["logged"]) == pytest.approx(found["kept"], rel=rough), (name, found)
-            assert found["stepped"] == pytest.approx(CLIP, rel=max(rough, 1e-3)), (name, found)
+                assert float(results["logged"]) == pytest.approx(results["kept"], rel=rough), (name, results)
+            assert results["stepped"] == pytest.approx(CLIP, rel=max(rough, 1e-3)), (name, results)

@@ -168,16 +168,16 @@ def test_methods_are_their_literal_versions() -> None:
     expected = {name: reference_of(name) for name in METHODS}
     for (name, stage), record in zip(names, records, strict=True):
         assert record["cut"] == (stage > 0) or METHODS[name][0].model != "llama_odd", (name, stage)
-        for step, (mine, theirs) in enumerate(zip(record["steps"], expected[name], strict=True)):
+        for step, (actual, reference) in enumerate(zip(record["steps"], expected[name], strict=True)):
             where = f"{name}, stage {stage}, step {step}"
             for kind, bound in (("mask", 2e-3 if "maskllm" in name else 1e-4), ("dense", 4e-5), ("published", 4e-5)):
-                for weight, value in theirs[kind].items():
+                for weight, value in reference[kind].items():
                     # The keys' part has no gradient but rounding; folded factors are not used any more.
                     if "c_attn.bias" in weight or ("weight_scale" in weight and step == STEPS):
                         continue
                     if kind == "dense" and step >= METHODS[name][0].sparseforge.release_step:
-                        value = value * theirs["mask"][weight]  # what was pruned is gone
-                    apart = (mine[kind][weight].flatten() - value.flatten()).abs().max().item()
+                        value = value * reference["mask"][weight]  # what was pruned is gone
+                    apart = (actual[kind][weight].flatten() - value.flatten()).abs().max().item()
                     assert apart < bound, (where, kind, weight, apart)
         masks = [step["mask"] for step in record["steps"]]
         moves = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(masks, masks[1:], strict=False)]
@@ -220,11 +220,11 @@ def test_what_is_published_is_the_quantization_of_w_under_its_mask() -> None:
         for step in quantized_steps:
             state = record["steps"][step]
             for weight, mask in state["mask"].items():
-                seen = state["published"][weight]
-                masked = (state["dense"][weight] * mask).view_as(seen)
-                size = seen.shape[1] if settings.group is None else 2 * settings.group
+                weight_seen = state["published"][weight]
+                masked = (state["dense"][weight] * mask).view_as(weight_seen)
+                size = weight_seen.shape[1] if settings.group is None else 2 * settings.group
                 expected = torch.cat([literally_quantized(group, settings.bits) for group in masked.reshape(-1, size)])
-                assert torch.equal(seen.flatten(), expected), (name, stage, step, weight)
+                assert torch.equal(weight_seen.flatten(), expected), (name, stage, step, weight)
 
 
 def literally_quantized(group: Tensor, bits: int) -> Tensor:
@@ -250,5 +250,5 @@ def without_finite_inputs() -> str:
 
 
 def test_calibration_that_is_not_finite_ends_all_ranks() -> None:
-    for said in run_distributed(without_finite_inputs, 2):
-        assert "model.layers.0: the inputs of " in said and "are not finite" in said and "in bf16" in said
+    for message in run_distributed(without_finite_inputs, 2):
+        assert "model.layers.0: the inputs of " in message and "are not finite" in message and "in bf16" in message

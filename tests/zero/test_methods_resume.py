@@ -41,11 +41,11 @@ CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) f
 
 def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     """Return all states of prunable weights, complete, and the weights that the network sees."""
-    held = forge.sharded.state.partition(forge.sharded.state.flats[0])
-    keys = {"dense", "mask"} | {key for key, value in held.items() if torch.is_tensor(value) and value.dim()}
-    found = states(forge, *sorted(keys))
-    whole = {f"{key} {name}": value for key, of in found.items() for name, value in of.items()}
-    return whole | {f"published {name}": value for name, value in published(engine).items()}
+    partition = forge.sharded.state.partition(forge.sharded.state.flats[0])
+    keys = {"dense", "mask"} | {key for key, value in partition.items() if torch.is_tensor(value) and value.dim()}
+    by_key = states(forge, *sorted(keys))
+    by_name = {f"{key} {name}": value for key, of in by_key.items() for name, value in of.items()}
+    return by_name | {f"published {name}": value for name, value in published(engine).items()}
 
 
 def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[float]:
@@ -99,29 +99,31 @@ def elsewhere(folder: str) -> dict[str, Any]:
 
 def test_methods_resume_and_move_to_other_ranks(tmp_path: Path) -> None:
     first = run_distributed(unbroken_and_resumed, 2, str(tmp_path))[0]
-    assert {name: found["problems"] for name, found in first.items()} == {name: [] for name in CASES}
+    assert {name: of_run["problems"] for name, of_run in first.items()} == {name: [] for name in CASES}
     moved = run_distributed(elsewhere, 3, str(tmp_path))[0]
     for name, case in CASES.items():
-        mine, theirs = moved[name], first[name]
-        states = {key for key in theirs["middle"] if not key.startswith("published")}
-        assert states == {key for key in mine["middle"] if not key.startswith("published")}, name
-        assert [key for key in states if not torch.equal(mine["middle"][key], theirs["middle"][key])] == [], name
+        of_moved, of_first = moved[name], first[name]
+        states = {key for key in of_first["middle"] if not key.startswith("published")}
+        assert states == {key for key in of_moved["middle"] if not key.startswith("published")}, name
+        assert [key for key in states if not torch.equal(of_moved["middle"][key], of_first["middle"][key])] == [], name
         # Equal weights are rounded alike, wherever shards cut the groups that share a scale.
         if "quantized" in name:
-            seen = [key.replace("dense ", "published ") for key in states if key.startswith("dense ")]
-            assert [key for key in seen if not torch.equal(mine["middle"][key], theirs["middle"][key])] == [], name
+            network_keys = [key.replace("dense ", "published ") for key in states if key.startswith("dense ")]
+            assert [
+                key for key in network_keys if not torch.equal(of_moved["middle"][key], of_first["middle"][key])
+            ] == [], name
         bound = 1e-4 if case.dtype == "fp32" else 0.05
-        apart = [abs(a - b) for a, b in zip(mine["losses"], theirs["losses"][SAVE:], strict=True)]
+        apart = [abs(a - b) for a, b in zip(of_moved["losses"], of_first["losses"][SAVE:], strict=True)]
         assert max(apart) < bound, (name, apart)
         masks = [key for key in states if key.startswith("mask ")]
-        differing = [(mine["end"][key] != theirs["end"][key]).float().mean().item() for key in masks]
+        differing = [(of_moved["end"][key] != of_first["end"][key]).float().mean().item() for key in masks]
         assert max(differing) < (0.01 if case.dtype == "fp32" else 0.2), (name, differing)
         if name.startswith("cast"):
-            scales = [key for key in theirs["middle"] if "weight_scale" in key]
-            assert len(scales) == 4 and any((theirs["middle"][key] != 1).any() for key in scales)
-            assert all(torch.equal(mine["middle"][key], theirs["middle"][key]) for key in scales)
+            scales = [key for key in of_first["middle"] if "weight_scale" in key]
+            assert len(scales) == 4 and any((of_first["middle"][key] != 1).any() for key in scales)
+            assert all(torch.equal(of_moved["middle"][key], of_first["middle"][key]) for key in scales)
         if name.startswith("maskllm"):
             assert {"logit_0", "logit_1", "logit_sq_1"} <= {key.split()[0] for key in states}
             dense = [key for key in states if key.startswith("dense ")]
-            kept = {key: theirs["end"][key.replace("dense ", "mask ")] for key in dense}
-            assert all(torch.equal(theirs["end"][key], theirs["middle"][key] * kept[key]) for key in dense)
+            kept = {key: of_first["end"][key.replace("dense ", "mask ")] for key in dense}
+            assert all(torch.equal(of_first["end"][key], of_first["middle"][key] * kept[key]) for key in dense)

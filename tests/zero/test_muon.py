@@ -129,10 +129,10 @@ def is_sparse(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> bool:
 
 def test_stages_agree_and_end_sparse(results: dict[str, Any]) -> None:
     for stage0, stage3 in (("stage 0", "stage 3"), ("probed at stage 0", "probed")):
-        (masks, weights), (others, other_weights) = results[stage0], results[stage3]
-        assert is_sparse(masks, weights) and is_sparse(others, other_weights)
+        (masks, weights), (other_masks, other_weights) = results[stage0], results[stage3]
+        assert is_sparse(masks, weights) and is_sparse(other_masks, other_weights)
         for name, mask in masks.items():
-            assert torch.equal(others[name], mask), name
+            assert torch.equal(other_masks[name], mask), name
         for name, weight in weights.items():
             torch.testing.assert_close(other_weights[name], weight, rtol=0, atol=TOLERANCE)
     assert is_sparse(*results["mixture"])
@@ -156,8 +156,8 @@ def test_frozen_masks_are_those_of_the_loop_by_hand(results: dict[str, Any]) -> 
     assert is_sparse(masks, weights)
     for name, weight in results["by hand"].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=TOLERANCE)
-    others = results["of whole gradients"]
-    assert all((others[name] - weights[name]).abs().max() > 10 * TOLERANCE for name in masks), "another training"
+    of_gradients = results["of whole gradients"]
+    assert all((of_gradients[name] - weights[name]).abs().max() > 10 * TOLERANCE for name in masks), "another training"
 
 
 def test_where_it_is_not_exact_it_is_refused(results: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ CASES: dict[str, Case] = {
 }
 CASES = {name: replace(case, config={"max_steps": 6, **case.config}) for name, case in CASES.items()}
 NOT_STARTED = ("stage 0 llama", "fixed stage 1", "ast stage 3")
-"""What is also stepped without a start, once of each method."""
+"""Cases that are also stepped without a start, one of each method."""
 
 
 def out_in(flat: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -53,12 +53,12 @@ def compare_runs() -> None:
         assert in_tiles and bool(elsewhere) == (name == "some in tiles"), (name, in_tiles, elsewhere)
         assert tiled["losses"] == by_matrix["losses"], name
         assert len(tiled["updates"]) == len(by_matrix["updates"]) > 2
-        for ours, theirs in zip(tiled["updates"], by_matrix["updates"], strict=True):
-            assert_equal(ours["mask"], theirs["mask"])
-            assert_equal(ours["dense"], theirs["dense"])
+        for ours, expected in zip(tiled["updates"], by_matrix["updates"], strict=True):
+            assert_equal(ours["mask"], expected["mask"])
+            assert_equal(ours["dense"], expected["dense"])
         assert_equal(tiled["published"], by_matrix["published"])
-        for ours, theirs in zip(tiled["metrics"], by_matrix["metrics"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-6)
+        for ours, expected in zip(tiled["metrics"], by_matrix["metrics"], strict=True):
+            assert ours == pytest.approx(expected, rel=1e-6)
 
 
 def run_twice(names: list[str]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def run_twice(names: list[str]) -> dict[str, Any]:
     return runs if dist.get_rank() == 0 else {}
 
 
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
+def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
     for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+        assert torch.equal(value, expected[name]), name

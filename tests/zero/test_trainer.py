@@ -59,12 +59,12 @@ def deepspeed_json(stage: int, optimizer: bool = True, **block: Any) -> dict[str
 def rows(count: int) -> list[dict[str, list[int]]]:
     """Sequences of uneven lengths, whose first tokens are a prompt."""
     generator = torch.Generator().manual_seed(5)
-    found = []
+    examples = []
     for _ in range(count):
         length, prompt = (int(torch.randint(*span, (), generator=generator)) for span in ((8, 20), (1, 7)))
         ids = torch.randint(0, 256, (length,), generator=generator).tolist()
-        found.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return found
+        examples.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return examples
 
 
 def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Te
     length = max(least, *(len(example["input_ids"]) for example in examples))
 
     def column(of: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
-        return torch.tensor([of(each) + [filler] * (length - len(each["input_ids"])) for each in examples])
+        return torch.tensor([of(example) + [filler] * (length - len(example["input_ids"])) for example in examples])
 
     return {
         "input_ids": column(lambda each: each["input_ids"], 0),
@@ -126,36 +126,36 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def every_stage(folder: str) -> dict[str, Any]:
     """Losses of the runs by name; what is saved is looked at by the test."""
-    place, model = Path(folder), str(Path(folder, "model"))
-    found: dict[str, Any] = {}
+    root, model = Path(folder), str(Path(folder, "model"))
+    results: dict[str, Any] = {}
     for stage in range(4):
-        trainer = trainer_of(place / f"taught{stage}", deepspeed_json(stage), 3, model)
+        trainer = trainer_of(root / f"taught{stage}", deepspeed_json(stage), 3, model)
         trainer.train()
-        found[f"taught{stage}"] = losses_of(trainer)
-    found["log"] = trainer.state.log_history
+        results[f"taught{stage}"] = losses_of(trainer)
+    results["log"] = trainer.state.log_history
     for stage in (1, 3):  # its own loss, and Trainer's own optimizer
         config = deepspeed_json(stage, optimizer=False)
         del config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
-        trainer = trainer_of(place / f"plain{stage}", config, 2, activation_checkpointing=bool(stage == 3))
-        early = SaveEarly(trainer, place / "early")
+        trainer = trainer_of(root / f"plain{stage}", config, 2, activation_checkpointing=bool(stage == 3))
+        early = SaveEarly(trainer, root / "early")
         trainer.add_callback(early)
         trainer.train()
-        found[f"plain{stage}"] = losses_of(trainer)
-        trainer.save_model(str(place / f"saved{stage}"))
-        found[f"early{stage}"] = early.told
+        results[f"plain{stage}"] = losses_of(trainer)
+        trainer.save_model(str(root / f"saved{stage}"))
+        results[f"early{stage}"] = early.told
     for name, stage, micro, teacher in (("taught3", 3, 3, model), ("plain1", 1, 2, None)):
         config = deepspeed_json(stage, optimizer=teacher is not None)
-        trainer = trainer_of(place / f"{name} again", config, micro, teacher)
-        trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
-        found[f"{name} again"] = losses_of(trainer)
-    config, finished = deepspeed_json(1, optimizer=False), place / "plain1" / f"checkpoint-{STEPS}"
-    trainer = trainer_of(place / "longer", config, 2, max_steps=STEPS + 2)
+        trainer = trainer_of(root / f"{name} again", config, micro, teacher)
+        trainer.train(resume_from_checkpoint=str(root / name / f"checkpoint-{SAVE}"))
+        results[f"{name} again"] = losses_of(trainer)
+    config, finished = deepspeed_json(1, optimizer=False), root / "plain1" / f"checkpoint-{STEPS}"
+    trainer = trainer_of(root / "longer", config, 2, max_steps=STEPS + 2)
     trainer.train(resume_from_checkpoint=str(finished))
-    found["longer"] = trainer.forge.step_count, losses_of(trainer)
-    trainer = trainer_of(place / "other", config, 2, max_steps=STEPS + 2)
-    moving = str(place / "plain1" / f"checkpoint-{SAVE}")
-    found["other length"] = said(lambda: trainer.train(resume_from_checkpoint=moving))
-    return found
+    results["longer"] = trainer.forge.step_count, losses_of(trainer)
+    trainer = trainer_of(root / "other", config, 2, max_steps=STEPS + 2)
+    moving = str(root / "plain1" / f"checkpoint-{SAVE}")
+    results["other length"] = said(lambda: trainer.train(resume_from_checkpoint=moving))
+    return results
 
 
 @contextmanager
@@ -189,9 +189,9 @@ class SaveEarly(TrainerCallback):
 
 def moved(folder: str, name: str, stage: int, micro: int) -> list[float]:
     """Go on from another layout's checkpoint."""
-    place = Path(folder)
-    trainer = trainer_of(place / f"{name} moved", deepspeed_json(stage), micro, str(place / "model"))
-    trainer.train(resume_from_checkpoint=str(place / name / f"checkpoint-{SAVE}"))
+    root = Path(folder)
+    trainer = trainer_of(root / f"{name} moved", deepspeed_json(stage), micro, str(root / "model"))
+    trainer.train(resume_from_checkpoint=str(root / name / f"checkpoint-{SAVE}"))
     return losses_of(trainer)
 
 
@@ -202,31 +202,34 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     model = tiny_llama(vocab_size=BYTE_VOCABULARY)
     write_model(folder / "model", model)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    held = dimensions("llama", model.config, shapes, "mlp")
-    index = {name: torch.arange(each.channels).flip(0).expand(each.blocks, -1) for name, each in held.items()}
+    by_name = dimensions("llama", model.config, shapes, "mlp")
+    index = {
+        name: torch.arange(dimension.channels).flip(0).expand(dimension.blocks, -1)
+        for name, dimension in by_name.items()
+    }
     Permutation("mlp", index, {}).save(folder / "model")
     return folder, run_distributed(every_stage, 2, str(folder))[0]
 
 
 def test_every_stage_trains_alike(trained: tuple[Path, dict[str, Any]]) -> None:
-    _, found = trained
-    for name, others in (("taught0", ("taught1", "taught2", "taught3")), ("plain1", ("plain3",))):
-        assert len(found[name]) == STEPS
-        for other in others:
-            assert found[other] == pytest.approx(found[name], abs=1e-5)
-    assert found["plain1"][-1] < found["plain1"][0]
+    _, results = trained
+    for name, other_names in (("taught0", ("taught1", "taught2", "taught3")), ("plain1", ("plain3",))):
+        assert len(results[name]) == STEPS
+        for other in other_names:
+            assert results[other] == pytest.approx(results[name], abs=1e-5)
+    assert results["plain1"][-1] < results["plain1"][0]
 
 
 def test_a_saved_model_has_its_sparse_weights(trained: tuple[Path, dict[str, Any]]) -> None:
     """Save with the guide's JSON, without a key for ZeRO-3."""
-    folder, found = trained
+    folder, results = trained
     for stage in (1, 3):
         model = LlamaForCausalLM.from_pretrained(folder / f"saved{stage}")
         expected = weights_of(folder / f"plain{stage}" / f"checkpoint-{STEPS}")
         for name, value in model.named_parameters():
             assert torch.equal(value, expected[name]), name
         assert (model.model.layers[0].mlp.up_proj.weight.view(-1, 4) != 0).sum(1).eq(2).all()
-        assert found[f"early{stage}"] == [
+        assert results[f"early{stage}"] == [
             "save_model: masks are not frozen at step 1, and the weights that it writes not sparse"
         ]
 
@@ -240,18 +243,18 @@ def test_the_log_has_the_metrics_of_masks(trained: tuple[Path, dict[str, Any]]) 
 
 
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(trained: tuple[Path, dict[str, Any]]) -> None:
-    folder, found = trained
+    folder, results = trained
     for name in ("taught3", "plain1"):
-        assert found[f"{name} again"] == found[name]
+        assert results[f"{name} again"] == results[name]
         first, again = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} again"))
         assert all(torch.equal(again[key], value) for key, value in first.items())
 
 
 def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
     """Keep the same masks; while they move, another length would be another run."""
-    folder, found = trained
-    steps, losses = found["longer"]
-    assert steps == len(losses) == STEPS + 2 and losses[:STEPS] == found["plain1"]
+    folder, results = trained
+    steps, losses = results["longer"]
+    assert steps == len(losses) == STEPS + 2 and losses[:STEPS] == results["plain1"]
     before, after = (
         weights_of(folder / run / f"checkpoint-{step}") for run, step in (("plain1", STEPS), ("longer", STEPS + 2))
     )
@@ -259,7 +262,7 @@ def test_a_finished_run_goes_on(trained: tuple[Path, dict[str, Any]]) -> None:
         assert torch.equal(after[name] == 0, value == 0), name
     assert any(not torch.equal(after[name], value) for name, value in before.items())
     assert inspect(folder / "longer").ok
-    said_of_other = found["other length"]
+    said_of_other = results["other length"]
     assert f"is of a run of {STEPS} steps, and this one has {STEPS + 2}: masks are scheduled in" in said_of_other
     assert f"Give {STEPS} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs)" in said_of_other
 
@@ -269,13 +272,13 @@ def test_a_run_moves_to_other_ranks_and_stages(
     trained: tuple[Path, dict[str, Any]], ranks: int, name: str, stage: int, micro: int
 ) -> None:
     """Micro-batches are padded otherwise there, and every token still counts alike."""
-    folder, found = trained
+    folder, results = trained
     losses = run_distributed(moved, ranks, str(folder), name, stage, micro)[0]
-    assert losses == pytest.approx(found[name], abs=1e-5)
-    here, there = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} moved"))
-    for key, value in here.items():
-        assert ((there[key] == 0) == (value == 0)).all(), key
-        assert (there[key] - value).abs().max() < 2e-5, key
+    assert losses == pytest.approx(results[name], abs=1e-5)
+    start, end = (weights_of(folder / run / f"checkpoint-{STEPS}") for run in (name, f"{name} moved"))
+    for key, value in start.items():
+        assert ((end[key] == 0) == (value == 0)).all(), key
+        assert (end[key] - value).abs().max() < 2e-5, key
 
 
 @pytest.mark.parametrize("name", ["taught3", "plain1"])
@@ -284,9 +287,13 @@ def test_its_checkpoints_are_exported_as_they_are(
 ) -> None:
     checkpoint = trained[0] / name / f"checkpoint-{STEPS}"
     for path in (checkpoint, checkpoint.parent):  # the newest of the trainer's output folder
-        found = inspect(path)
-        assert found.ok and found.status is not None
-        assert (found.status.step, found.status.max_steps, found.status.phase) == (STEPS, STEPS, "finished")
+        inspection = inspect(path)
+        assert inspection.ok and inspection.status is not None
+        assert (inspection.status.step, inspection.status.max_steps, inspection.status.phase) == (
+            STEPS,
+            STEPS,
+            "finished",
+        )
     source = checkpoint if name == "taught3" else checkpoint.parent
     assert main(["consolidate", "--skip_proof", str(source), str(tmp_path / "out")]) == 0
     assert main(["verify", str(tmp_path / "out")]) == 0
@@ -336,8 +343,8 @@ def evaluated(folder: str) -> dict[str, Any]:
     """Try the best checkpoint, early stopping, callbacks, own losses, methods with own passes, and refusals."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
-    place, found = Path(folder), {}
-    plain = TrainingArguments(str(place), use_cpu=True, report_to="none")  # before accelerate knows of DeepSpeed
+    root, results = Path(folder), {}
+    plain = TrainingArguments(str(root), use_cpu=True, report_to="none")  # before accelerate knows of DeepSpeed
     without = said(lambda: SparseForgeTrainer(model=tiny_llama(), args=plain))
     best = {
         "eval_dataset": rows(8),
@@ -347,27 +354,27 @@ def evaluated(folder: str) -> dict[str, Any]:
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
     }
-    seen = Seen()
-    callbacks = [seen, EarlyStoppingCallback(early_stopping_patience=STEPS)]
-    trainer = seen.trainer = trainer_of(place / "best", deepspeed_json(2), 3, callbacks=callbacks, **best)
+    watcher = Seen()
+    callbacks = [watcher, EarlyStoppingCallback(early_stopping_patience=STEPS)]
+    trainer = watcher.trainer = trainer_of(root / "best", deepspeed_json(2), 3, callbacks=callbacks, **best)
     evaluations = trainer.train() and [e for e in trainer.state.log_history if "eval_loss" in e]
-    found["best"] = trainer.state.best_model_checkpoint, trainer.forge.step_count, trainer.evaluate()["eval_loss"]
-    found["eval"] = [entry["eval_loss"] for entry in evaluations]
-    found["phases"] = seen.phases
-    trainer.save_model(str(place / "saved"))
-    trainer = trainer_of(place / "own", deepspeed_json(2), 3, compute_loss_func=mean_of_all)
+    results["best"] = trainer.state.best_model_checkpoint, trainer.forge.step_count, trainer.evaluate()["eval_loss"]
+    results["eval"] = [entry["eval_loss"] for entry in evaluations]
+    results["phases"] = watcher.phases
+    trainer.save_model(str(root / "saved"))
+    trainer = trainer_of(root / "own", deepspeed_json(2), 3, compute_loss_func=mean_of_all)
     trainer.train()
-    found["own"] = losses_of(trainer)
+    results["own"] = losses_of(trainer)
     block = {"importance": "hutchinson", "curvature": {"source": "probe"}, "low_rank": {"k": 8}}
-    trainer = trainer_of(place / "probe", deepspeed_json(3, **block), 3)
+    trainer = trainer_of(root / "probe", deepspeed_json(3, **block), 3)
     trainer.train()
-    found["probe"] = trainer.state.log_history, trainer.forge.needs_probe, trainer.forge.ready
-    found["saved"] = said(lambda: trainer.save_model(str(place / "with branches")))
-    found["pushed"] = said(trainer.push_to_hub)
-    found["heard"] = [heard(place, own_mean) for own_mean in (False, True)]
-    found["counted"] = [counted(place, factored, least) for factored in (True, False) for least in (0, 40)]
-    found["refused"] = {"deepspeed": without, **dict(refusals(place, trainer))}
-    return found
+    results["probe"] = trainer.state.log_history, trainer.forge.needs_probe, trainer.forge.ready
+    results["saved"] = said(lambda: trainer.save_model(str(root / "with branches")))
+    results["pushed"] = said(trainer.push_to_hub)
+    results["heard"] = [heard(root, own_mean) for own_mean in (False, True)]
+    results["counted"] = [counted(root, factored, least) for factored in (True, False) for least in (0, 40)]
+    results["refused"] = {"deepspeed": without, **dict(refusals(root, trainer))}
+    return results
 
 
 class Lose(TrainerCallback):
@@ -401,22 +408,22 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
-def counted(place: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
+def counted(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
     """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much."""
     block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
     config = deepspeed_json(1) | {"sparseforge": block}
     collator = partial(padded, least=least)
-    trainer = trainer_of(place / "counted", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
+    trainer = trainer_of(root / "counted", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
     trainer.model.eval()  # as `from_pretrained` leaves it
     modes: list[bool] = []
     trainer.model.register_forward_pre_hook(lambda model, _inputs: modes.append(model.training))
     trainer.train()
     weights = dict(trainer.model.named_parameters())
     kept = [weights[row["name"]] != 0 for row in trainer.forge.state_dict()["weights"]]
-    return all(modes[1:]), torch.cat([each.flatten() for each in kept])
+    return all(modes[1:]), torch.cat([mask.flatten() for mask in kept])
 
 
-def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
+def heard(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
     """Tokens that the trainer trains on in steps of 12 and of 4 sequences, those that the curvature counts, and the
     sums of the first step, with the model's own loss or with a mean over each micro-batch."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
@@ -438,7 +445,7 @@ def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor
             return loss * kwargs["num_items_in_batch"] / 2 / (inputs["labels"][:, 1:] != -100).sum()
 
     more = {"save_strategy": "no", "num_train_epochs": 3, "train_dataset": rows(16), "kind": Watched}
-    trainer = trainer_of(place / "heard", deepspeed_json(2), 2, **more)
+    trainer = trainer_of(root / "heard", deepspeed_json(2), 2, **more)
     counts, sums = [], []
 
     class Counted(TrainerCallback):
@@ -447,10 +454,10 @@ def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor
             finish = type(estimator).finish
 
             def counting() -> Any:
-                found = finish(estimator)
-                counts.append(float(found[1][0]))
-                sums.append(found[0].values.clone())
-                return found
+                finished = finish(estimator)
+                counts.append(float(finished[1][0]))
+                sums.append(finished[0].values.clone())
+                return finished
 
             estimator.finish = counting
 
@@ -459,76 +466,76 @@ def heard(place: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor
     return items[: len(counts)], counts, sums[0]
 
 
-def refusals(place: Path, trained: Any) -> Any:
+def refusals(root: Path, trained: Any) -> Any:
     """(what, what is said)"""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     lora = get_peft_model(tiny_llama(vocab_size=BYTE_VOCABULARY), adapter)
-    config, model = deepspeed_json(2), str(place)
-    args = TrainingArguments(str(place), deepspeed=config, use_cpu=True, report_to="none")
+    config, model = deepspeed_json(2), str(root)
+    args = TrainingArguments(str(root), deepspeed=config, use_cpu=True, report_to="none")
     yield "again", said(trained.train)
     yield "peft", said(lambda: SparseForgeTrainer(model=lora, args=args))
     optimizers = (torch.optim.SGD(lora.parameters()), None)
     yield "optimizers", said(lambda: SparseForgeTrainer(model=lora, args=args, optimizers=optimizers))
-    yield "two losses", said(lambda: trainer_of(place, config, 2, model, compute_loss_func=mean_of_all))
-    yield "batch", said(lambda: trainer_of(place, config, 2, auto_find_batch_size=True))
-    yield "no teacher", said(lambda: trainer_of(place, deepspeed_json(2, distillation={"weight": 1.0}), 2))
-    yield "no distillation", said(lambda: trainer_of(place, deepspeed_json(2, distillation=None), 2, model))
+    yield "two losses", said(lambda: trainer_of(root, config, 2, model, compute_loss_func=mean_of_all))
+    yield "batch", said(lambda: trainer_of(root, config, 2, auto_find_batch_size=True))
+    yield "no teacher", said(lambda: trainer_of(root, deepspeed_json(2, distillation={"weight": 1.0}), 2))
+    yield "no distillation", said(lambda: trainer_of(root, deepspeed_json(2, distillation=None), 2, model))
     small = tiny_llama(vocab_size=64)
-    yield "vocabulary", said(lambda: trainer_of(place, config, 2, small))
+    yield "vocabulary", said(lambda: trainer_of(root, config, 2, small))
     student = tiny_llama(vocab_size=BYTE_VOCABULARY)
-    again = partial(TrainingArguments, str(place), deepspeed=config, use_cpu=True, report_to="none")
-    turned = write_model(place / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
+    again = partial(TrainingArguments, str(root), deepspeed=config, use_cpu=True, report_to="none")
+    turned = write_model(root / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
     (turned / "rotation.json").write_text(json.dumps({"format": 1, "sha256": "another"}))
     hidden = deepspeed_json(2, distillation={"hidden": {}})
-    yield "basis", said(lambda: trainer_of(place, hidden, 2, str(turned)))
+    yield "basis", said(lambda: trainer_of(root, hidden, 2, str(turned)))
     yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
     pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
     offline = type("Offline", (SparseForgeTrainer,), {"init_hf_repo": lambda self, token=None: None})
     yield "branches", said(lambda: offline(model=student, args=pushing()))
-    yield "sequences", said(lambda: trainer_of(place, deepspeed_json(2, curvature={"sequences": 8}), 2))
+    yield "sequences", said(lambda: trainer_of(root, deepspeed_json(2, curvature={"sequences": 8}), 2))
     late = SparseForgeConfig(max_steps=9, method=SrSteConfig())
     halves = SimpleNamespace(args=SimpleNamespace(fp16=True))
     yield "fp16", said(lambda: refuse_length(halves, late))
-    yield "key", said(lambda: trainer_of(place, deepspeed_json(2, patern="2:4"), 2))
-    fresh = trainer_of(place / "none", config, 2)
-    yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(place / "none" / "checkpoint-99")))
-    lost = trainer_of(place / "lost", deepspeed_json(2), 2)
+    yield "key", said(lambda: trainer_of(root, deepspeed_json(2, patern="2:4"), 2))
+    fresh = trainer_of(root / "none", config, 2)
+    yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
+    lost = trainer_of(root / "lost", deepspeed_json(2), 2)
     lost.model.model.norm.weight.data[3] = torch.nan
     yield "not finite", said(lost.train)
     seldom = deepspeed_json(2, method={"update_every": 100})
-    yield "length", said(trainer_of(place / "seldom", seldom, 2).train)  # when it was made, its steps were not known
+    yield "length", said(trainer_of(root / "seldom", seldom, 2).train)  # when it was made, its steps were not known
     del config["sparseforge"]
-    yield "block", said(lambda: trainer_of(place, config, 2))
+    yield "block", said(lambda: trainer_of(root, config, 2))
 
 
 def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> None:
-    found = run_distributed(evaluated, 2, str(tmp_path))[0]
-    checkpoint, step, loss = found["best"]
-    frozen = [i for i, phase in enumerate(found["phases"]) if phase == "frozen"]
-    assert len(found["phases"]) == STEPS and frozen[0] == 5
-    best = min(frozen, key=lambda i: found["eval"][i])
+    results = run_distributed(evaluated, 2, str(tmp_path))[0]
+    checkpoint, step, loss = results["best"]
+    frozen = [i for i, phase in enumerate(results["phases"]) if phase == "frozen"]
+    assert len(results["phases"]) == STEPS and frozen[0] == 5
+    best = min(frozen, key=lambda i: results["eval"][i])
     assert checkpoint.endswith(f"checkpoint-{best + 1}") and step == best + 1
-    assert loss == pytest.approx(found["eval"][best], abs=1e-6)
+    assert loss == pytest.approx(results["eval"][best], abs=1e-6)
     weights = sf.Checkpoint(checkpoint)
     masked = weights.client_state["sparseforge"]["weights"]
-    assert all((weights.weight(each["name"]).view(-1, 4) != 0).sum(1).eq(2).all() for each in masked)
-    assert len(found["own"]) == STEPS and found["own"][-1] < found["own"][0]
-    logged, needs_probe, ready = found["probe"]
+    assert all((weights.weight(weight["name"]).view(-1, 4) != 0).sum(1).eq(2).all() for weight in masked)
+    assert len(results["own"]) == STEPS and results["own"][-1] < results["own"][0]
+    logged, needs_probe, ready = results["probe"]
     assert needs_probe and ready and any(metrics.get("curvature/mean", 0) != 0 for metrics in logged)
-    assert "save_model: transformers would load the model without its low-rank branches" in found["saved"]
-    assert "push_to_hub: transformers would load the model without its low-rank branches" in found["pushed"]
-    assert "push_to_hub with sparseforge.low_rank" in found["refused"]["branches"]
-    assert "LlamaForCausalLM: model.norm.weight is not finite in torch.float32" in found["refused"]["not finite"]
-    for plain, more in (found["counted"][:2], found["counted"][2:]):  # by sums and by elements
+    assert "save_model: transformers would load the model without its low-rank branches" in results["saved"]
+    assert "push_to_hub: transformers would load the model without its low-rank branches" in results["pushed"]
+    assert "push_to_hub with sparseforge.low_rank" in results["refused"]["branches"]
+    assert "LlamaForCausalLM: model.norm.weight is not finite in torch.float32" in results["refused"]["not finite"]
+    for plain, more in (results["counted"][:2], results["counted"][2:]):  # by sums and by elements
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
-    (items, counts, sums), (_, _, own_sums) = found["heard"]
+    (items, counts, sums), (_, _, own_sums) = results["heard"]
     assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"
     torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=0)
-    refused = found["refused"]
+    refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
     assert "has its channels in another order or basis" in refused["basis"]
     assert "teacher is the model that is trained" in refused["itself"]
@@ -554,17 +561,17 @@ def test_a_checkpoint_to_resume_from_is_there_and_complete(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     for file in ("latest", "trainer_state.json"):
         (tmp_path / "checkpoint-3" / file).write_text("")
-    for given in (None, False, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
-        assert intact_checkpoint(given, tmp_path) is given
+    for choice in (None, False, tmp_path / "checkpoint-3", str(tmp_path / "checkpoint-3")):
+        assert intact_checkpoint(choice, tmp_path) is choice
     assert intact_checkpoint(True, tmp_path) == str(tmp_path / "checkpoint-3"), "a kill in a save left the last one"
     (tmp_path / "none").mkdir()
     assert intact_checkpoint(True, tmp_path / "none") is True, "the trainer says so itself"
     (tmp_path / "none" / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="resume_from_checkpoint True: .*checkpoint-1 is not whole, and no other"):
         intact_checkpoint(True, tmp_path / "none")
-    there = f"; the newest that is whole is {tmp_path / 'checkpoint-3'}$"
+    cure = f"; the newest that is whole is {tmp_path / 'checkpoint-3'}$"
     for name, why in (("checkpoint-99", "no such folder"), ("checkpoint-6", "is not whole"), ("", "is not whole")):
-        with pytest.raises(ValueError, match=f"^resume_from_checkpoint {tmp_path / name}: {why}.*{there}"):
+        with pytest.raises(ValueError, match=f"^resume_from_checkpoint {tmp_path / name}: {why}.*{cure}"):
             intact_checkpoint(str(tmp_path / name), tmp_path / "elsewhere")
 
 
@@ -589,7 +596,7 @@ def packed(folder: str) -> dict[str, Any]:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     data = Dataset.from_list([{"text": f"document {i} of {i * i} things"} for i in range(96)])
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for stage, teacher in ((1, None), (3, str(Path(folder, "model")))):
         args = SFTConfig(
             str(Path(folder, f"packed{stage}")),
@@ -606,14 +613,14 @@ def packed(folder: str) -> dict[str, Any]:
         more = {"model": tiny_llama(vocab_size=BYTE_VOCABULARY), "args": args, "processing_class": tokenizer}
         trainer = SparseForgeSFTTrainer(train_dataset=data, teacher=teacher, **more)
         trainer.train()
-        found[f"{stage}"] = trainer.state.log_history
+        results[f"{stage}"] = trainer.state.log_history
         if teacher is None:
-            found["probe"] = probed(trainer)
+            results["probe"] = probed(trainer)
     try:
         SparseForgeSFTTrainer(train_dataset=data, peft_config=LoraConfig(), **more)
     except ValueError as error:
-        found["peft"] = str(error)
-    return found
+        results["peft"] = str(error)
+    return results
 
 
 def probed(trainer: Any) -> tuple[float, float, int]:
@@ -647,16 +654,16 @@ def test_the_example_trainers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     commands = {
         script: [*common, flag, "64", "--output_dir", str(tmp_path / script)] for script, flag in lengths.items()
     }
-    found = run_distributed(examples, 2, str(tmp_path), commands)[0]
+    results = run_distributed(examples, 2, str(tmp_path), commands)[0]
     for script in commands:
         out = tmp_path / script
         assert main(["consolidate", "--skip_proof", str(out / "checkpoint-6"), str(tmp_path / f"{script}.out")]) == 0
         assert (tmp_path / f"{script}.out" / "tokenizer.json").is_file()
         history = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
         assert all("loss/kl" in entry for entry in history if "loss" in entry)
-    first = found["1"][0]
+    first = results["1"][0]
     assert "mean_token_accuracy" in first and "mask/kept" in first and "loss/kl" not in first
-    assert abs(found["3"][0]["loss/kl"]) < 1e-8, "the teacher, the same model still, sees the same documents"
-    together, alone, documents = found["probe"]
+    assert abs(results["3"][0]["loss/kl"]) < 1e-8, "the teacher, the same model still, sees the same documents"
+    together, alone, documents = results["probe"]
     assert documents > 2 and together == pytest.approx(alone, rel=1e-6)
-    assert "PEFT" in found["peft"]
+    assert "PEFT" in results["peft"]

@@ -108,7 +108,7 @@ def trainer_of(out: Path, model: PreTrainedModel, rows: Any, teacher: Any = None
 
 def losses_of(folder: str) -> dict[str, Any]:
     """Return losses of the first step by model and by trainer, with a teacher and a probe; and refusals."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (8 * STEPS, 10), generator=generator)
     for name, (build, labels_of) in MODELS.items():
@@ -138,46 +138,46 @@ def losses_of(folder: str) -> dict[str, Any]:
             trainer._step_batches = step_text
         trainer.train()
         first = next(entry for entry in trainer.state.log_history if "loss" in entry)
-        found[name] = (
+        results[name] = (
             own,
             first["loss/cross_entropy"],
             first["loss/kl"],
             probes[1:2],
         )  # behind both micro-batches of the step
-        found[f"{name} trains"] = trainer.forge.step_count
-    found["refused"] = refusals(Path(folder))
-    return found
+        results[f"{name} trains"] = trainer.forge.step_count
+    results["refused"] = refusals(Path(folder))
+    return results
 
 
 def refusals(folder: Path) -> dict[str, str]:
     """Return the refusals before a step is made."""
     reward, masked = llama_classifier(1), bert(BertForMaskedLM)
     asked = bert(BertForQuestionAnswering)
-    few = bert(BertForTokenClassification, num_labels=3)
+    three_classes = bert(BertForTokenClassification, num_labels=3)
     cases = {
         "reward": (reward, copy.deepcopy(reward)),
         "spans": (asked, copy.deepcopy(asked)),
         "other head": (bert(BertForTokenClassification, num_labels=CLASSES), masked),
-        "classes": (bert(BertForTokenClassification, num_labels=CLASSES), few),
+        "classes": (bert(BertForTokenClassification, num_labels=CLASSES), three_classes),
     }
-    said = {}
+    messages = {}
     for name, (model, teacher) in cases.items():
         with pytest.raises(ValueError) as refusal:
             trainer_of(folder / "refused", model, {"input_ids": [[1]], "labels": [[1]]}, teacher)
-        said[name] = str(refusal.value)
-    return said
+        messages[name] = str(refusal.value)
+    return messages
 
 
 def test_the_loss_is_the_models_own(tmp_path: Path) -> None:
-    found, _ = run_distributed(losses_of, 2, str(tmp_path))
+    results, _ = run_distributed(losses_of, 2, str(tmp_path))
     for name in MODELS:
-        own, cross_entropy, kl, probes = found[name]
+        own, cross_entropy, kl, probes = results[name]
         # Labels of -100 make micro-batches uneven; the model's own mean over all of them is that of every token alike.
         assert cross_entropy == pytest.approx(own, rel=1e-5), name
         assert abs(kl) < 1e-5, name
         assert all(probe == pytest.approx(own, rel=1e-5) for probe in probes), name
-        assert found[f"{name} trains"] == STEPS, name
-    refused = found["refused"]
+        assert results[f"{name} trains"] == STEPS, name
+    refused = results["refused"]
     assert "teacher beside LlamaForSequenceClassification with 1 label" in refused["reward"]
     assert "teacher beside BertForQuestionAnswering: " in refused["spans"] and "leave teacher out" in refused["spans"]
     assert "teacher is BertForMaskedLM and the model BertForTokenClassification" in refused["other head"]

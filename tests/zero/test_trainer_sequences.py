@@ -89,11 +89,13 @@ def test_a_trainer_whose_ranks_share_sequences_trains_alike(tmp_path: Path, case
     block, taught = CASES[case], case == "teacher and probes"
     model = tiny_llama(seed=1, vocab_size=BYTE_VOCABULARY)
     teacher = str(write_model(tmp_path / "teacher", model)) if taught else None
-    whole, parts = (run_distributed(trained, ranks, str(tmp_path / str(ranks)), block, teacher)[0] for ranks in (1, 2))
-    assert parts[0] == pytest.approx(whole[0], abs=1e-5)
-    assert whole[1] == "accepted" and "max_grad_norm = 1 would clip 2 times as hard" in parts[1]
-    one, two = (weights_of(tmp_path / str(ranks) / f"checkpoint-{STEPS}") for ranks in (1, 2))
-    for name, value in one.items():
+    undivided, parts = (
+        run_distributed(trained, ranks, str(tmp_path / str(ranks)), block, teacher)[0] for ranks in (1, 2)
+    )
+    assert parts[0] == pytest.approx(undivided[0], abs=1e-5)
+    assert undivided[1] == "accepted" and "max_grad_norm = 1 would clip 2 times as hard" in parts[1]
+    of_one, two = (weights_of(tmp_path / str(ranks) / f"checkpoint-{STEPS}") for ranks in (1, 2))
+    for name, value in of_one.items():
         assert ((two[name] == 0) == (value == 0)).all(), name
         # A teacher's loss leaves some weights next to no gradient, whose rounding decides their way.
         assert (two[name] - value).abs().max() < (1e-4 if taught else 1e-5), name

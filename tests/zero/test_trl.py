@@ -159,14 +159,14 @@ def kinds(dense: str) -> dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any
     import trl
     from trl.experimental import gkd, gold, online_dpo
 
-    few = {"max_completion_length": 6}
+    short = {"max_completion_length": 6}
     taught = {"teacher_model": tiny_llama(seed=1, **SHAPE)}
     rewarded = {"reward_funcs": reward}
-    pairs = {"num_generations": 2, **few}
-    gold_arguments = {"lmbda": 0.7, "use_uld_loss": True, "teacher_tokenizer_name_or_path": dense, **few}
+    pairs = {"num_generations": 2, **short}
+    gold_arguments = {"lmbda": 0.7, "use_uld_loss": True, "teacher_tokenizer_name_or_path": dense, **short}
     gkd_arguments = {"max_new_tokens": 6, "lmbda": 0.7, "seq_kd": True}
     return {
-        "distillation": (trl.DistillationTrainer, trl.DistillationConfig, few, taught),
+        "distillation": (trl.DistillationTrainer, trl.DistillationConfig, short, taught),
         "gkd": (gkd.GKDTrainer, gkd.GKDConfig, gkd_arguments, taught),
         "gold": (gold.GOLDTrainer, gold.GOLDConfig, gold_arguments, taught),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig, pairs, rewarded),
@@ -244,8 +244,8 @@ def masters(forge: Any) -> dict[str, Tensor]:
     for name, shard in sharded.shards.items():
         parts["", name] = torch.zeros(sharded.prunable[name].numel)
         parts["", name][shard.start : shard.stop] = shard.slice_of_flat(sharded.layout.flats[shard.flat].detach())
-    whole = added_up(parts, sharded.layout.replicated)
-    return {name: whole["", name].view(sharded.prunable[name].shape) for name in sharded.shards}
+    gathered = added_up(parts, sharded.layout.replicated)
+    return {name: gathered["", name].view(sharded.prunable[name].shape) for name in sharded.shards}
 
 
 class Generations(TrainerCallback):
@@ -289,7 +289,7 @@ def trained_by_trl(name: str, folder: str, stage: int) -> dict[str, Any]:
     weights = masters(trainer.forge)
     again.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVE}"))
     losses, resumed = (
-        [entry["loss"] for entry in each.state.log_history if "loss" in entry] for each in (trainer, again)
+        [entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (trainer, again)
     )
     return {
         "generations": generations.count,

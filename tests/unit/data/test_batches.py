@@ -46,7 +46,7 @@ def test_a_step_is_seen_ahead_and_consumes_nothing():
         position = stream.position
         ahead = stream.step()
         assert stream.position == position and len(ahead) == 3
-        assert all(torch.equal(seen.token_BS, next(stream)) and seen.trained is None for seen in ahead)
+        assert all(torch.equal(batch.token_BS, next(stream)) and batch.trained is None for batch in ahead)
 
 
 def test_windows_are_consecutive_tokens():
@@ -95,27 +95,27 @@ def test_a_position_in_other_data_is_refused(other, cure):
 def test_a_position_in_other_data_is_taken_on_request_and_what_differs_is_said(caplog):
     caplog.set_level(logging.INFO)
 
-    def of(facts, key, rank=0):
+    def batches_of(facts, key, rank=0):
         windows = CachedWindows(TOKENS, key, 10, 0, 4, "text", facts)
         return Batches([windows], [1], BatchLayout(2, 1, 2, rank), takes_other_data=key == "new")
 
     files = {f"{i:02d}.txt": f"{i} bytes" for i in range(12)}
-    old = of({"--text_field": "text", "files": files}, "old")
+    old = batches_of({"--text_field": "text", "files": files}, "old")
     next(old)
     state = old.state_dict()
     facts = {"--text_field": "body", "files": {**dict.fromkeys(list(files)[1:], "0 bytes"), "x.txt": "1 byte"}}
     with pytest.raises(
         ValueError, match=r'source1.--text_field was "text", is "body"; .*files.00.txt was "0 bytes", is null; .*files'
     ):
-        of(facts, "other").load_state_dict(state)
+        batches_of(facts, "other").load_state_dict(state)
     for rank in (0, 1):
-        new = of(facts, "new", rank)
+        new = batches_of(facts, "new", rank)
         new.load_state_dict(state)
         assert new.position == 4
-        said = caplog.messages[-1] if caplog.messages else ""
+        message = caplog.messages[-1] if caplog.messages else ""
         caplog.clear()
-        assert said.count("--resume_other_data: goes on with another text") == (rank == 0)
-        assert rank or said.count(".files.") == 7 and said.endswith("; and 6 more")
+        assert message.count("--resume_other_data: goes on with another text") == (rank == 0)
+        assert rank or message.count(".files.") == 7 and message.endswith("; and 6 more")
 
 
 def test_the_summary_says_what_a_run_will_read():

@@ -58,7 +58,8 @@ def trained_text(record, tokenizer, frame="auto"):
     assert [ids] == tokenize([document], tokenizer, frame) and len(trained) == len(ids)
     letters = {256: "<", 257: ">"}
     return "".join(
-        (letters.get(one) or tokenizer.decode([one])) if own else "." for one, own in zip(ids, trained, strict=True)
+        (letters.get(token) or tokenizer.decode([token])) if own else "."
+        for token, own in zip(ids, trained, strict=True)
     )
 
 
@@ -178,12 +179,12 @@ def test_completions_have_a_cache_with_a_flag_for_every_token(tmp_path):
         )
         for loss_on in ("all", "completion")
     }
-    whole, marked = caches["all"], caches["completion"]
-    assert whole.key != marked.key and (whole.dtype, marked.dtype) == ("uint16", "uint16,?")
+    unmarked, marked = caches["all"], caches["completion"]
+    assert unmarked.key != marked.key and (unmarked.dtype, marked.dtype) == ("uint16", "uint16,?")
     token = marked.open()
-    assert ids_of_tokens(token).tolist() == whole.open().tolist() and marked.largest_id == whole.largest_id == 257
+    assert ids_of_tokens(token).tolist() == unmarked.open().tolist() and marked.largest_id == unmarked.largest_id == 257
     assert np.array_equal(trained_flags(token), np.isin(ids_of_tokens(token), byte_tokenizer()("c</s>")["input_ids"]))
-    assert whole.trained is None and marked.trained == np.count_nonzero(trained_flags(token))
+    assert unmarked.trained is None and marked.trained == np.count_nonzero(trained_flags(token))
     assert marked.describe() == f"40 documents, loss on {marked.trained:,} of "
     again = ensure_token_cache(
         find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data", "both"
@@ -204,9 +205,9 @@ def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
         writer.write_next()
         writer.chunks.check(chunk)
         row.append(writer.chunks.open(chunk))
-    found = np.concatenate(row)
-    assert found.dtype == np.dtype("uint16,?") and len(found) > len(packed)
-    assert np.array_equal(found, endless[: len(found)])
+    joined = np.concatenate(row)
+    assert joined.dtype == np.dtype("uint16,?") and len(joined) > len(packed)
+    assert np.array_equal(joined, endless[: len(joined)])
 
 
 S = 10
@@ -222,11 +223,11 @@ def batches(trained, micro=2, accumulation=1, world_size=1, rank=0):
 def test_labels_and_their_mean_do_not_depend_on_the_layout(micro, accumulation, world_size):
     """Compare the mean over micro-batches with that over the step's trained tokens; a token's loss is its label."""
     trained = np.random.default_rng(0).random(2000) < np.repeat(np.random.default_rng(1).random(200) ** 4, S)
-    whole = batches(trained, 12)
+    undivided = batches(trained, 12)
     ranks = [batches(trained, micro, accumulation, world_size, rank) for rank in range(world_size)]
     empty = 0
     for _ in range(10):
-        (step,) = whole.step()
+        (step,) = undivided.step()
         label_T = step.label_BS[:, 1:].flatten()
         expected = label_T[label_T != IGNORED].double()
         assert step.trained == len(expected)
@@ -239,7 +240,7 @@ def test_labels_and_their_mean_do_not_depend_on_the_layout(micro, accumulation, 
             assert torch.equal(part.label_BS[kept], part.token_BS[kept])
             assert torch.equal(kept, torch.from_numpy(trained)[part.token_BS])
         empty += sum(bool((part.label_BS[:, 1:] == IGNORED).all()) for part in parts)
-        for stream in (whole, *ranks):
+        for stream in (undivided, *ranks):
             for _ in range(stream.layout.accumulation):
                 next(stream)
     assert (empty > 0) == (micro < 12)
@@ -251,8 +252,8 @@ def test_a_step_without_any_trained_token_is_an_error():
     stream = batches(first, 2, 2)
     with pytest.raises(AgreedError, match="sequences 0 to 3 is trained on; raise --global_batch or --seq_length"):
         stream.prepare_step()
-    one = next(stream.micro_batches(range(4)).__iter__())
-    assert one.trained == 0.5
+    batch = next(stream.micro_batches(range(4)).__iter__())
+    assert batch.trained == 0.5
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
 
 
@@ -265,10 +266,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_template_is_one_error(what, monkeypatch):
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_template_is_one_error(kind, monkeypatch):
     """Load a template that calls itself, and templates without an end to their time, text or memory."""
-    template, message = HOSTILE[what]
+    template, message = HOSTILE[kind]
     monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
     limit = resource.getrlimit(resource.RLIMIT_AS)
     conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")

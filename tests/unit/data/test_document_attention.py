@@ -40,7 +40,9 @@ def shown(token: np.ndarray) -> str:
     """Put a bar in front of each document, and upper case for what is trained on; <s> is S and </s> is E."""
     first, trained = document_starts(token), trained_flags(token)
     assert first is not None
-    letters = [{256: "s", 257: "e"}.get(int(one)) or byte_tokenizer().decode([one]) for one in ids_of_tokens(token)]
+    letters = [
+        {256: "s", 257: "e"}.get(int(number)) or byte_tokenizer().decode([number]) for number in ids_of_tokens(token)
+    ]
     return "".join(
         "|" * bool(new) + (letter.upper() if own else letter)
         for letter, new, own in zip(letters, first, trained, strict=True)

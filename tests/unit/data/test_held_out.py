@@ -19,20 +19,20 @@ def arguments(**flags: Any) -> RunArguments:
 
 
 def read(vocabulary: int = BYTE_VOCABULARY, **flags: Any) -> HeldOut:
-    given = arguments(**flags)
-    source = find_held_out(given)
+    parsed = arguments(**flags)
+    source = find_held_out(parsed)
     assert source is not None
-    return read_held_out(source, byte_tokenizer(), vocabulary, given)
+    return read_held_out(source, byte_tokenizer(), vocabulary, parsed)
 
 
 def test_held_out_text_is_the_first_windows_in_order(tmp_path):
     path = write_text(tmp_path / "text.jsonl", documents=20)
     texts = [f"Document {i} counts {i * i} things, and then it goes on about the number {i % 7}." for i in range(20)]
     ids = np.concatenate(tokenize(texts, byte_tokenizer()))
-    whole = read(eval_dataset=str(path), eval_sequences=0)
-    assert np.array_equal(whole.token_NS.reshape(-1), ids[: len(ids) // 32 * 32])
-    few = read(eval_dataset=str(path), eval_sequences=3)
-    assert np.array_equal(few.token_NS, whole.token_NS[:3]) and few.key != whole.key
+    all_windows = read(eval_dataset=str(path), eval_sequences=0)
+    assert np.array_equal(all_windows.token_NS.reshape(-1), ids[: len(ids) // 32 * 32])
+    three_windows = read(eval_dataset=str(path), eval_sequences=3)
+    assert np.array_equal(three_windows.token_NS, all_windows.token_NS[:3]) and three_windows.key != all_windows.key
     assert find_held_out(arguments()) is None
 
 
@@ -43,12 +43,12 @@ def test_the_embedded_text_has_a_held_out_part():
 def test_completions_alone_are_scored_on_request(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"prompt": "one and one is ", "completion": "two"}\n' * 9)
-    found = read(eval_dataset=str(path), loss_on="completion")
-    assert 0 < trained_flags(found.token_NS).sum() < found.token_NS.size / 2
+    held_out = read(eval_dataset=str(path), loss_on="completion")
+    assert 0 < trained_flags(held_out.token_NS).sum() < held_out.token_NS.size / 2
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"eval_dataset": "nowhere.jsonl"}, "--eval_dataset nowhere.jsonl: no such file .*, or stdlib:heldout$"),
         ({"eval_dataset": "nowhere.jsonl=0.5"}, "nowhere.jsonl=0.5: no such file .*, or stdlib:heldout$"),
@@ -56,8 +56,8 @@ def test_completions_alone_are_scored_on_request(tmp_path):
         ({"vocabulary": 100}, "the tokenizer gives token 256"),
     ],
 )
-def test_unusable_held_out_text_is_refused(tmp_path, flags, said):
-    with pytest.raises(ValueError, match=said):
+def test_unusable_held_out_text_is_refused(tmp_path, flags, message):
+    with pytest.raises(ValueError, match=message):
         read(**{"eval_dataset": str(write_text(tmp_path / "text.jsonl", documents=3)), **flags})
 
 

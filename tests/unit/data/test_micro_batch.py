@@ -26,8 +26,8 @@ def stream(layout: BatchLayout, uneven: bool) -> Batches:
 def mean_loss(batches: list[MicroBatch], table_VV: Tensor) -> float:
     """Over micro-batches, and ranks, of a model whose logits are a table of the token."""
     losses = [
-        task_loss(table_VV[each.token_BS], each.label_BS, trained=each.trained, shifted=each.shifted)
-        for each in batches
+        task_loss(table_VV[batch.token_BS], batch.label_BS, trained=batch.trained, shifted=batch.shifted)
+        for batch in batches
     ]
     return float(torch.stack(losses).mean())
 
@@ -40,21 +40,21 @@ def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: b
     ranks = [stream(BatchLayout(2, 3, world_size, rank, parts), uneven) for rank in range(world_size)]
     table_VV = torch.randn(600, 600, generator=torch.Generator().manual_seed(0))
     for _ in range(5):
-        steps, expected = [rank.step() for rank in ranks], [whole.step() for whole in wholes]
+        steps, expected = [rank.step() for rank in ranks], [undivided.step() for undivided in wholes]
         for number in range(3):
             for group in range(groups):
-                mine = [steps[group * parts + part][number] for part in range(parts)]
-                whole = expected[group][number]
-                assert torch.equal(torch.cat([each.token_BS for each in mine], 1), whole.token_BS)
-                predicted = torch.cat([each.label_BS for each in mine], 1)
-                assert torch.equal(predicted.reshape(-1), next_labels(whole.label_BS))
+                of_group = [steps[group * parts + part][number] for part in range(parts)]
+                undivided = expected[group][number]
+                assert torch.equal(torch.cat([batch.token_BS for batch in of_group], 1), undivided.token_BS)
+                predicted = torch.cat([batch.label_BS for batch in of_group], 1)
+                assert torch.equal(predicted.reshape(-1), next_labels(undivided.label_BS))
                 assert (predicted[:, -1] == IGNORED).all() and (uneven or (predicted[:, :-1] != IGNORED).all())
-        of_parts = mean_loss([each for step in steps for each in step], table_VV)
-        assert of_parts == pytest.approx(mean_loss([each for step in expected for each in step], table_VV), rel=1e-6)
-        for each in (*ranks, *wholes):
+        of_parts = mean_loss([batch for step in steps for batch in step], table_VV)
+        assert of_parts == pytest.approx(mean_loss([batch for step in expected for batch in step], table_VV), rel=1e-6)
+        for batch in (*ranks, *wholes):
             for _ in range(3):
-                next(each)
-        assert len({each.position for each in (*ranks, *wholes)}) == 1
+                next(batch)
+        assert len({batch.position for batch in (*ranks, *wholes)}) == 1
 
 
 def test_a_rank_knows_its_group_and_its_part() -> None:
@@ -68,10 +68,10 @@ def test_a_rank_knows_its_group_and_its_part() -> None:
 
 
 def test_a_state_of_parts_continues_whole_ones() -> None:
-    part, whole = stream(BatchLayout(2, 1, 4, 3, 2), uneven=False), stream(BatchLayout(4, 1, 1, 0), uneven=False)
+    part, undivided = stream(BatchLayout(2, 1, 4, 3, 2), uneven=False), stream(BatchLayout(4, 1, 1, 0), uneven=False)
     for _ in range(5):
         next(part)
-    whole.load_state_dict(part.state_dict())
-    assert whole.position == part.position == 20
-    (mine,), (all_of_it,) = part.step(), whole.step()
-    assert torch.equal(mine.token_BS, all_of_it.token_BS[2:, S // 2 :])
+    undivided.load_state_dict(part.state_dict())
+    assert undivided.position == part.position == 20
+    (own_part,), (all_of_it,) = part.step(), undivided.step()
+    assert torch.equal(own_part.token_BS, all_of_it.token_BS[2:, S // 2 :])

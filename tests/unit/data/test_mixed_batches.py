@@ -52,11 +52,11 @@ def test_every_source_has_its_share_at_any_moment(parts):
 
 def test_shares_of_tokens_are_the_weights_and_no_window_of_a_source_is_left_out():
     batches = mixed(windows=(40, 70, 9))
-    seen = torch.cat([next(batches)[:, 0] for _ in range(32 * 25)])
-    counts = torch.bincount(seen // OF_SOURCE, minlength=3)
+    drawn = torch.cat([next(batches)[:, 0] for _ in range(32 * 25)])
+    counts = torch.bincount(drawn // OF_SOURCE, minlength=3)
     assert counts.tolist() == [480, 800, 320], "3:5:2 of 1,600"
     for source, windows in enumerate((40, 70, 9)):
-        of_source = (seen[seen // OF_SOURCE == source] % OF_SOURCE).tolist()
+        of_source = (drawn[drawn // OF_SOURCE == source] % OF_SOURCE).tolist()
         alone = packed(source, windows)
         expected = [int(alone.window(i)[0]) % OF_SOURCE for i in range(len(of_source))]
         assert sorted(of_source) == sorted(expected)
@@ -90,7 +90,7 @@ def test_a_position_is_all_there_is_to_resume(consumed, world_size):
 
 
 def test_the_order_belongs_to_seed_and_weights():
-    first, again = (torch.cat([next(each) for _ in range(50)]) for each in (mixed(), mixed()))
+    first, again = (torch.cat([next(batches) for _ in range(50)]) for batches in (mixed(), mixed()))
     assert torch.equal(first, again)
     for other in (mixed(seed=4), mixed(parts=(3, 5, 3))):
         assert not torch.equal(first, torch.cat([next(other) for _ in range(50)]))
@@ -118,8 +118,8 @@ def test_another_mixture_is_read_on_at_the_same_position_on_request(tmp_path, ca
     before = in_place(tmp_path)
     for _ in range(100):
         next(before)
-    for others in (mixed(), Batches(before.sources[1:2], [1], ONE_RANK)):
-        state = json.loads(json.dumps(others.state_dict()))
+    for other in (mixed(), Batches(before.sources[1:2], [1], ONE_RANK)):
+        state = json.loads(json.dumps(other.state_dict()))
         caplog.clear()
         with pytest.raises(ValueError, match="--resume_other_data"):
             in_place(tmp_path).load_state_dict(state | {"position": 200})

@@ -30,8 +30,10 @@ def write(folder, *files):
 def saved_dict(folder):
     """Write a DatasetDict with a cache, and with a split of another name, which is not trained on unasked."""
     splits = {"train": ["one", "two"], "test": ["three"], "kept_back": ["four"]}
-    whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()})
-    whole.save_to_disk(folder)
+    dictionary = datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()}
+    )
+    dictionary.save_to_disk(folder)
     datasets.load_from_disk(folder)["train"].filter(lambda record: record["text"] == "two")
     assert list((folder / "train").glob("cache-*.arrow")), "a cache that is no data"
     return folder
@@ -169,8 +171,8 @@ def test_a_long_list_is_shortened_on_the_screen(tmp_path):
     assert find_files(tmp_path / "000.jsonl").describe() == "000.jsonl, 14 bytes"
 
 
-@pytest.mark.parametrize("place", [0, 700_000, 1_999_999])
-def test_large_files_are_known_by_samples(tmp_path, place):
+@pytest.mark.parametrize("position", [0, 700_000, 1_999_999])
+def test_large_files_are_known_by_samples(tmp_path, position):
     """Find every change at an end, and one that moves what follows."""
     path = tmp_path / "a.txt"
     content = bytearray(os.urandom(1_000_000).hex().encode())
@@ -178,10 +180,10 @@ def test_large_files_are_known_by_samples(tmp_path, place):
     before = find_files(path).contents
     os.utime(path, (1, 1))
     assert find_files(path).contents == before
-    if place == 700_000:
-        del content[place]
+    if position == 700_000:
+        del content[position]
     else:
-        content[place] ^= 1
+        content[position] ^= 1
     path.write_bytes(content)
     assert find_files(path).contents != before
 

@@ -38,17 +38,17 @@ def write(chunks, chunk, start=0):
 )
 def test_chunks_double_up_to_the_largest_and_every_window_has_one_place(sizes, windows):
     assert [sizes.windows(chunk) for chunk in range(len(windows))] == windows
-    places = ((chunk, place) for chunk in itertools.count() for place in range(sizes.windows(chunk)))
+    positions = ((chunk, position) for chunk in itertools.count() for position in range(sizes.windows(chunk)))
     for sample in range(sum(windows) + 3):
-        assert sizes.locate(sample) == next(places)
+        assert sizes.locate(sample) == next(positions)
 
 
 def test_a_far_window_is_located_at_once():
     sizes = ChunkSizes(8192)
     began = time.process_time()
-    chunk, place = sizes.locate(10**12)
+    chunk, position = sizes.locate(10**12)
     assert time.process_time() - began < 0.1
-    assert sum(map(sizes.windows, range(6))) + (chunk - 6) * 2048 + place == 10**12
+    assert sum(map(sizes.windows, range(6))) + (chunk - 6) * 2048 + position == 10**12
 
 
 def test_written_chunks_are_read_back(chunks):

@@ -43,8 +43,8 @@ def order(count, seed=SEED, sizes=SIZES):
     """(count, S) the windows in the order of the run, as a literal loop."""
     result, chunk, first = [], 0, 0
     while len(result) < count:
-        for place in np.random.default_rng([seed, chunk]).permutation(sizes.windows(chunk)):
-            result.append(first + int(place))
+        for window in np.random.default_rng([seed, chunk]).permutation(sizes.windows(chunk)):
+            result.append(first + int(window))
         first += sizes.windows(chunk)
         chunk += 1
     row = np.array(row_of(texts(), first * sizes.seq_length)).reshape(-1, sizes.seq_length)
@@ -120,8 +120,8 @@ def test_another_text_is_read_on_at_the_same_position_on_request(tmp_path, caplo
     state = json.loads(json.dumps(batches.state_dict()))
     name = "3.jsonl" if change == "a file more" else "0.jsonl"
     (tmp_path / "text" / name).write_text("".join(json.dumps({"text": f"new {i}"}) + "\n" for i in range(30)))
-    what = f'files.{name} was {".* bytes, hash .*" if name[0] == "0" else "null"}, is ".* bytes, hash'
-    with pytest.raises(ValueError, match=f"trained on other data .data.source1.{what}.*--resume_other_data"):
+    difference = f'files.{name} was {".* bytes, hash .*" if name[0] == "0" else "null"}, is ".* bytes, hash'
+    with pytest.raises(ValueError, match=f"trained on other data .data.source1.{difference}.*--resume_other_data"):
         in_place(tmp_path).load_state_dict(state)
     shutil.copytree(tmp_path / "text", tmp_path / "fresh" / "text")
     batches, fresh = in_place(tmp_path), in_place(tmp_path / "fresh")

@@ -116,7 +116,7 @@ def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
 
 
 @pytest.mark.parametrize(
-    ("column", "what"),
+    ("column", "kind"),
     [
         (pyarrow.array([["a"], ["b"]]), "list"),
         (pyarrow.array([{"a": "b"}, None]), "dict"),
@@ -124,10 +124,10 @@ def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
         (pyarrow.array([b"a", b"b"]), "bytes"),
     ],
 )
-def test_columns_of_something_else_are_refused_at_once(tmp_path, column, what):
+def test_columns_of_something_else_are_refused_at_once(tmp_path, column, kind):
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    said = rf"a\.parquet, row 0: field 'text' is {what}, not text .*; make it one of these, or name another field by"
-    with pytest.raises(ValueError, match=said):
+    message = rf"a\.parquet, row 0: field 'text' is {kind}, not text .*; make it one of these, or name another field by"
+    with pytest.raises(ValueError, match=message):
         find_source(str(tmp_path / "a.parquet"))
 
 
@@ -168,8 +168,8 @@ def test_a_column_of_a_type_that_datasets_lacks_is_named(tmp_path):
 
 @pytest.mark.parametrize("end", [end for end in PACKS if end])
 def test_a_compressed_file_that_breaks_off_says_so(tmp_path, end):
-    whole = PACKS[end]("".join(json.dumps({"text": str(i**9)}) + "\n" for i in range(9999)).encode())
-    (tmp_path / f"a.jsonl{end}").write_bytes(whole[: len(whole) // 2])
+    packed = PACKS[end]("".join(json.dumps({"text": str(i**9)}) + "\n" for i in range(9999)).encode())
+    (tmp_path / f"a.jsonl{end}").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(ValueError, match=f"a.jsonl{end}(, after .* documents)?: not readable.*repair"):
         read(tmp_path / f"a.jsonl{end}")
 
@@ -292,7 +292,7 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
 
 
 @pytest.mark.parametrize(
-    ("record", "what"),
+    ("record", "cause"),
     [
         ({"messages": "hi"}, None),
         ({"messages": [{"content": "hi"}]}, "field 'messages' is list, not text nor a list of messages with a role"),
@@ -306,12 +306,12 @@ def test_conversations_and_completions_are_read_by_the_names_that_datasets_give_
         ({"messages": [{"role": "user", "content": 4}]}, "is int with more than text"),
     ],
 )
-def test_a_field_without_text_is_named_with_its_record(tmp_path, record, what):
+def test_a_field_without_text_is_named_with_its_record(tmp_path, record, cause):
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
-    if what is None:
+    if cause is None:
         assert read(tmp_path / "a.jsonl") == ["hi"]
         return
-    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*({what})"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl, line 1: .*({cause})"):
         read(tmp_path / "a.jsonl")
 
 

@@ -120,7 +120,7 @@ def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("suffix", "damage", "said"),
+    ("suffix", "damage", "message"),
     [
         (".bin", lambda content: content[:-2], "has 12 bytes instead of 14"),
         (".bin", lambda content: content[::-1], "has other bytes in block 0 than were written"),
@@ -131,14 +131,14 @@ def test_a_finished_cache_is_used_and_another_text_is_not_confused_with_it(tmp_p
         (".json", lambda content: b"[" * 100_000, "is damaged (RecursionError"),
     ],
 )
-def test_a_cache_that_is_not_as_it_was_written_is_made_again(tmp_path, caplog, suffix, damage, said):
+def test_a_cache_that_is_not_as_it_was_written_is_made_again(tmp_path, caplog, suffix, damage, message):
     packed = ensure_token_cache(documents(), byte_tokenizer(), tmp_path)
     (file,) = tmp_path.glob(f"*{suffix}")
     good = file.read_bytes()
     file.write_bytes(damage(good))
     assert ensure_token_cache(documents(), byte_tokenizer(), tmp_path) == packed
     assert file.read_bytes() == good
-    assert len(caplog.messages) == 1 and said in caplog.messages[0], caplog.messages
+    assert len(caplog.messages) == 1 and message in caplog.messages[0], caplog.messages
     assert ensure_token_cache(documents([]), byte_tokenizer(), tmp_path) == packed, "and then taken as it is"
 
 
@@ -149,9 +149,9 @@ def test_one_wrong_byte_of_a_large_cache_is_found(tmp_path, monkeypatch):
     packed = ensure_token_cache(documents(text), byte_tokenizer(), tmp_path)
     (file,) = tmp_path.glob("*.bin")
     good = file.read_bytes()
-    for place in (0, 700, len(good) - 1):
+    for position in (0, 700, len(good) - 1):
         content = bytearray(good)
-        content[place] ^= 1
+        content[position] ^= 1
         file.write_bytes(content)
         assert ensure_token_cache(documents(text), byte_tokenizer(), tmp_path) == packed and file.read_bytes() == good
 

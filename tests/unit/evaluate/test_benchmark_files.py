@@ -30,26 +30,26 @@ def test_every_published_form_of_a_benchmark_is_read(tmp_path: Path) -> None:
         ("answered", "boolq", "boolq/none/validation", answered, ".arrow"),
     ):
         data = Dataset.from_list([row, row])
-        place = tmp_path / name / folder
-        place.mkdir(parents=True)
+        target = tmp_path / name / folder
+        target.mkdir(parents=True)
         if suffix == ".arrow":
-            data.save_to_disk(place)
+            data.save_to_disk(target)
         elif suffix == ".parquet":
-            data.to_parquet(place / "validation-00000-of-00001.parquet")
+            data.to_parquet(target / "validation-00000-of-00001.parquet")
         else:
-            data.to_json(place / "hellaswag_val_1k.jsonl")
+            data.to_json(target / "hellaswag_val_1k.jsonl")
         expected = {"hellaswag": (["sat.", "xyl."], 0), "boolq": (["no", "yes"], 1)}[task]
-        found = rows_of(task, tmp_path / name)
-        assert [(each["choices"], each["answer"]) for each in found] == [expected, expected], name
+        rows = rows_of(task, tmp_path / name)
+        assert [(entry["choices"], entry["answer"]) for entry in rows] == [expected, expected], name
 
 
 def test_the_split_of_the_harness_is_scored(tmp_path: Path) -> None:
     """Test before validation, never rows to train on; a task file of the user's own before both."""
-    place = tmp_path / "ai2_arc" / "ARC-Easy"
-    place.mkdir(parents=True)
+    target = tmp_path / "ai2_arc" / "ARC-Easy"
+    target.mkdir(parents=True)
 
     def add(split: str, count: int) -> None:
-        Dataset.from_list([ROWS["arc_easy"]] * count).to_parquet(place / f"{split}-00000-of-00001.parquet")
+        Dataset.from_list([ROWS["arc_easy"]] * count).to_parquet(target / f"{split}-00000-of-00001.parquet")
 
     add("train", 3)
     with pytest.raises(ValueError, match="--include_path: no .* file below .*ARC-Easy that is, .* named test or valid"):

@@ -40,7 +40,9 @@ def test_no_more_text_is_read_than_the_windows_need(tmp_path: Path, monkeypatch:
     path.write_text("".join(json.dumps({"text": "a story \ud83d of a fox " * 20}) + "\n" for _ in range(1000)))
     read = []
     iter_texts = module.iter_texts
-    monkeypatch.setattr(module, "iter_texts", lambda text: (read.append(0) or each for each in iter_texts(text)))
+    monkeypatch.setattr(
+        module, "iter_texts", lambda text: (read.append(0) or document for document in iter_texts(text))
+    )
     model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     batches = calibration_windows(model, CONFIG, str(path), 2, 128)
     assert torch.cat(batches).shape == (2, 128) and len(read) < 20

@@ -55,8 +55,8 @@ def test_an_adapter_on_the_hub_is_that_of_a_folder(
 
     own, bare = measured(ID), measured(ID, "--adapter", "none")
     assert (own["adapter"], bare["adapter"]) == (ID, None)
-    for found, flags in ((own, []), (bare, ["--adapter", "none"])):
-        assert found["perplexity"]["nll"] == measured(str(folder), *flags)["perplexity"]["nll"]
+    for of_hub, flags in ((own, []), (bare, ["--adapter", "none"])):
+        assert of_hub["perplexity"]["nll"] == measured(str(folder), *flags)["perplexity"]["nll"]
     assert abs(own["perplexity"]["nll"] - bare["perplexity"]["nll"]) > 1e-4
     assert measured(str(folder), "--adapter", ID)["perplexity"]["nll"] == own["perplexity"]["nll"]
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -81,5 +81,5 @@ def test_plain_transformers_loads_both_once_the_adapter_names_the_model(folder: 
     config = json.loads((snapshot / "adapter_config.json").read_text())
     write_json(snapshot / "adapter_config.json", config | {"base_model_name_or_path": ID})
     ids = torch.arange(9)[None]
-    found, expected = (AutoModelForCausalLM.from_pretrained(name)(ids).logits for name in (ID, folder))
-    assert torch.equal(found, expected)
+    logits, expected = (AutoModelForCausalLM.from_pretrained(name)(ids).logits for name in (ID, folder))
+    assert torch.equal(logits, expected)

@@ -42,7 +42,7 @@ def test_a_task_file_of_ones_own_takes_the_place_of_the_harness(name: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("name", "change", "message"),
     [
         ("piqa", {"label": -1}, "row 2: its answer -1 is none of its 2 choices"),
         ("rte", {"label": 2}, "row 2: its answer 2 is none of its 2 choices"),
@@ -54,13 +54,13 @@ def test_a_task_file_of_ones_own_takes_the_place_of_the_harness(name: str, tmp_p
     ],
 )
 def test_rows_whose_answer_is_secret_or_damaged_are_refused(
-    name: str, change: dict[str, Any], said: str, tmp_path: Path
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path, name, ROWS[name], ROWS[name] | change)
     with pytest.raises(ValueError, match=f"--tasks {name}: the data does not fit {name} ") as refused:
         load_tasks([name], folder)
-    assert said in str(refused.value)
-    if "row 2" in said:  # the limit is what will be asked
+    assert message in str(refused.value)
+    if "row 2" in message:  # the limit is what will be asked
         assert load_tasks([name], folder, limit=1).by_name
 
 

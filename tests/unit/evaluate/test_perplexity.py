@@ -106,8 +106,8 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path: Path, capsys:
         assert main([*command, "--seq_length", "16"]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert f"{small}: its tokenizer gives token {largest}, the model has 60 embeddings; tokenizer and" in error
-    one, other = run_distributed(refused_on_ranks, 2, str(small))
-    assert one == other and "gives token 256" in one
+    message, other = run_distributed(refused_on_ranks, 2, str(small))
+    assert message == other and "gives token 256" in message
 
 
 def test_tokens_that_the_text_does_not_have_need_no_embedding(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def test_piqa_agrees_with_likelihoods_by_hand(
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
     loaded, load = [], finished_model.load_model
     monkeypatch.setattr(finished_model, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
-    both = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
-    assert main(["evaluate", str(folder), *both]) == 0
+    flags = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
+    assert main(["evaluate", str(folder), *flags]) == 0
     written = json.loads((tmp_path / "both.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written and len(loaded) == 1
     result = written["zero_shot"]["tasks"]["piqa"]
@@ -182,11 +182,11 @@ def test_generated_answers_agree_with_generation_by_hand(
         assert result[name]["exact_match"] == pytest.approx(sum(right[name]) / 6), name
         cuts |= {cut for _, _, cut in made}
     assert cuts == {True, False} and len({len(start) for start, _, _ in answers["dense"]}) > 1
-    both = list(zip(right["this"], right["dense"], strict=True))
-    assert both.count((False, True))
-    assert result["this"]["exact_match_lost"] == pytest.approx(both.count((False, True)) / 6)
-    assert both.count((True, False))
-    assert result["this"]["exact_match_gained"] == pytest.approx(both.count((True, False)) / 6)
+    pairs = list(zip(right["this"], right["dense"], strict=True))
+    assert pairs.count((False, True))
+    assert result["this"]["exact_match_lost"] == pytest.approx(pairs.count((False, True)) / 6)
+    assert pairs.count((True, False))
+    assert result["this"]["exact_match_gained"] == pytest.approx(pairs.count((True, False)) / 6)
     # KL along the dense model's answers.
     divergences = []
     for start, ids, _ in answers["dense"]:

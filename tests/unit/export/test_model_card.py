@@ -74,14 +74,14 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
     answers = {"answer_tokens": 90.5, "cut_at_limit": 0.25, "items": 40}
     generation = {"model": str(folder), "generation": {"tasks": {"gsm8k": strict | answers}, "limit": 40}}
     contents = (perplexity, zero_shot, generation)
-    files = [str(write_json(tmp_path / f"{n}.json", each)) for n, each in enumerate(contents)]
+    files = [str(write_json(tmp_path / f"{n}.json", entry)) for n, entry in enumerate(contents)]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
     made = ModelCard.load(folder / "README.md")
     data = made.data
     assert (data.base_model, data.datasets, data.license) == ("owner/dense-1b", ["allenai/c4"], "apache-2.0")
     assert data.library_name == "transformers" and {"2:4", "sparse"} <= set(data.tags)
-    found = {(each.dataset_name, each.metric_name): each for each in data.eval_results}
-    assert {key: each.metric_value for key, each in found.items()} == {
+    scores = {(entry.dataset_name, entry.metric_name): entry for entry in data.eval_results}
+    assert {key: entry.metric_value for key, entry in scores.items()} == {
         ("held_out.jsonl", "perplexity"): 7.389056,
         ("wikitext2", "perplexity"): 12.5,
         ("c4.jsonl", "perplexity"): 20.5,
@@ -92,7 +92,7 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         ("gsm8k", "answer_tokens"): 90.5,
         ("gsm8k", "cut_at_limit"): 0.25,
     }
-    assert found["wikitext2", "perplexity"].dataset_args == {
+    assert scores["wikitext2", "perplexity"].dataset_args == {
         "protocol": "windows",
         "seq_length": 4096,
         "limit": 5,
@@ -122,7 +122,7 @@ def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, mon
 
     def said() -> tuple[str | None, list[tuple[str, float]]]:
         data = ModelCard.load(folder / "README.md").data
-        return data.license, [(each.dataset_name, each.metric_value) for each in data.eval_results]
+        return data.license, [(score.dataset_name, score.metric_value) for score in data.eval_results]
 
     def result(value: float) -> str:
         scored = {"text": "wikitext2", "perplexity": value, "protocol": "windows"}
@@ -130,10 +130,10 @@ def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, mon
 
     monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
     assert main(["card", str(folder), "--results", result(12.5), "--license", "apache-2.0"]) == 0
-    of_run, found = ("held_out.jsonl", 7.389056), ("wikitext2", 12.5)
+    of_run, added = ("held_out.jsonl", 7.389056), ("wikitext2", 12.5)
     for again in ((), ("--push", "owner/made"), ("--license", "mit")):
         assert main(["card", str(folder), *again]) == 0
-        assert said() == ("mit" if "mit" in again else "apache-2.0", [of_run, found])
+        assert said() == ("mit" if "mit" in again else "apache-2.0", [of_run, added])
     assert main(["card", str(folder), "--results", result(11.5)]) == 0
     assert said() == ("mit", [of_run, ("wikitext2", 11.5)]), "new results in place of old ones"
 
@@ -187,8 +187,8 @@ def test_a_damaged_record_is_one_error(folder: Path, capsys: pytest.CaptureFixtu
         content = {**RECORD, key: odd} if section is None else {**RECORD, section: {**RUN, key: odd}}
         write_json(folder / "sparsity.json", content)
         assert main(["card", str(folder)]) == 2, (key, odd)
-        said = capsys.readouterr().err
-        assert said.startswith("error: ") and key in said and said.count("\n") == 1, said
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and key in message and message.count("\n") == 1, message
 
 
 def test_scores_of_another_model_are_refused(
@@ -214,8 +214,10 @@ def test_scores_of_another_model_are_refused(
     monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
     assert card_of("--push", "owner/sparse-1b", model="owner/sparse-1b") == ""
     for model in ("owner/sparse-1b", "owner/dense-1b", "other/made", "/gone/other", ".", None):
-        said = f"its scores are of {model}, and not of {folder}; give what sparseforge evaluate {folder} writes by --js"
-        assert said in card_of(model=model), model
+        message = (
+            f"its scores are of {model}, and not of {folder}; give what sparseforge evaluate {folder} writes by --js"
+        )
+        assert message in card_of(model=model), model
     assert "and not of" in card_of("--push", "owner/sparse-1b", model="owner/dense-1b")
     assert "its scores are of made after --one_shot 2:4; give" in card_of(model="made", one_shot="2:4")
     assert "its scores are of made with another adapter, made; give" in card_of(model="made", adapter="made")
@@ -257,7 +259,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.json").write_text('{"steps": 3}')
-    for arguments, said in (
+    for arguments, message in (
         ([str(tmp_path)], "has no sparsity.json"),
         ([str(folder), "--results", str(tmp_path / "other.json")], "is no result of"),
         (
@@ -268,7 +270,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
         ([str(folder), "--push", "name"], "--push name: give owner/name"),
     ):
         assert main(["card", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     write_json(folder / "sparsity.json", {**RECORD, "run": ["a"]})
     assert main(["card", str(folder)]) == 2
     assert "run is damaged" in capsys.readouterr().err
@@ -293,7 +295,7 @@ def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes
             if self.path == "/api/repos/create":
                 return self.answer(200, {"url": f"{address}/owner/made"})
             if "/preupload/" in self.path:
-                named = [each["path"] for each in json.loads(body)["files"]]
+                named = [file["path"] for file in json.loads(body)["files"]]
                 modes = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in named]
                 return self.answer(200, {"files": modes})
             if "/commit/" in self.path:

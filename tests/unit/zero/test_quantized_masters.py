@@ -74,11 +74,11 @@ def one_rank(wire: Wire, rank: int, weights: dict[str, Tensor], bounds: dict[str
 def test_a_cut_group_is_rounded_as_a_whole_one(bounds: list[float]) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    places = {name: [round(share * weight.numel()) for share in bounds] for name, weight in weights.items()}
+    ends = {name: [round(share * weight.numel()) for share in bounds] for name, weight in weights.items()}
     wire = Wire(len(bounds) - 1)
     with ThreadPoolExecutor(len(wire.values)) as pool:
-        ranks = list(pool.map(lambda rank: one_rank(wire, rank, weights, places), range(len(wire.values))))
+        ranks = list(pool.map(lambda rank: one_rank(wire, rank, weights, ends), range(len(wire.values))))
     for name, weight in weights.items():
         rounded = quantized(GROUPS[name].to_groups(weight.flatten(), SHAPES[name], AXES[name]), 4)
-        whole = GROUPS[name].from_groups(rounded, SHAPES[name], AXES[name])
-        assert torch.equal(torch.cat([rank[name] for rank in ranks]), whole), name
+        expected = GROUPS[name].from_groups(rounded, SHAPES[name], AXES[name])
+        assert torch.equal(torch.cat([rank[name] for rank in ranks]), expected), name

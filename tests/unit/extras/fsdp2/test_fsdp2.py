@@ -76,21 +76,21 @@ def expected() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_masks_are_those_of_one_process(world_size: int, expected: list[dict[str, Any]], tmp_path: Path) -> None:
     in_bf16 = Case(dtype="bf16", steps=9)
-    *found, half = run_distributed(run_fsdp2, world_size, [*CASES, in_bf16], tmp_path)[0]
-    for one, divided in zip(expected, found, strict=True):
-        assert divided["losses"] == pytest.approx(one["losses"], abs=1e-4)
-        for first, second in zip(one["updates"], divided["updates"], strict=True):
+    *of_ranks, half = run_distributed(run_fsdp2, world_size, [*CASES, in_bf16], tmp_path)[0]
+    for single, divided in zip(expected, of_ranks, strict=True):
+        assert divided["losses"] == pytest.approx(single["losses"], abs=1e-4)
+        for first, second in zip(single["updates"], divided["updates"], strict=True):
             for name, mask in first["mask"].items():
                 assert (second["mask"][name] - mask).abs().max() < 2e-5, name
-        for name, mask in one["mask"].items():
+        for name, mask in single["mask"].items():
             assert torch.equal(divided["mask"][name], mask), name
             # What the order of sums does to 9 steps of Adam.
-            assert (divided["dense"][name] - one["dense"][name]).abs().max() < 1e-4, name
-    for record in (*found, half):
+            assert (divided["dense"][name] - single["dense"][name]).abs().max() < 1e-4, name
+    for record in (*of_ranks, half):
         for name, mask in record["mask"].items():
             assert set(mask.unique().tolist()) == {0.0, 1.0}
             assert torch.equal((record["published"][name].flatten() != 0).float(), mask), name
-    assert [record["cut"] for record in found] == [False, False, True]
+    assert [record["cut"] for record in of_ranks] == [False, False, True]
     assert main(["verify", str(tmp_path / "0")]) == 0
     assert "cannot be saved for a resume yet" in half["refused"][0] and "attached to it already" in half["refused"][1]
 

@@ -23,7 +23,7 @@ from sparseforge_ds.mask.packing import unpack24
 from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}
-"""Of a rounding, relative. The interpreter's bf16 product is wrong, for a dense one too."""
+"""Relative size of a rounding. The interpreter's bf16 product is wrong, for a dense one too."""
 
 
 @given(
@@ -145,14 +145,14 @@ def parts_of_sums_are_added_up() -> None:
         (torch.float16, 20, 4, True),
     ):
         values, positions = packed(70, 4 * groups, dtype)
-        codes, places, scale = rounded(70, 4 * groups, "fp8_e4m3")
+        codes, code_positions, scale = rounded(70, 4 * groups, "fp8_e4m3")
         x, y = torch.randn(19, 4 * groups).to(dtype), torch.empty(19, 70, dtype=dtype)
         bias = torch.randn(70).to(dtype) if has_bias else None
         multiply(x, values, positions, bias, y, Tile(16, 64, 8, 4, 1, splits))
         torch.testing.assert_close(y, torch.nn.functional.linear(x, unpack24(values, positions), bias))
-        multiply(x, codes, places, bias, y, Tile(16, 64, 8, 4, 1, splits), scale)
+        multiply(x, codes, code_positions, bias, y, Tile(16, 64, 8, 4, 1, splits), scale)
         exact = torch.nn.functional.linear(
-            x.float(), unpack24(codes, places, scale), None if bias is None else bias.float()
+            x.float(), unpack24(codes, code_positions, scale), None if bias is None else bias.float()
         )
         torch.testing.assert_close(y.float(), exact, rtol=2e-3 if dtype == torch.float16 else 1e-4, atol=1e-2)
 
@@ -163,10 +163,10 @@ def unpacked_it_is_the_same_bits() -> None:
             values, positions = packed(outputs, 4 * groups, dtype)
             assert unpack(values, positions).equal(unpack24(values, positions))
             for grid, group in (*((grid, None) for grid in GRIDS), ("int4", 16)):
-                codes, places, scale = rounded(outputs, 4 * groups, grid, group)
-                dense = unpack(codes, places, scale=scale, dtype=dtype)
+                codes, offsets, scale = rounded(outputs, 4 * groups, grid, group)
+                dense = unpack(codes, offsets, scale=scale, dtype=dtype)
                 # The interpreter does not round to bf16, it cuts off.
-                expected = unpack24(codes, places, scale, torch.float32 if dtype == torch.bfloat16 else dtype)
+                expected = unpack24(codes, offsets, scale, torch.float32 if dtype == torch.bfloat16 else dtype)
                 if dtype == torch.bfloat16:
                     expected = (expected.view(torch.int32) & -65536).view(torch.float32).bfloat16()
                 assert dense.equal(expected), (dtype, grid)
@@ -175,9 +175,9 @@ def unpacked_it_is_the_same_bits() -> None:
 def views_may_begin_anywhere() -> None:
     values, positions = packed(9, 64, torch.float16)
     moved = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view_as(values).copy_(values)
-    places = torch.empty(positions.numel() + 1, dtype=torch.uint8)[1:].view_as(positions).copy_(positions)
+    offsets = torch.empty(positions.numel() + 1, dtype=torch.uint8)[1:].view_as(positions).copy_(positions)
     x = torch.randn(2 * 64 + 1).half()[1:].view(2, 64)
-    product = triton24(x, moved, places, None)
+    product = triton24(x, moved, offsets, None)
     torch.testing.assert_close(product, torch.nn.functional.linear(x, unpack24(values, positions)))
 
 
@@ -200,9 +200,9 @@ def biases_and_scales_may_be_strided() -> None:
 def runs_cover_every_row_once(counts: list[int], behind: int, most: int) -> None:
     ends = torch.tensor(counts).cumsum(0)
     runs = divide_rows(ends, int(ends[-1]) + behind, most).tolist()
-    found = [(row, expert) for expert, first, end in runs for row in range(first, min(end, first + most))]
+    covered = [(row, expert) for expert, first, end in runs for row in range(first, min(end, first + most))]
     owners = [expert for expert, count in enumerate(counts) for _ in range(count)]
-    assert sorted(found) == list(enumerate(owners))
+    assert sorted(covered) == list(enumerate(owners))
 
 
 def runs_of_damaged_ends_stay_inside() -> None:

@@ -30,7 +30,7 @@ def packed(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def within_bound(
-    found: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
+    product: Tensor, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
 ) -> bool:
     """|y - y64| <= eps(dtype) |y64| + inputs eps(fp32) sum |x| |w|: one rounding of the result, sums in fp32.
 
@@ -49,7 +49,7 @@ def within_bound(
     bound = info.eps * expected.abs() + x.shape[-1] * sums * size + info.tiny
     if scale is not None:
         bound += info.eps * (size if values.dtype == PAIRS and info.bits == 16 else (expected - shift).abs())
-    return bool(((found.double() - expected).abs() <= bound).all())
+    return bool(((product.double() - expected).abs() <= bound).all())
 
 
 @pytest.fixture(scope="module", params=["", "avx512", "avx2", "portable"], ids=lambda path: path or "best")
@@ -102,9 +102,9 @@ def test_within_the_stated_bound_of_fp64(
         "three axes": x.expand(2, rows, inputs),
     }[layout]
     bias = torch.randn(outputs).to(dtype) if with_bias else None
-    found = linear24(x, values, positions, bias, *scale)
-    assert found.dtype == dtype and found.is_contiguous() and found.shape == (*x.shape[:-1], outputs)
-    assert within_bound(found, x, values, positions, bias, *scale)
+    product = linear24(x, values, positions, bias, *scale)
+    assert product.dtype == dtype and product.is_contiguous() and product.shape == (*x.shape[:-1], outputs)
+    assert within_bound(product, x, values, positions, bias, *scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -145,9 +145,9 @@ def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -
             torch.set_num_threads(count)
             for rows in (1, 19, 73, 75):
                 assert within_bound(linear24(x[:rows], values, positions, bias), x[:rows], values, positions, bias)
-                for codes, places, scale in rounded_weights:
-                    found = linear24(x[:rows], codes, places, bias, scale)
-                    assert within_bound(found, x[:rows], codes, places, bias, scale)
+                for codes, offsets, scale in rounded_weights:
+                    product = linear24(x[:rows], codes, offsets, bias, scale)
+                    assert within_bound(product, x[:rows], codes, offsets, bias, scale)
     finally:
         torch.set_num_threads(threads)
 
@@ -174,6 +174,8 @@ def test_compiling_is_said_and_without_a_compiler_the_reference_works(tmp_path: 
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    said = [line for line in done.stderr.splitlines() if line.startswith("linear24:")]
-    assert len(said) == 2 and f"compiling the CPU kernel, once on this machine, in {tmp_path}" in said[0], done.stderr
-    assert "could not be built (" in said[1] and "Install a C++ compiler" in said[1], done.stderr
+    messages = [line for line in done.stderr.splitlines() if line.startswith("linear24:")]
+    assert len(messages) == 2 and f"compiling the CPU kernel, once on this machine, in {tmp_path}" in messages[0], (
+        done.stderr
+    )
+    assert "could not be built (" in messages[1] and "Install a C++ compiler" in messages[1], done.stderr

@@ -44,11 +44,11 @@ def test_torch_accepts_the_operator() -> None:
 @pytest.mark.parametrize("grid", [None, *GRIDS])
 def test_numbers_and_gradients_are_those_of_dense_experts(grid: str | None) -> None:
     x, parts = torch.randn(7, 20, requires_grad=True), experts(grid=grid)
-    found, expected = multiply(x, parts), dense(x, *parts)
-    torch.testing.assert_close(found, expected)
+    product, expected = multiply(x, parts), dense(x, *parts)
+    torch.testing.assert_close(product, expected)
     gradient = torch.randn(7, 6)
-    ours, theirs = (torch.autograd.grad(y, x, gradient) for y in (found, expected))
-    torch.testing.assert_close(ours, theirs)
+    ours, of_dense = (torch.autograd.grad(y, x, gradient) for y in (product, expected))
+    torch.testing.assert_close(ours, of_dense)
     assert multiply(x[:0], parts, torch.zeros(3, dtype=torch.long)).shape == (0, 6)
 
 
@@ -59,10 +59,10 @@ def test_experts_without_rows_are_not_read() -> None:
 
 
 def test_compiled_whole_with_its_gradient() -> None:
-    x, held = torch.randn(7, 20, requires_grad=True), experts()
+    x, operands = torch.randn(7, 20, requires_grad=True), experts()
 
     def twice(x: Tensor) -> Tensor:
-        return 2 * experts24(x, *held, ENDS)
+        return 2 * experts24(x, *operands, ENDS)
 
     graph = torch.compile(twice, fullgraph=True, backend="aot_eager")
     torch._dynamo.mark_dynamic(x, 0)  # refused where the operator binds a graph to 7 rows
@@ -102,6 +102,6 @@ def test_packed_experts_are_not_trained() -> None:
 )
 def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], message: str) -> None:
     values, positions = experts()
-    given = {"x": torch.randn(7, 20), "values": values, "positions": positions, "ends": ENDS} | change
+    operands = {"x": torch.randn(7, 20), "values": values, "positions": positions, "ends": ENDS} | change
     with pytest.raises(ValueError, match=message):
-        experts24(*given.values())
+        experts24(*operands.values())

@@ -46,14 +46,16 @@ def test_torch_accepts_the_operator() -> None:
 def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...], grid: str | None) -> None:
     values, positions, scale = (*packed(6, 20), None) if grid is None else rounded(6, 20, grid)
     x, bias = torch.randn(*rows, 20, requires_grad=True), torch.randn(6, requires_grad=True)
-    found = linear24(x, values, positions, bias, scale)
+    product = linear24(x, values, positions, bias, scale)
     expected = torch.nn.functional.linear(x, unpack24(values, positions, scale), bias)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(product, expected)
     gradient = torch.randn(*rows, 6)
-    for one, other in zip(
-        torch.autograd.grad(found, (x, bias), gradient), torch.autograd.grad(expected, (x, bias), gradient), strict=True
+    for actual, other in zip(
+        torch.autograd.grad(product, (x, bias), gradient),
+        torch.autograd.grad(expected, (x, bias), gradient),
+        strict=True,
     ):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(actual, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,10 +63,10 @@ def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
     x, bias = torch.randn(3, 20), torch.randn(6)
     for values, positions, *scale in (packed(6, 20), rounded(6, 20, "int8"), rounded(6, 20, "int4")):
         with torch.autocast("cpu", dtype):
-            found = linear24(x, values, positions, bias, *scale)
+            product = linear24(x, values, positions, bias, *scale)
             expected = torch.nn.functional.linear(x, unpack24(values, positions, *scale), bias)
-        assert found.dtype == expected.dtype == dtype
-        assert (found - expected).float().norm() <= 0.01 * expected.float().norm()  # scales are not rounded to dtype
+        assert product.dtype == expected.dtype == dtype
+        assert (product - expected).float().norm() <= 0.01 * expected.float().norm()  # scales are not rounded to dtype
 
 
 def test_compiled_whole_with_its_gradient() -> None:
@@ -103,9 +105,9 @@ def test_a_packed_weight_is_not_trained() -> None:
 )
 def test_what_does_not_belong_together_is_named(change: dict[str, Tensor], message: str) -> None:
     values, positions = packed(6, 20)
-    given = {"x": torch.randn(3, 20), "values": values, "positions": positions, "bias": None} | change
+    operands = {"x": torch.randn(3, 20), "values": values, "positions": positions, "bias": None} | change
     with pytest.raises(ValueError, match=message):
-        linear24(*given.values())
+        linear24(*operands.values())
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,13 @@ def test_a_family(
     hf, folder = folders(tmp_path, family, grid=grid, group=group)
     dense, packed = load(hf), load(folder, device_map="cpu")
     assert "unpacked" not in caplog.text
-    whole = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
-    held = {name: packed.get_parameter(name) for name in whole if "conv" not in name}
-    assert len(experts_of(packed)) * 2 == len(held) > 0
-    for name, values in held.items():
+    of_dense = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
+    of_packed = {name: packed.get_parameter(name) for name in of_dense if "conv" not in name}
+    assert len(experts_of(packed)) * 2 == len(of_packed) > 0
+    for name, values in of_packed.items():
         positions = packed.get_buffer(name + POSITIONS)
         bytes_of_value = {None: 4, "int4": 0.5}.get(grid, 1)
-        assert values.nbytes + positions.nbytes == whole[name].numel() * (bytes_of_value / 2 + 1 / 8)
+        assert values.nbytes + positions.nbytes == of_dense[name].numel() * (bytes_of_value / 2 + 1 / 8)
         assert not values.requires_grad
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
     chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
@@ -88,9 +88,9 @@ def test_a_family(
         prunable_weights(packed, SparseForgeConfig())
 
     packed.save_pretrained(tmp_path / "again")
-    one, two = TensorFolder(folder), TensorFolder(tmp_path / "again")
-    assert one.specs == two.specs
-    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+    first, two = TensorFolder(folder), TensorFolder(tmp_path / "again")
+    assert first.specs == two.specs
+    assert all(torch.equal(bits(first.read(key)), bits(two.read(key))) for key in first.specs)
 
     packed.dequantize()
     state = packed.state_dict()
@@ -106,14 +106,14 @@ def test_compiled_whole_in_bf16_with_an_adapter(tmp_path: Path) -> None:
     torch.compiler.reset()  # a limit of recompilations counts those of other models
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), logits(packed))
-    before, held = logits(packed), {name: value.clone() for name, value in packed.state_dict().items()}
+    before, stored = logits(packed), {name: value.clone() for name, value in packed.state_dict().items()}
     adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
     adapted(IDS, labels=IDS).loss.backward()
     for name, parameter in adapted.named_parameters():
         assert (parameter.grad is not None) == ("lora" in name)
         assert "lora_B" not in name or parameter.grad.any()
     assert torch.equal(logits(adapted.unload()), before)
-    assert all(torch.equal(packed.state_dict()[name], value) for name, value in held.items())
+    assert all(torch.equal(packed.state_dict()[name], value) for name, value in stored.items())
     for experts in experts_of(packed).values():
         experts.down_proj.requires_grad_(True)
     with pytest.raises(ValueError, match="packed 2:4 experts cannot be trained"):
@@ -157,8 +157,8 @@ def test_damaged_folders_do_not_load(tmp_path: Path, family: str) -> None:
     refuses({values: sound[values].to(torch.int8)}, f"{values}: weight stored as I8, in a packed model only F64, F32")
     refuses({positions: sound[positions].float()}, f"{positions.removesuffix(POSITIONS)}: positions stored as F32")
     refuses({norm: sound[norm].to(torch.int64)}, f"{norm}: weight stored as I64")
-    few = {name: sound[name][..., :2].contiguous() for name in (values, positions)}
-    refuses(few, f"{values}:.*shape")
+    cut = {name: sound[name][..., :2].contiguous() for name in (values, positions)}
+    refuses(cut, f"{values}:.*shape")
     if family == "qwen3_moe":
         last = max(name for name in sound if "down_proj" in name and ".experts." in name)
         rest = {name for name in sound if name.startswith(last.rpartition("down_proj")[0])}

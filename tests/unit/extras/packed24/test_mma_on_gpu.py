@@ -35,8 +35,8 @@ def on_gpu(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Te
     return x.cuda(), values.cuda(), positions.cuda(), bias.cuda()
 
 
-def right(y: Tensor, given: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> bool:
-    x, values, positions, bias = given
+def right(y: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> bool:
+    x, values, positions, bias = operands
     return within_bound(y.cpu(), x.cpu(), values.cpu(), positions.cpu(), None if bias is None else bias.cpu())
 
 
@@ -48,9 +48,9 @@ def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
         x, values, positions, bias = on_gpu(rows, *shape, dtype)
         assert (mma24(x, values, positions, bias) is not None) == (rows <= MOST_ROWS)
         for added in (bias, None):
-            found = linear24(x, values, positions, added)
-            assert right(found, (x, values, positions, added)), (rows, added is None)
-            assert found.equal(linear24(x, values, positions, added))
+            product = linear24(x, values, positions, added)
+            assert right(product, (x, values, positions, added)), (rows, added is None)
+            assert product.equal(linear24(x, values, positions, added))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -71,24 +71,24 @@ def test_every_kind_of_tiling() -> None:
     memory = mma_kernel.shared_memory_limit(0)
     sizes = ((2, 999, 4160), (3, 1000, 4096), (8, 1000, 4096), (16, 1000, 4160), (24, 1000, 4160), (32, 264, 2048))
     for rows, outputs, inputs in sizes:
-        x, values, positions, bias = given = on_gpu(rows, outputs, inputs, torch.bfloat16)
+        x, values, positions, bias = operands = on_gpu(rows, outputs, inputs, torch.bfloat16)
         kinds: dict[tuple[bool, int], Tiling] = {}
         for tiling in ranked(rows, outputs, inputs, properties.multi_processor_count, memory):
             kinds.setdefault((tiling.parts > 1, tiling.WO), tiling)
         for tiling in kinds.values():
             y = x.new_full((rows, outputs), torch.nan)
             ProductPlan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
-            assert right(y, given), tiling
+            assert right(y, operands), tiling
 
 
 def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
     tiling, plans = Tiling(1, 8, 1, 1, 4, 4, 1), []
     for inputs in (4096, 1024):
         plans.append((ProductPlan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
-    for plan, given in (*plans, *plans):
-        y = given[0].new_empty(2, 64)
-        plan(*given, y)
-        assert right(y, given)
+    for plan, operands in (*plans, *plans):
+        y = operands[0].new_empty(2, 64)
+        plan(*operands, y)
+        assert right(y, operands)
 
 
 @pytest.mark.parametrize("inputs", [4096, 14336])
@@ -107,20 +107,20 @@ def test_first_call_and_all_others_may_be_in_a_graph(inputs: int) -> None:
 
 
 def test_on_the_current_stream_and_from_a_new_thread() -> None:
-    given = on_gpu(2, 300, 4096, torch.float16)
-    found = []
+    operands = on_gpu(2, 300, 4096, torch.float16)
+    products = []
     torch.cuda.synchronize()
 
     def work() -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            given[0].mul_(2)
-            found.append(linear24(*given))
+            operands[0].mul_(2)
+            products.append(linear24(*operands))
             torch.cuda.current_stream().synchronize()
 
     thread = Thread(target=work)
     thread.start()
     thread.join()
-    assert right(found[0], given)
+    assert right(products[0], operands)
 
 
 def test_views_may_begin_anywhere() -> None:
@@ -147,7 +147,7 @@ def test_logits_of_a_packed_llama() -> None:
     tokens = token_batch(batch=1, length=8)["input_ids"]
     expected = exact(tokens).logits
     errors = [
-        float((each(tokens.cuda()).logits.cpu().double() - expected).norm() / expected.norm())
-        for each in (model.cuda(), dense)
+        float((network(tokens.cuda()).logits.cpu().double() - expected).norm() / expected.norm())
+        for network in (model.cuda(), dense)
     ]
     assert errors[0] <= 1.5 * errors[1] <= 0.1, errors

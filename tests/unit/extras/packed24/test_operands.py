@@ -39,15 +39,15 @@ def operands(operator: str, dtype: torch.dtype = torch.float32) -> dict[str, Ten
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_no_kernel_sees_a_dtype_that_no_packed_weight_has(operator: str, dtype: torch.dtype) -> None:
     expected = f"{operator}: x is {dtype}; packed weights and what they multiply are float64, float32, bfloat16 or"
-    given = operands(operator, dtype)
+    tensors = operands(operator, dtype)
     for call in (OPERATORS[operator], GPU_OPERATORS.get(operator)):
         if call is not None:
             with pytest.raises(ValueError, match=expected):
-                call(*given.values())
+                call(*tensors.values())
     with pytest.raises(ValueError, match=expected), torch.autocast("cpu", torch.bfloat16):
-        OPERATORS[operator](*given.values())
+        OPERATORS[operator](*tensors.values())
     with pytest.raises(ValueError, match=expected):  # what torch.compile calls
-        OPERATORS[operator](*(tensor.to("meta") for tensor in given.values()))
+        OPERATORS[operator](*(tensor.to("meta") for tensor in tensors.values()))
 
 
 @pytest.mark.parametrize("operator", ["experts24", "experts24_input_gradient"])
@@ -79,9 +79,9 @@ def test_weights_without_inputs_or_experts() -> None:
 
 def test_sound_operands_pass() -> None:
     for operator in OPERATORS:
-        given = operands(operator)
-        require_operands(operator, **given, backward="gradient" in operator)
-        assert OPERATORS[operator](*given.values()).shape == (7, 20 if "gradient" in operator else 6)
+        tensors = operands(operator)
+        require_operands(operator, **tensors, backward="gradient" in operator)
+        assert OPERATORS[operator](*tensors.values()).shape == (7, 20 if "gradient" in operator else 6)
 
 
 def test_random_operands_under_the_address_sanitizer() -> None:
@@ -103,11 +103,11 @@ def sanitizer_libraries() -> str | None:
     if shutil.which("g++") is None:
         return None
     ask = ["g++", "-print-file-name=libasan.so", "-print-file-name=libstdc++.so"]
-    found = [
+    paths = [
         subprocess.run([ask[0], question], capture_output=True, text=True, check=True).stdout.strip()
         for question in ask[1:]
     ]
-    return " ".join(found) if all(map(os.path.isabs, found)) else None
+    return " ".join(paths) if all(map(os.path.isabs, paths)) else None
 
 
 def build_with_sanitizer() -> Path:

@@ -89,9 +89,9 @@ def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) ->
 def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path) -> None:
     packed = load(folders[name][1])
     packed.save_pretrained(tmp_path / "again")
-    one, two = TensorFolder(folders[name][1]), TensorFolder(tmp_path / "again")
-    assert one.specs == two.specs
-    assert all(torch.equal(bits(one.read(key)), bits(two.read(key))) for key in one.specs)
+    first, two = TensorFolder(folders[name][1]), TensorFolder(tmp_path / "again")
+    assert first.specs == two.specs
+    assert all(torch.equal(bits(first.read(key)), bits(two.read(key))) for key in first.specs)
     assert torch.equal(logits(load(tmp_path / "again")), logits(packed))
     packed.dequantize()
     expected = load(folders[name][0])
@@ -145,9 +145,9 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
         assert "\n" not in str(raised.value)
 
     axis = 1 if name == "gpt2" else 0
-    few = {key: sound[key].narrow(axis, 0, 8).contiguous() for key in (values, every[0])}
-    refuses(few, f"{values}: shape packed from .*, and config.json makes it")
-    refuses({values: few[values]}, f"{values}: values of shape .* and positions of shape .* are no packed 2:4 weight")
+    cut = {key: sound[key].narrow(axis, 0, 8).contiguous() for key in (values, every[0])}
+    refuses(cut, f"{values}: shape packed from .*, and config.json makes it")
+    refuses({values: cut[values]}, f"{values}: values of shape .* and positions of shape .* are no packed 2:4 weight")
     spoiled = {key: torch.zeros_like(sound[key]) for key in every}
     refuses(spoiled, rf": positions of a packed weight are damaged.* \(and {len(every) - 1} more\); export or download")
     refuses({}, f"{values} is there without {every[0]}", without=every[0])
@@ -238,7 +238,7 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: 
     with pytest.raises((ValueError, RuntimeError), match=refusal):
         load(folders[name][1]).requires_grad_(True)(IDS)
     before = logits(packed)
-    held = {name: value.clone() for name, value in packed.state_dict().items()}
+    stored = {name: value.clone() for name, value in packed.state_dict().items()}
     adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
     Trainer(adapted, arguments, train_dataset=rows).train()
     assert (logits(adapted.eval()) - before).abs().max() > 1e-3
@@ -246,7 +246,7 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: 
         assert torch.equal(logits(adapted), before)
     adapted.save_pretrained(tmp_path / "adapter")
     state = adapted.unload().state_dict()
-    assert all(torch.equal(state[name], value) for name, value in held.items())
+    assert all(torch.equal(state[name], value) for name, value in stored.items())
     base = load(folders[name][1]).dequantize()
     keeper = keep_mask(base, [])
     PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()

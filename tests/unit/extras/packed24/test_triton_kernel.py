@@ -161,7 +161,7 @@ def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> No
 def test_experts_on_a_gpu(rows: int) -> None:
     from tests.unit.extras.packed24.test_linear24 import packed
 
-    held = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]
+    operands = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]
     x, ends = torch.randn(rows, 172, device="cuda"), torch.tensor([2, 2, rows - 1], device="cuda")
-    expected = experts24.experts24(x.cpu(), *(part.cpu() for part in held), ends.cpu())
-    torch.testing.assert_close(experts24.experts24(x, *held, ends).cpu(), expected, rtol=1e-5, atol=1e-4)
+    expected = experts24.experts24(x.cpu(), *(part.cpu() for part in operands), ends.cpu())
+    torch.testing.assert_close(experts24.experts24(x, *operands, ends).cpu(), expected, rtol=1e-5, atol=1e-4)

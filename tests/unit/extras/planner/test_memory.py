@@ -80,8 +80,8 @@ def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
     )
     weights = 2 * model.total / ranks
     assert total(model, laid_out, "optimizer step") == pytest.approx(reference - largest + weights, rel=0.1)
-    found = memory(model, laid_out, lambda *_: NOTHING).phases["forward and backward"]
-    assert found["gathered weights"] + found["gathering"] == pytest.approx(largest, rel=0.1)
+    passes = memory(model, laid_out, lambda *_: NOTHING).phases["forward and backward"]
+    assert passes["gathered weights"] + passes["gathering"] == pytest.approx(largest, rel=0.1)
 
 
 def test_offload_as_deepspeed_estimates_it() -> None:
@@ -90,10 +90,10 @@ def test_offload_as_deepspeed_estimates_it() -> None:
         model.total, model.largest_module, 8, 1, additional_buffer_factor=1.0
     )
     assert total(model, laid_out, "forward and backward") == pytest.approx(reference, rel=0.1)
-    found = memory(model, laid_out, lambda *_: NOTHING)
-    ours = sum(size for name, size in found.host.items() if name in OURS)
-    sixteen_bit_gradients = found.host["gradients"]  # which they leave out
-    assert found.host_total - ours - sixteen_bit_gradients == pytest.approx(host / 8, rel=0.1)  # they: the whole node
+    results = memory(model, laid_out, lambda *_: NOTHING)
+    ours = sum(size for name, size in results.host.items() if name in OURS)
+    sixteen_bit_gradients = results.host["gradients"]  # which they leave out
+    assert results.host_total - ours - sixteen_bit_gradients == pytest.approx(host / 8, rel=0.1)  # they: the whole node
 
 
 def test_the_price_of_ours_is_6_bytes_and_two_bits_and_then_one_bit() -> None:
@@ -132,8 +132,8 @@ def test_teachers() -> None:
     assert offloaded.host["teacher"] == pytest.approx(full / 8, rel=1e-3)
     model, laid_out = planned(3, 8, {"distillation": {"hold": "zero3"}})
     other, _ = planned(3, 8, {"distillation": None}, config=qwen3_14b)
-    found = memory(model, laid_out, lambda *_: NOTHING, teacher=other)
-    assert found.resident["teacher"] == pytest.approx(2 * other.total / 8, rel=1e-3)
+    results = memory(model, laid_out, lambda *_: NOTHING, teacher=other)
+    assert results.resident["teacher"] == pytest.approx(2 * other.total / 8, rel=1e-3)
 
 
 def test_masters_in_bf16_have_no_room_for_the_weights_before_a_step() -> None:
@@ -178,11 +178,11 @@ def test_fp32_gradients_at_stage_1_are_those_of_the_whole_model() -> None:
     model, laid_out = planned(1, 8)
     before = memory(model, laid_out, lambda *_: NOTHING)
     laid_out = dataclasses.replace(laid_out, gradient_bytes=4)
-    found = memory(model, laid_out, lambda *_: NOTHING)
-    assert found.resident.keys() - before.resident.keys() == {"fp32 gradients"}
-    assert found.resident["fp32 gradients"] == 4 * model.total == lasting(model, laid_out)["fp32 gradients"]
-    assert found.phases["forward and backward"] == {"gradients": 2 * model.total}
-    assert found.phases["optimizer step"].keys() == {"gradients", "mask's temporaries"}
+    results = memory(model, laid_out, lambda *_: NOTHING)
+    assert results.resident.keys() - before.resident.keys() == {"fp32 gradients"}
+    assert results.resident["fp32 gradients"] == 4 * model.total == lasting(model, laid_out)["fp32 gradients"]
+    assert results.phases["forward and backward"] == {"gradients": 2 * model.total}
+    assert results.phases["optimizer step"].keys() == {"gradients", "mask's temporaries"}
 
 
 def test_scores_by_row_and_column_sums() -> None:
@@ -206,18 +206,18 @@ def test_elements_of_fisher_take_a_full_matrix_and_sums_do_not() -> None:
         phases = memory(*planned(3, 8, block), lambda *_: NOTHING).phases
         assert not any("Fisher matrix" in kinds or "new curvature" in kinds for kinds in phases.values())
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}})
-    found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
-    assert found["Fisher matrix"] >= 4 * 4096 * 11008
-    assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
+    update = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
+    assert update["Fisher matrix"] >= 4 * 4096 * 11008
+    assert update["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
     phases = memory(*planned(3, 8), lambda *_: NOTHING).phases["mask update"]
     assert "new curvature" not in phases
 
 
 def test_elements_of_fused_experts_are_formed_some_experts_at_a_time() -> None:
     model, laid_out = planned(3, 8, {"curvature": {"factored": False}}, config=deepseek_moe_16b)
-    found = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
-    assert found["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
-    assert 0.9 * EXPERT_BYTES <= found["Fisher matrix"] <= 1.2 * EXPERT_BYTES
+    update = memory(model, laid_out, lambda *_: NOTHING).phases["mask update"]
+    assert update["new curvature"] == pytest.approx(4 * model.masked / 8, rel=1e-3)
+    assert 0.9 * EXPERT_BYTES <= update["Fisher matrix"] <= 1.2 * EXPERT_BYTES
 
 
 def test_fused_experts_are_traced_as_they_are_heard() -> None:

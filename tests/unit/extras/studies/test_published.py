@@ -30,8 +30,8 @@ NAMES = [study.name for study in STUDIES]
 def study(request: pytest.FixtureRequest, assets: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPARSEFORGE_ASSETS", str(assets))
     monkeypatch.chdir(ROOT)
-    found: Path = request.param
-    return found
+    folder: Path = request.param
+    return folder
 
 
 GONE = {"permute": None, "cautious": None, "importance": "gauss_newton"}
@@ -96,8 +96,8 @@ def test_what_needs_no_training_measures_the_same_again(
     monkeypatch.chdir(ROOT)
     config, rows, _ = read(RESULTS / "stories", tmp_path)
     texts = read_texts(config)
-    found = Evaluator(config, replace(texts, test=texts.test[:1]), config.pruned).baselines({})  # that is enough
-    for kind, dense in (("dense", found["dense_validation"]), ("one_shot", found["magnitude_validation"])):
+    measured = Evaluator(config, replace(texts, test=texts.test[:1]), config.pruned).baselines({})  # that is enough
+    for kind, dense in (("dense", measured["dense_validation"]), ("one_shot", measured["magnitude_validation"])):
         published = next(row for row in rows if row["kind"] == kind and row["run"] is None)
         assert dense == pytest.approx(published["validation_perplexity"], rel=1e-4)
 
@@ -147,9 +147,9 @@ def test_the_pages_say_no_more_than_the_tables() -> None:
         means["rotated_long"][ours, 1200],
     ):
         assert f"| {dense:.3f} | {perplexity:.3f} | {perplexity / dense - 1:.1%} |" in close
-    others = {"naive_retrain_sparsegpt", "naive_retrain_wanda", "cast", "ast", "sr_ste"}
+    other_methods = {"naive_retrain_sparsegpt", "naive_retrain_wanda", "cast", "ast", "sr_ste"}
     mixture = means["mixture"]
-    lead = 1 - mixture[ours, 300] / min(value for (name, _), value in mixture.items() if name in others)
+    lead = 1 - mixture[ours, 300] / min(value for (name, _), value in mixture.items() if name in other_methods)
     assert f"moving masks are {lead:.1%} ahead of the best other method (a mixture)" in methods
     behind = [1 - means[s]["sr_ste", n] / means[s][ours, n] for s, n in (("young", 200), ("books_methods", 150))]
     assert f"are behind SR-STE by {behind[0]:.1%} (a young model) and {behind[1]:.1%} (books-6m)" in methods

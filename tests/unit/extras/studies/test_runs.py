@@ -56,9 +56,9 @@ def test_every_budget_has_a_rate_of_its_own_where_asked(tmp_path: Path) -> None:
         *[(40, seed, 0.002) for seed in (3, 0)],
         *[(80, seed, 0.001) for seed in (3, 0)],
     }
-    found = {name: math.inf if name.endswith("80") else 4.0 for name in tried}
+    scores = {name: math.inf if name.endswith("80") else 4.0 for name in tried}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 80 steps"):
-        choose_rates(config, found)
+        choose_rates(config, scores)
 
 
 def test_a_rate_at_the_edge_of_the_grid() -> None:
@@ -90,9 +90,9 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
 
 def test_a_method_that_always_diverges(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path))
-    found = {run.name: math.inf for run in selection_runs(config)}
+    scores = {run.name: math.inf for run in selection_runs(config)}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 40 steps; add lower ones"):
-        choose_rates(config, found)
+        choose_rates(config, scores)
 
 
 def test_the_command_is_the_launchers(tmp_path: Path) -> None:

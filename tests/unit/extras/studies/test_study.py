@@ -22,15 +22,15 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     A run that went on may have exported its own model when it was interrupted.
     """
     study: Any = object.__new__(Study)
-    model, seen = tmp_path / "model", []
+    model, existed = tmp_path / "model", []
     model.mkdir()
     study.config = read_comparison(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))
     measured = {"validation_perplexity": 3.0, "validation_kl": 0.5}
-    study.evaluator = SimpleNamespace(export=lambda _, out: seen.append(out.exists()), measure=lambda *_: measured)
+    study.evaluator = SimpleNamespace(export=lambda _, out: existed.append(out.exists()), measure=lambda *_: measured)
     run = SimpleNamespace(arguments=lambda *_: [])
     record = study._train(run, tmp_path / "run", model, 0)
-    assert record["validation_perplexity"] == 3.0 and seen == [resumed]
+    assert record["validation_perplexity"] == 3.0 and existed == [resumed]
     assert record["seconds"] == (None if resumed else 1.0), "those of a last start alone are no training time"
 
 
@@ -47,8 +47,8 @@ def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:
 
 
 def test_threads_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, threads in (("", None), ("3", 3)):
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    for variable, threads in (("", None), ("3", 3)):
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
         assert _threads() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(ValueError, match="OMP_NUM_THREADS=many: use an integer >= 1"):

@@ -35,9 +35,9 @@ ROWS = [
 
 
 def test_mean_and_sample_deviation() -> None:
-    (found,) = summarize([row("a", seed, value) for seed, value in enumerate((1.0, 2.0, 6.0))], "a").itertuples()
-    assert found.test == 3.0 and found.test_deviation == pytest.approx(math.sqrt(7.0)) and found.seeds == 3
-    assert spread(found.test, found.test_deviation) == "3 ± 2.6"
+    (line,) = summarize([row("a", seed, value) for seed, value in enumerate((1.0, 2.0, 6.0))], "a").itertuples()
+    assert line.test == 3.0 and line.test_deviation == pytest.approx(math.sqrt(7.0)) and line.seeds == 3
+    assert spread(line.test, line.test_deviation) == "3 ± 2.6"
     (alone,) = summarize([row("a", 0, 4.25)], "a").itertuples()
     assert math.isnan(alone.test_deviation) and spread(alone.test, alone.test_deviation) == "4.25"
     (lost,) = summarize([row("a", 0, 1.0), row("a", 1, None)], "a").itertuples()
@@ -45,9 +45,9 @@ def test_mean_and_sample_deviation() -> None:
 
 
 def test_differences_are_taken_seed_by_seed() -> None:
-    found = summarize(ROWS, "ours")
-    assert [*found["method"]] == ["dense", "ours", "fixed", "broken"]
-    lines = {line.method: line for line in found.itertuples()}
+    table = summarize(ROWS, "ours")
+    assert [*table["method"]] == ["dense", "ours", "fixed", "broken"]
+    lines = {line.method: line for line in table.itertuples()}
     fixed = lines["fixed"]
     assert fixed.behind == pytest.approx(0.7)
     assert fixed.behind_deviation == pytest.approx(math.sqrt(2 * 0.2**2)), "not the deviation of independent samples"
@@ -60,9 +60,9 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:
     rows = [row for row in ROWS if row["seed"] == 0]
-    several, one = (read_comparison(write(tmp_path, seeds=seeds, methods=METHODS)) for seeds in ([0, 3], [0]))
+    several, single = (read_comparison(write(tmp_path, seeds=seeds, methods=METHODS)) for seeds in ([0, 3], [0]))
     assert "mean ± sample standard deviation over seeds" in markdown(summarize(ROWS, "ours"), ROWS, several, [])
-    alone = markdown(summarize(rows, "ours"), rows, one, [])
+    alone = markdown(summarize(rows, "ours"), rows, single, [])
     assert "Perplexity per token, of seed 0 alone. At" in alone and "±" not in alone
 
 
@@ -155,8 +155,8 @@ def test_a_start_counts_and_what_was_not_recorded_is_not_guessed(tmp_path: Path)
 )
 def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float, float]) -> None:
     low_rank = None if k is None else {"k": k, "shift": False}
-    found = inference_cost(SparseForgeConfig.from_dict({"pattern": pattern, "low_rank": low_rank}))
-    assert (found.bytes, found.multiplications) == cost
+    inference = inference_cost(SparseForgeConfig.from_dict({"pattern": pattern, "low_rank": low_rank}))
+    assert (inference.bytes, inference.multiplications) == cost
 
 
 def test_quantized_values_take_fewer_bytes() -> None:

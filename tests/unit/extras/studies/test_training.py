@@ -38,13 +38,13 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
 def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = tmp_path / ".lock"
     _wait_for(lock)  # no such file: nobody works there
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with lock.open("w") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
         released = threading.Event()
 
         def release() -> None:
             released.set()
-            fcntl.flock(held, fcntl.LOCK_UN)
+            fcntl.flock(locked, fcntl.LOCK_UN)
 
         threading.Timer(0.3, release).start()
         _wait_for(lock)

@@ -27,13 +27,13 @@ from tests.unit.mask.problem import DIALS, problem
 
 
 def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
-    """A device's cost is counted by `KERNELS`, which are what the compiler makes of every fused function."""
+    """Compare `KERNELS`, by which a device's cost is counted, with what the compiler makes of every fused function."""
     dense, mask, curvature = problem((16, 24), "product", CODE, seed=3)
     assert isinstance(curvature, RankOne)
     moments = score_moments(dense, curvature)[None]
     scaling = scalings(moments, 1e-3)[0]
-    bits, given = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
-    losses = TokenLosses(torch.arange(12), DistillationConfig(temperature=2.0), given.dtype)
+    bits, inputs = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
+    losses = TokenLosses(torch.arange(12), DistillationConfig(temperature=2.0), inputs.dtype)
     functions: dict[str, Callable[[], object]] = {
         "update_small_groups": lambda: update_mask_in_place(
             dense, mask, curvature, scaling, DIALS, NM(2, 4), (16, 24), -1
@@ -45,12 +45,12 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
-        "gradient_of_kept": lambda: gradient_of_kept(given, torch.relu(given)),
-        "token_squares": lambda: token_squares(given),
-        "fisher_sums": lambda: fisher_sums(given, given[:, :20].clone()),
-        "weighted_squares": lambda: weighted_squares(given, torch.rand(12)),
-        "token_losses": lambda: losses.add(slice(None), given, given.flip(1)),
-        "logit_gradient": lambda: losses.gradient(given, given.flip(1), torch.ones(()), dtype=given.dtype),
+        "gradient_of_kept": lambda: gradient_of_kept(inputs, torch.relu(inputs)),
+        "token_squares": lambda: token_squares(inputs),
+        "fisher_sums": lambda: fisher_sums(inputs, inputs[:, :20].clone()),
+        "weighted_squares": lambda: weighted_squares(inputs, torch.rand(12)),
+        "token_losses": lambda: losses.add(slice(None), inputs, inputs.flip(1)),
+        "logit_gradient": lambda: losses.gradient(inputs, inputs.flip(1), torch.ones(()), dtype=inputs.dtype),
     }
     assert functions.keys() == fusing.KERNELS.keys()
     torch._dynamo.reset()
@@ -69,9 +69,9 @@ def test_what_hooks_call_is_compiled_where_the_model_is_not() -> None:
     the inputs in fp32."""
 
     def steps() -> set[str]:
-        with torch.profiler.profile() as seen:
+        with torch.profiler.profile() as profile:
             fisher_sums(torch.ones(12, 20), torch.ones(12, 8))
-        return {event.key for event in seen.key_averages()} & {"aten::mul", "aten::pow", "aten::mv"}
+        return {event.key for event in profile.key_averages()} & {"aten::mul", "aten::pow", "aten::mv"}
 
     assert steps() == {"aten::pow", "aten::mv"}
     with fusing.compiled(True), uncompiled():
@@ -84,9 +84,9 @@ def test_sums_of_any_size_are_of_rows_by_one_graph() -> None:
 
     def sums(rows: int, columns: int) -> list[Tensor]:
         dense, mask, curvature = problem((rows, columns), "product", CODE, seed=rows)
-        found = mask_stats(mask, dense > 0, dense > 0, pack(dense > 0.25))
-        grad, given = dense.view(rows, columns), dense.view(rows, columns)[:, :20].clone()
-        return [score_moments(dense, curvature), *found.sums, *fisher_sums(grad, given)]
+        stats = mask_stats(mask, dense > 0, dense > 0, pack(dense > 0.25))
+        grad, inputs = dense.view(rows, columns), dense.view(rows, columns)[:, :20].clone()
+        return [score_moments(dense, curvature), *stats.sums, *fisher_sums(grad, inputs)]
 
     graphs = []
     for rows, columns in ((16, 24), (128, 32), (130, 68), (1024, 40)):  # less than a row, exactly one, some
@@ -96,12 +96,12 @@ def test_sums_of_any_size_are_of_rows_by_one_graph() -> None:
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs == [graphs[0]] * 4
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):
-        found = [fusing.row_sums([torch.ones(count, dtype=torch.float64)]) for count in (1, 4096, 16385)]
-    assert [one.tolist()[0] for one in found] == [[1, 0], [4096, 0], [4096] * 4 + [1, 0]]
+        by_rows = [fusing.row_sums([torch.ones(count, dtype=torch.float64)]) for count in (1, 4096, 16385)]
+    assert [partial.tolist()[0] for partial in by_rows] == [[1, 0], [4096, 0], [4096] * 4 + [1, 0]]
 
 
 def test_no_rate_makes_a_graph_of_its_own() -> None:
-    """A rate moves at every step: of floats, torch makes a graph for each value where it does not know better."""
+    """Change a rate at every step: of floats, torch makes a graph for each value where it does not know better."""
     graphs = []
     with fusing.compiled(True), torch._dynamo.config.patch(specialize_float=True):
         for x_before, x in ((0.7, 0.65), (0.65, 0.6), (0.6, 0.6), (1.0, 0.3)):
