@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sparseforge_ds.cli.main import main
 from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 from tests.unit.extras.studies.test_figures import distinct_colours
@@ -82,7 +83,7 @@ def command(config: Path, out: Path, workers: int) -> list[str]:
 
 
 def records(out: Path) -> dict[str, dict[str, Any]]:
-    """What is known of every run."""
+    """Return the record of every run."""
     return {path.stem: json.loads(path.read_text()) for path in (out / "records").glob("*-seed*.json")}
 
 
@@ -105,7 +106,7 @@ def kill_in_the_middle(config: Path, out: Path) -> tuple[str, str]:
     raise AssertionError("it took too long")
 
 
-def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
+def test_a_comparison_that_was_killed(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     done, unfinished = kill_in_the_middle(config, out)
     before = (out / "runs" / f"{done}.log").stat().st_mtime_ns, (out / "records" / f"{done}.json").read_text()
@@ -138,13 +139,18 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path) -> None:
     assert {path.name for path in (out / "models").iterdir()} == made
 
     write_text(config.with_name("train.jsonl"), 201)  # under the name that the study has
-    changed = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert changed.returncode == 2 and "was started with other settings (dataset_files)" in changed.stderr
+    assert main(command(config, out, 2)[3:]) == 2
+    assert "was started with other settings (dataset_files)" in capsys.readouterr().err
 
 
 def check_rows(rows: list[dict[str, Any]]) -> None:
     kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("dense", "one_shot", "result", "tried")}
-    assert {kind: len(found) for kind, found in kinds.items()} == {"dense": 1, "one_shot": 2, "result": 6, "tried": 1}
+    assert {kind: len(of_kind) for kind, of_kind in kinds.items()} == {
+        "dense": 1,
+        "one_shot": 2,
+        "result": 6,
+        "tried": 1,
+    }
     baseline, pruned = kinds["one_shot"]
     assert pruned["command"].startswith("sparseforge prune ") and pruned["start"]["tokens"] == 512
     assert pruned["test_perplexity"] == pytest.approx(baseline["test_perplexity"]), "two ways to one mask"
@@ -162,7 +168,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def check_order(out: Path) -> None:
-    """At the same seed, the first step of a fixed mask sees the same tokens at every start; another seed, others."""
+    """Check that the first step of a fixed mask sees the same tokens at a seed, and others at another seed."""
     first = {}
     for seed in (0, 1):
         log = EventAccumulator(str(out / "runs" / f"fixed-lr0.003-seed{seed}-steps{STEPS}" / "tensorboard"))

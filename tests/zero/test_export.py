@@ -79,9 +79,14 @@ MORE_FAMILIES = {
 }
 """The same of families of which nothing but this is tried; GPT-OSS and Llama 4 are published with fused experts."""
 WEIGHTS |= MORE_FAMILIES
-CASES |= {f"stage{2 + i % 2}-{name}": (name, Case(stage=2 + i % 2)) for i, name in enumerate(MORE_FAMILIES)}
 UNFINISHED = {name for name in CASES if "unfinished" in name} | {"stage3-one-step"}
 CASES |= {name: (family, short(case)) for name, (family, case) in CASES.items() if name not in UNFINISHED}
+FIXED = {"method": "naive_retrain", "importance": "magnitude", "max_steps": 1}
+"""One step under a mask that is frozen before it, which is saved as any other that is frozen."""
+CASES |= {
+    f"stage{2 + i % 2}-{name}": (name, Case(stage=2 + i % 2, config=FIXED, steps=1))
+    for i, name in enumerate(MORE_FAMILIES)
+}
 MODELS = tiny_models.BUILDERS
 
 

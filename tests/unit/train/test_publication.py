@@ -61,6 +61,11 @@ def publish(folder: Path) -> None:
     checkpoints._tidy()
 
 
+def content_of(folder: Path) -> dict[str, bytes | None]:
+    """Return every file of a folder with its bytes, and every folder in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def nothing_before(folder: Path) -> None:
     pass
 
@@ -92,7 +97,9 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
     before(start)
     write_checkpoint(start, 300, name="step_000300.tmp")
     old = None if before is nothing_before else 200
-    results, twice = [], 0
+    results: list[int | None] = []
+    recovered: list[dict[str, bytes | None]] = []
+    twice = 0
     for action in range(1, 200):
         folder = tmp_path / str(action)
         shutil.copytree(start, folder)
@@ -102,7 +109,11 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
         again = tmp_path / "again"
         shutil.copytree(folder, again)
         results.append(newest(folder))
-        for second in range(1, 200):
+        # Actions that only read leave what the one before them left, of which every recovery has been seen.
+        state = content_of(again)
+        ends = () if state in recovered else range(1, 200)
+        recovered.append(state)
+        for second in ends:
             interrupted = tmp_path / "interrupted"
             shutil.copytree(again, interrupted)
             stopped = die_before(second, lambda folder=interrupted: checkpoints_in(folder).recover())
