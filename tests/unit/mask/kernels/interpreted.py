@@ -36,15 +36,38 @@ from sparseforge_ds.mask.pattern import NM, top_n
 from sparseforge_ds.mask.update import update_mask
 from tests.unit.mask.problem import DIALS
 
-SHAPES = [(24, 40), (130, 36), (64, 128), (3, 8)]
-RUNS = [
-    MatrixRun(0, 200, 8, 680),
-    MatrixRun(1, 4, 688, 2 * TILE + 8),
-    MatrixRun(2, 0, 5000, 64 * 128),
-    MatrixRun(3, 16, 13200, 8),
-]
-"""Parts of the matrices on this rank, with padding before, between and behind them."""
-NUMEL = 13216
+
+class Parts(NamedTuple):
+    """Parts of matrices that a rank holds in one partition."""
+
+    shapes: list[tuple[int, int]]
+    """Of the whole matrices."""
+    runs: list[MatrixRun]
+    numel: int
+    """Elements of the partition, padding included."""
+
+
+SMALL = Parts(
+    [(24, 40), (130, 36), (64, 128), (3, 8)],
+    [
+        MatrixRun(0, 200, 8, 680),
+        MatrixRun(1, 4, 688, 2 * TILE + 8),
+        MatrixRun(2, 0, 5000, 64 * 128),
+        MatrixRun(3, 16, 13200, 8),
+    ],
+    13216,
+)
+"""Padding lies before, between and behind the parts."""
+LARGE = Parts(
+    [(576, 576), (1088, 5120), (2048, 8192), (64, 64)],
+    [
+        MatrixRun(0, 0, 0, 576 * 576),
+        MatrixRun(1, 5120, 400000, 1087 * 5120),
+        MatrixRun(2, 0, 6000000, 2048 * 8192),
+        MatrixRun(3, 0, 23000000, 64 * 64),
+    ],
+    23004096,
+)
 
 
 class Result(NamedTuple):
@@ -61,29 +84,30 @@ class Result(NamedTuple):
 class Problem:
     """One partition with parts of four matrices, of which the third is scored by magnitude."""
 
-    def __init__(self, ties: bool = False) -> None:
+    def __init__(self, parts: Parts = SMALL, ties: bool = False) -> None:
+        self.parts = parts
         generator = torch.Generator().manual_seed(int(ties))
-        extents = torch.tensor(SHAPES)
+        extents = torch.tensor(parts.shapes)
         sums = torch.randn(int(extents.sum()), dtype=torch.float64, generator=generator) + 0.5
         self.factors = shares(sums, extents)
         self.bounds = []
         start = 0
-        for rows, columns in SHAPES:
+        for rows, columns in parts.shapes:
             self.bounds.append((start, start + rows, columns))
             start += rows + columns
         self.is_measured = torch.tensor([True, True, False, True])
-        inside = torch.zeros(NUMEL, dtype=torch.bool)
-        for run in RUNS:
+        inside = torch.zeros(parts.numel, dtype=torch.bool)
+        for run in parts.runs:
             inside[elements_of(run)] = True
-        dense = torch.randn(NUMEL, generator=generator)
+        dense = torch.randn(parts.numel, generator=generator)
         dense = (dense * 2).round() if ties else dense
-        codes = torch.randint(0, 65536, (NUMEL,), generator=generator)
+        codes = torch.randint(0, 65536, (parts.numel,), generator=generator)
         codes[::3] = 65535
         codes[1::5] = 0
         self.dense = torch.where(inside, dense, 0.0)
         self.mask = torch.where(inside, codes, 0).to(CODE)
-        self.before = pack((torch.rand(NUMEL, generator=generator) > 0.5) & inside)
-        moments = [importance.score_moments(self.dense[elements_of(run)], self.curvature(run)) for run in RUNS]
+        self.before = pack((torch.rand(parts.numel, generator=generator) > 0.5) & inside)
+        moments = [importance.score_moments(self.dense[elements_of(run)], self.curvature(run)) for run in parts.runs]
         self.moments = torch.stack(moments)
         self.scaling = importance.scalings(self.moments, 1e-3)
 
@@ -91,7 +115,7 @@ class Problem:
         """Return (count,) H of a run as the readable functions take it."""
         if not self.is_measured[run.matrix]:
             return None
-        rows, columns = SHAPES[run.matrix]
+        rows, columns = self.parts.shapes[run.matrix]
         start = self.bounds[run.matrix][0]
         share_R, column_C = self.factors[start : start + rows + columns].split([rows, columns])
         return rank_one(share_R, column_C, run.first, run.first + run.elements)
@@ -103,11 +127,11 @@ def elements_of(run: MatrixRun) -> slice:
 
 def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
     """Update one matrix after the other by the functions of `mask`."""
-    target, kept = (torch.zeros(NUMEL, dtype=torch.bool) for _ in range(2))
+    target, kept = (torch.zeros(problem.parts.numel, dtype=torch.bool) for _ in range(2))
     mask = problem.mask.clone()
-    master = torch.zeros(NUMEL)
+    master = torch.zeros(problem.parts.numel)
     disagreeing = 0
-    for run in RUNS:
+    for run in problem.parts.runs:
         inside = elements_of(run)
         curvature = problem.curvature(run)
         h_GM = None if curvature is None else curvature.view(-1, 4)
@@ -131,16 +155,16 @@ def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
 
 def tiled_update(problem: Problem, dials: Dials, midpoint: bool, device: str = "cpu") -> Result:
     """Update all matrices at once, on a device."""
-    table = cut_into_tiles(RUNS)
+    table = cut_into_tiles(problem.parts.runs)
     tiles = table.to(device)
     bounds = torch.tensor(problem.bounds).to(device)
     curvature = TiledCurvature(problem.factors.to(device), bounds, problem.is_measured.to(device))
     target = problem.before.clone().to(device)
-    master = torch.zeros(NUMEL, device=device)
+    master = torch.zeros(problem.parts.numel, device=device)
     dense = problem.dense.to(device)
     partition = TiledPartition(dense, problem.mask.clone().to(device), target, torch.zeros_like(target), master)
     # Moments of the tiles, then of the matrices.
-    stops = torch.tensor([run.tiles for run in RUNS]).cumsum(0)
+    stops = torch.tensor([run.tiles for run in problem.parts.runs]).cumsum(0)
     segments = torch.stack([F.pad(stops, (1, -1)), stops], dim=1).to(device)
     sums_of_tiles = new_moments(tiles)
     sum_moments(dense, curvature, tiles, sums_of_tiles)
@@ -159,7 +183,7 @@ def updates_have_the_bits_of_the_readable_functions() -> None:
         (False, replace(DIALS, x=0.0, beta=1.0, mask_rate=1.0, temperature=1e-6), True),
         (False, replace(DIALS, x=1.0, beta=0.0, mask_rate=0.0), True),
     ):
-        problem = Problem(ties)
+        problem = Problem(ties=ties)
         expected = readable_update(problem, dials, midpoint)
         tiled = tiled_update(problem, dials, midpoint)
         torch.testing.assert_close(tiled.moments, expected.moments, rtol=1e-12, atol=0)

@@ -20,7 +20,16 @@ from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_
 from sparseforge_ds.mask.kernels.publication import soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
 from sparseforge_ds.mask.pattern import NM
-from tests.unit.mask.kernels.interpreted import Problem, layer_sums, readable_sums, readable_update, tiled_update
+from tests.unit.mask.kernels.interpreted import (
+    LARGE,
+    SMALL,
+    Parts,
+    Problem,
+    layer_sums,
+    readable_sums,
+    readable_update,
+    tiled_update,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -87,18 +96,21 @@ def test_an_update_has_the_cpus_numbers(shape: tuple[int, int]) -> None:
     assert torch.equal(gpu.gradient[same], cpu.gradient[same])
 
 
-def test_tiles_have_the_cpus_numbers() -> None:
-    problem = Problem()
+@pytest.mark.parametrize("parts", [SMALL, LARGE], ids=["small", "large"])
+def test_tiles_have_the_cpus_numbers(parts: Parts) -> None:
+    problem = Problem(parts)
     cpu = readable_update(problem, DIALS, midpoint=True)
     gpu = tiled_update(problem, DIALS, midpoint=True, device="cuda")
 
     torch.testing.assert_close(gpu.moments, cpu.moments, rtol=1e-11, atol=0)
     apart = (gpu.mask.int() - cpu.mask.int()).abs()
-    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 1
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 1 + CODES_OFF * len(apart)
     assert torch.equal(gpu.target, cpu.target)
+    # A code that differs may swap two members of a near tie, and so what is published of its group.
     assert int((gpu.kept != cpu.kept).sum()) <= int((apart > 0).sum())
-    torch.testing.assert_close(gpu.master[apart == 0], cpu.master[apart == 0], rtol=1e-6, atol=1e-4)
-    torch.testing.assert_close(gpu.sums, cpu.sums, rtol=1e-5, atol=1)
+    alike = (apart.view(-1, 4) == 0).all(dim=1).repeat_interleave(4)
+    assert torch.equal(gpu.master[alike], cpu.master[alike])
+    torch.testing.assert_close(gpu.sums, cpu.sums, rtol=1e-5, atol=4)
 
 
 @pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(64, 96, 32), (4096, 1536, 576)])
