@@ -119,7 +119,7 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
         else:
             assert launch["kernel"] == "few" and launch["HAS_BIAS"] and launch["ROWS"] >= rows
             assert launch["grid"] == [parts] and launch["sizes"] == [0, rows, outputs, groups]
-    assert len(packed["launches"]) == 4 * 8
+    assert len(packed["launches"]) == 5 * 8
 
 
 def test_packed_experts_are_one_launch_and_wait_for_nothing(runs: dict[str, Any]) -> None:
