@@ -37,7 +37,7 @@ class RankMemory(threading.Thread):
         ranks: list[int] = []
         while not self._done.wait(INTERVAL):
             if not ranks or self.moment == "start":
-                ranks = self._ranks()
+                ranks = self.ranks()
             result = {rank: status for rank in ranks if (status := _status(rank))}
             moment = self.moment
             for rank, status in result.items():
@@ -55,7 +55,8 @@ class RankMemory(threading.Thread):
         """Own bytes of the rank with most at a moment."""
         return max(self.own[moment].values(), default=0)
 
-    def _ranks(self) -> list[int]:
+    def ranks(self) -> list[int]:
+        """Return the process ids of the launcher's ranks."""
         try:
             below = self._launcher.children(recursive=True)
             ranks = {process.pid: process.ppid() for process in below if _is_rank(process)}

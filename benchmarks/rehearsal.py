@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     """Rehearse every depth, extrapolate, print."""
     arguments = parse_arguments(argv)
     try:
-        depths = [_depth(word, arguments) for word in arguments.layers]
+        depths = [depth_of(word, arguments) for word in arguments.layers]
         runs = [rehearse(arguments, layers) for layers in sorted(set(depths))]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -169,7 +169,7 @@ def plan(arguments: argparse.Namespace, config: Any, ranks: int, on_gpus: bool |
         shutil.rmtree(folder)
 
 
-def _depth(word: str, arguments: argparse.Namespace) -> int:
+def depth_of(word: str, arguments: argparse.Namespace) -> int:
     """Return the number of layers for `word`, checked against memory and disk.
 
     Raises:

@@ -89,10 +89,10 @@ def test_as_many_layers_as_fit(tmp_path: Path) -> None:
     arguments = rehearsal.parse_arguments(
         [str(tmp_path), "--model=qwen3_14b", "--layers=fit", "--shrink=8", "--memory=2", "--ranks=2"]
     )
-    layers = rehearsal._depth("fit", arguments)
+    layers = rehearsal.depth_of("fit", arguments)
     assert layers == 4
     with pytest.raises(ValueError, match=f"{layers + 1} layers of qwen3_14b take"):
-        rehearsal._depth(str(layers + 1), arguments)
+        rehearsal.depth_of(str(layers + 1), arguments)
 
 
 def test_a_layer_has_the_published_shapes() -> None:
@@ -123,7 +123,7 @@ def test_a_program_that_a_rank_is_about_to_start_is_no_rank() -> None:
     with subprocess.Popen([sys.executable, "-c", launch], stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
-        records = RankMemory(launcher.pid)._ranks()
+        records = RankMemory(launcher.pid).ranks()
         for process in psutil.Process(launcher.pid).children(recursive=True):
             process.kill()
     assert records == [pid]

@@ -57,9 +57,12 @@ def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> N
     mask = torch.tensor([1.0, 0.9, 0.1, 0.0]).repeat(8)[start:stop]
     touched = -(-stop // 4) - start // 4
     health.add_update(shard, mask, mask > 0.5)
-    health.add_disagreement(WEIGHT, shard, torch.tensor([start % 4 > 0] + [False] * (touched - 1)))
-    assert health._counts["groups"] == groups
-    assert health.report(False).get("mask/disagreement") == (0.0 if groups else None)
+    # One complete group disagrees, and so does a group that the shard's start cuts, which is not counted.
+    disagrees = torch.zeros(touched, dtype=torch.bool)
+    disagrees[: 1 + (start % 4 > 0)] = groups > 0
+    disagrees[0] |= start % 4 > 0
+    health.add_disagreement(WEIGHT, shard, disagrees)
+    assert health.report(False).get("mask/disagreement") == (pytest.approx(1 / groups) if groups else None)
 
 
 def test_curvature_numbers() -> None:
@@ -75,7 +78,11 @@ def test_curvature_numbers() -> None:
     assert metrics["curvature/negative_share"] == 0.5
     expected = torch.nn.functional.cosine_similarity(average.double(), sample.double(), dim=0).item()
     assert metrics["curvature/signal"] == pytest.approx(expected, rel=1e-5)
-    assert not health._sums
+    # The next report has its own update alone.
+    health.add_update(shard, torch.full((32,), 0.5), torch.ones(32, dtype=torch.bool))
+    metrics = health.report(True)
+    assert metrics["mask/undecided"] == 0.25 and metrics["curvature/mean"] == 0.0
+    assert "curvature/signal" not in metrics
 
 
 def test_histograms_count_every_element_once() -> None:

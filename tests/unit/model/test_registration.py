@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 
 from sparseforge_ds.model.registration import load_config
 from tests.conftest import ROOT
+from tests.forked_interpreter import run_script
 
 
 def run(code: str) -> None:
@@ -27,7 +28,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 
 def test_our_families_are_known_when_asked_for() -> None:
-    run(
+    done = run_script(
         "import transformers.models.auto\n"
         "import sparseforge_ds\n"
         "sparseforge_ds.register_model_classes()\n"
@@ -37,8 +38,10 @@ def test_our_families_are_known_when_asked_for() -> None:
         "for family in OWN_FAMILIES:\n"
         "    config = AutoConfig.for_model(family)\n"
         "    assert type(config).__module__.startswith('sparseforge_ds'), config\n"
-        "    assert AutoModelForCausalLM._model_mapping[type(config)].__module__.startswith('sparseforge_ds')\n"
+        "    assert AutoModelForCausalLM._model_mapping[type(config)].__module__.startswith('sparseforge_ds')\n",
+        cwd=ROOT,
     )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
