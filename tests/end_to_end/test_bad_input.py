@@ -108,14 +108,14 @@ def resumable(finished, tmp_path):
     return inputs
 
 
-def test_a_missing_model(inputs):
+def test_a_missing_model_is_refused_by_name(inputs):
     inputs.flags["model"] = str(inputs.folder / "nowhere")
     message = inputs.refused()
     assert "--model" in message and "nowhere: no such folder; give a Hugging Face model folder or a hub id" in message
     assert not inputs.run.exists()
 
 
-def test_a_damaged_model(inputs):
+def test_a_damaged_model_is_refused_by_file(inputs):
     content = (inputs.model / "model.safetensors").read_bytes()
     (inputs.model / "model.safetensors").write_bytes(content[:1000])
     assert "model.safetensors: not a readable safetensors file" in inputs.refused()
@@ -191,7 +191,7 @@ def test_sequences_that_ranks_cannot_share(inputs):
     assert not inputs.run.exists()
 
 
-def test_a_missing_dataset(inputs):
+def test_a_missing_dataset_is_refused_by_name(inputs):
     inputs.flags["dataset"] = "./nowhere.jsonl"
     assert "--dataset ./nowhere.jsonl: no such file" in inputs.refused()
     assert not inputs.run.exists()
@@ -217,7 +217,7 @@ def test_a_dataset_that_turns_bad_far_down(inputs):
         ('{"text": ""}\n\n{"text": null}\n', "text.jsonl: there is no text in it (2 documents, all of them null or"),
     ],
 )
-def test_too_little_text(inputs, content, message):
+def test_too_little_text_is_refused_before_training(inputs, content, message):
     inputs.text.write_text(content)
     assert message in inputs.refused()
     assert len(list((inputs.run / "data").iterdir())) == (0 if "null" in content else 2)
@@ -241,7 +241,7 @@ def test_a_held_out_text_that_cannot_be_scored_is_said_before_the_other_is_token
     assert not inputs.run.exists()
 
 
-def test_a_missing_json(inputs):
+def test_a_missing_json_is_refused_on_every_rank(inputs):
     line = inputs.command_line()
     line[1] = str(inputs.folder / "nowhere.json")
     outcomes = run_distributed(_main, 2, line)
@@ -250,7 +250,7 @@ def test_a_missing_json(inputs):
 
 
 @pytest.mark.parametrize("block", [None, "zero_optimization"])
-def test_unknown_keys(inputs, block):
+def test_unknown_keys_are_refused_by_name(inputs, block):
     target = inputs.content[block] if block else inputs.content["sparseforge"]
     target["unknwon"] = 1
     assert "unknwon" in inputs.refused()
@@ -263,7 +263,7 @@ def test_a_pattern_that_does_not_divide_a_weight(inputs):
     assert "model.layers.0.self_attn.q_proj.weight" in message and "2:5" in message and "exclude" in message
 
 
-def test_an_unsupported_family(inputs):
+def test_an_unsupported_family_is_refused_with_the_cure(inputs):
     config = json.loads((inputs.model / "config.json").read_text())
     config.update(model_type="bloom", architectures=["BloomForCausalLM"])
     (inputs.model / "config.json").write_text(json.dumps(config))
@@ -358,11 +358,11 @@ def test_a_run_in_a_folder_that_has_one(resumable):
     assert "already holds a run with checkpoints; continue it with --resume" in resumable.refused()
 
 
-def test_nothing_to_resume(inputs):
+def test_a_run_that_is_not_there_is_not_resumed(inputs):
     assert "--resume: no run in" in inputs.refused("--resume")
 
 
-def test_a_foreign_checkpoint(resumable):
+def test_a_checkpoint_of_another_pattern_is_refused(resumable):
     resumable.content["sparseforge"]["pattern"] = "1:4"
     message = resumable.refused("--resume")
     assert 'sparseforge.pattern was "2:4", is "1:4"' in message and "resume with the same JSON" in message
@@ -380,7 +380,7 @@ def test_another_weight_decay_than_the_checkpoints(resumable):
     assert "optimizer.params.weight_decay was" in message and "keeps that of its checkpoint; put it back" in message
 
 
-def test_an_older_checkpoint(resumable):
+def test_an_older_checkpoint_is_refused(resumable):
     path = resumable.run / "checkpoints" / "step_000004" / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
     assert "format 0, this version of sparseforge_ds reads 2" in resumable.refused("--resume")
@@ -397,7 +397,7 @@ def test_a_half_written_checkpoint(resumable):
     assert file.name in message and "incomplete" in message
 
 
-def test_a_flipped_byte(resumable):
+def test_a_flipped_byte_is_found_by_its_checksum(resumable):
     file = shard(resumable)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -552,7 +552,7 @@ def test_an_infinite_loss_when_curvature_is_due(inputs):
     assert not (inputs.run / "checkpoints").exists()
 
 
-def test_a_full_disk(inputs):
+def test_a_full_disk_ends_the_run_and_leaves_no_checkpoint(inputs):
     """Allow files of at most 20 kB: the token cache fits, a checkpoint does not."""
     from tests.distributed import RankFailure
 

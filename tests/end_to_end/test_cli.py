@@ -103,7 +103,7 @@ def test_quick_reads_no_masks(run_folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "flipped", "other step", "empty folder"])
-def test_inspect_damaged_runs(damaged: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_inspect_names_the_damage_of_a_run(damaged: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
     newest = damaged / "checkpoints" / "step_000006"
     file = sorted(newest.glob("*optim_states.pt"))[1]
     content = bytearray(file.read_bytes())
@@ -206,7 +206,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_in_silence(words: list[s
     assert process.wait(timeout=PATIENCE) == 141
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
     """While it waits for a file that never ends: a pipe that nobody writes to."""
     os.mkfifo(tmp_path / "report.json")
     shutil.copytree(ROOT / "sparseforge_ds" / "assets" / "stdlib_llama", tmp_path / "model")

@@ -90,7 +90,9 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama-fp16", "qwen3-tied-padded", "gpt2"])
-def test_packed24(runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_packed24_gives_the_weights_and_logits_of_the_run(
+    runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     hf = export(runs[name], tmp_path / "hf", "--skip_proof", "--max_shard_size", "20KB")
     proof = [] if name == "llama-fp16" else ["--skip_proof"]  # the model's logits below are the engine's in any case
     packed = export(runs[name], tmp_path / "packed", "--format", "packed24", "--max_shard_size", "20KB", *proof)

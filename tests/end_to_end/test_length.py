@@ -94,7 +94,7 @@ def test_what_cannot_become_longer(tmp_path, capfd):
         assert message in capfd.readouterr().out
 
 
-def test_epochs(tmp_path, capsys):
+def test_epochs_give_the_number_of_steps(tmp_path, capsys):
     """20 documents are 49 windows of 32 tokens: with 4 a step, one and a half epochs are 19 steps."""
     write_text(tmp_path / "short.jsonl", documents=20)
     flags = [flag for flag in flags_of(tmp_path, deepspeed_json(1), save_every=0) if "--dataset" not in flag]

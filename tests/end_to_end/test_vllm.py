@@ -134,7 +134,9 @@ def books_dense(plugin: Path, books: dict[str, Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": False}, {"tensor_parallel_size": 2}], ids=str)
-def test_llama(plugin: Path, books: dict[str, Path], books_dense: list[list[int]], options: dict[str, Any]) -> None:
+def test_a_packed_llama_generates_as_the_dense_one(
+    plugin: Path, books: dict[str, Path], books_dense: list[list[int]], options: dict[str, Any]
+) -> None:
     """qkv and gate-up are one layer each: four a block."""
     generated, methods = tokens(plugin, books["packed24"], {**EAGER, **options})
     assert generated == books_dense
@@ -194,7 +196,7 @@ def test_experts_stay_packed(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe"])
-def test_other_mixtures(tmp_path: Path, plugin: Path, family: str) -> None:
+def test_other_mixtures_generate_as_transformers_does(tmp_path: Path, plugin: Path, family: str) -> None:
     """Generate with mixtures that have shared experts beside the routed ones, and without."""
     made = tiny(tmp_path, family, **WIDE)
     printed = answer(plugin, made["packed24"], EAGER)

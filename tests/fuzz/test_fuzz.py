@@ -34,7 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_damaged_inputs(inputs: Path, request: pytest.FixtureRequest) -> None:
+def test_damaged_inputs_give_one_clear_error_or_a_correct_result(inputs: Path, request: pytest.FixtureRequest) -> None:
     outcomes = campaign.run_cases(plan(CASES, SEED), inputs)
     assert len(outcomes) == CASES
     request.config.stash[campaign.SUMMARY] = f"{campaign.counts(outcomes)}\n{campaign.table(outcomes)}"

@@ -26,7 +26,7 @@ def metrics_of(start: int, stop: int) -> tuple[MaskMetrics, Shard]:
     return MaskMetrics(Matrices(layout, {"w": shard}, {"w": 1}), NM(2, 4)), shard
 
 
-def test_a_soft_mask() -> None:
+def test_a_soft_mask_is_undecided_by_its_variance() -> None:
     health, shard = metrics_of(0, 32)
     mask = torch.linspace(0, 1, 32)
     health.add_update(shard, mask, mask > 0.5)
@@ -65,7 +65,7 @@ def test_only_whole_groups_are_compared(start: int, stop: int, groups: int) -> N
     assert health.report(False).get("mask/disagreement") == (pytest.approx(1 / groups) if groups else None)
 
 
-def test_curvature_numbers() -> None:
+def test_curvature_numbers_are_those_of_all_elements() -> None:
     health, shard = metrics_of(0, 32)
     average = torch.randn(32)
     sample = torch.randn(32)

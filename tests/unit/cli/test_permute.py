@@ -46,7 +46,7 @@ def test_published_files_of_every_family(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
-def test_scores_by_activations(family: str, tmp_path: Path) -> None:
+def test_channels_are_scored_by_activations_of_a_text(family: str, tmp_path: Path) -> None:
     model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
     folder = write_model(tmp_path / "dense", model)
     text = tmp_path / "text.txt"
@@ -66,7 +66,7 @@ def test_the_same_every_time(tmp_path: Path) -> None:
     assert a == b and a != (folder / "model.safetensors").read_bytes()
 
 
-def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_permuted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "dense")
     out = tmp_path / "out"
 

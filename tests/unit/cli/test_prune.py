@@ -144,7 +144,7 @@ def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, te
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("family", "mask"), [("llama", "sparsegpt"), ("gpt2", "wanda"), ("mixtral", "annealed")])
-def test_on_a_gpu(family: str, mask: str, tmp_path: Path, text: Path) -> None:
+def test_a_gpu_prunes_to_the_pattern(family: str, mask: str, tmp_path: Path, text: Path) -> None:
     folder = write_model(tmp_path / "dense", _model(family).bfloat16())
     out = tmp_path / "out"
     words = ["prune", str(folder), str(out), "--text", str(text), "--mask", mask, *_QUICK[:-1], "cuda"]

@@ -40,20 +40,20 @@ def _program(path: Path, body: str) -> Path:
     return path
 
 
-def test_no_python(checkout: Path) -> None:
+def test_a_python_that_is_not_there_is_refused(checkout: Path) -> None:
     result = _source(checkout, PYTHON="python-that-is-not-there")
     assert result.returncode == 1
     assert "no python-that-is-not-there here; install Python 3.11 or later" in result.stderr
 
 
-def test_old_python(checkout: Path) -> None:
+def test_an_old_python_is_refused(checkout: Path) -> None:
     old = _program(checkout / "old", '[ "$1" = --version ] && echo "Python 3.8.18" && exit 0; exit 1')
     result = _source(checkout, PYTHON=str(old))
     assert result.returncode == 1
     assert "Python 3.8.18 is too old" in result.stderr
 
 
-def test_no_venv_package(checkout: Path) -> None:
+def test_a_python_without_venv_is_refused_with_the_cure(checkout: Path) -> None:
     bare = _program(checkout / "bare", 'case "$2" in *ensurepip*) exit 1;; esac; exit 0')
     result = _source(checkout, PYTHON=str(bare))
     assert result.returncode == 1

@@ -121,13 +121,13 @@ def test_all_equal_keeps_the_first() -> None:
     ("text", "pattern"),
     [("2:4", NM(2, 4)), ("4:8", NM(4, 8)), ("block16", Block(16, 0.5)), ("block4:.25", Block(4, 0.25))],
 )
-def test_parse(text: str, pattern: Pattern) -> None:
+def test_a_pattern_is_read_from_its_text(text: str, pattern: Pattern) -> None:
     assert parse_pattern(text) == pattern
     assert parse_pattern(str(pattern)) == pattern
 
 
 @pytest.mark.parametrize("text", ["", "2-4", "2:4:8", "block", "block16:2", "block16:0.3001", "block1", "4:2", "0:4"])
-def test_parse_refuses(text: str) -> None:
+def test_a_text_that_is_no_pattern_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="like|for example|whole number"):
         parse_pattern(text)
 
@@ -161,7 +161,7 @@ def test_a_half_kept_pair_takes_the_place_of_a_whole_one() -> None:
     assert (report.groups, report.nonzeros, report.violations) == (3, 5, 1)
 
 
-def test_pairs_as_text() -> None:
+def test_pairs_are_read_from_their_text() -> None:
     assert parse_pattern("4:8 pairs") == Pairs(4, 8) and str(Pairs(4, 8)) == "4:8 pairs"
     assert Pairs(4, 8) != NM(4, 8)
     for text in ("3:8 pairs", "2:6 pair", "4:4 pairs", "2:5 pairs", "4:8pairs"):

@@ -44,7 +44,7 @@ def test_zeros_stay_and_kept_ones_still_show() -> None:
     assert rounded.signbit().tolist() == [[False, True, True, False, True], [False, False, True, False, False]]
 
 
-def test_groups_of_scales() -> None:
+def test_scales_have_groups_of_kept_values() -> None:
     assert scale_group(NM(2, 4), 64, 256) == NM(128, 128)
     assert scale_group(NM(1, 4), 16, 64) == NM(64, 64)
     assert scale_group(Block(16), 8, 32) == NM(16, 16)

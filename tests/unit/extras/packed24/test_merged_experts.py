@@ -67,7 +67,7 @@ def experts_of(model: nn.Module) -> dict[str, Packed24Experts]:
         ("llama4_text", "int4", None),
     ],
 )
-def test_a_family(
+def test_packed_experts_of_a_family_compute_as_dense_ones(
     tmp_path: Path, family: str, grid: str | None, group: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     hf, folder = folders(tmp_path, family, grid=grid, group=group)

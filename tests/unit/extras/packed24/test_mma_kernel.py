@@ -88,7 +88,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_numbers_by_emulation(emulation: ctypes.CDLL, case: int) -> None:
+def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL, case: int) -> None:
     tiling, rows, outputs, inputs, blocks, grid, *span = CASES[case]
     group = 32 * span[0] if span else None
     made = packed(outputs, inputs, torch.bfloat16) if grid is None else rounded(outputs, inputs, grid, group)

@@ -42,7 +42,7 @@ def right(y: Tensor, operands: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(130, 448), (67, 1088), (1, 64), (4096, 4096), (512, 14336), (33, 28672)], ids=str)
-def test_numbers(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_numbers_are_those_of_the_dense_product(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Behind `MOST_ROWS` Triton's kernel goes on."""
     for rows in (1, 2, 5, 8, 9, 16, 17, 25, 64):
         x, values, positions, bias = on_gpu(rows, *shape, dtype)

@@ -204,7 +204,7 @@ def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_pa
         refuses({}, message)
 
 
-def test_compiled_whole(folders: FOLDERS) -> None:
+def test_a_packed_model_compiles_to_one_graph(folders: FOLDERS) -> None:
     packed = load(folders["llama-odd"][1], dtype=torch.bfloat16, device_map="cpu")
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), logits(packed))

@@ -67,7 +67,7 @@ def saved_by(model: Any, token_BS: Tensor) -> tuple[int, Tensor]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_tensors(family: str, checkpointing: bool) -> None:
+def test_saved_tensors_are_those_of_a_real_pass(family: str, checkpointing: bool) -> None:
     model, token_BS = real(family, checkpointing)
     saved, logits = saved_by(model, token_BS)
     trace = traced(model, checkpointing)

@@ -117,7 +117,7 @@ def test_what_each_stage_divides(stage: int) -> None:
         assert first[name] / eight[name] == pytest.approx(8 if stage >= since else 1, rel=1e-3), name
 
 
-def test_teachers() -> None:
+def test_a_teacher_takes_memory_by_the_way_it_is_held() -> None:
     def teacher_of(hold: str, stage: int, **more: Any) -> Memory:
         model, laid_out = planned(stage, 8, {"importance": "magnitude", "distillation": {"hold": hold}}, **more)
         return memory(model, laid_out, lambda *_: NOTHING)

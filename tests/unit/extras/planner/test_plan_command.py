@@ -108,7 +108,7 @@ def test_a_small_model_is_told_in_mebibytes(qwen: str, capsys: pytest.CaptureFix
             assert re.search(rf"  {line} +{told / size:.2f}  ", text), (line, text)
 
 
-def test_json(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_what_fits_and_what_is_masked(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "1024", "--activation_checkpointing")
     (first,) = plan_json(capsys, *shared, "--deepspeed", ZERO3)
     assert first["fits"] and first["ladder"] == []
@@ -124,7 +124,7 @@ def test_json_is_all_that_is_printed() -> None:
     assert json.loads(done.stdout)[0]["fits"]
 
 
-def test_batch_and_budget(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_and_budget_give_accumulation_steps_and_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", "stdlib_llama", "--gpus", "4", "--deepspeed", ZERO3, "--seq_length", "128")
     (result,) = plan_json(
         capsys, *arguments, "--global_batch", "32", "--micro_batch", "2", "--tokens", "1.25M", "--mfu", "0.5"
@@ -190,7 +190,9 @@ def test_a_model_may_lie_where_temporary_files_do(qwen: str, monkeypatch: pytest
     assert plan("--model", str(Path(qwen).parent), "--gpus", "8", "--deepspeed", ZERO3) == 0
 
 
-def test_another_teacher(qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_teacher_takes_memory_of_its_size(
+    qwen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     qwen3_14b(num_hidden_layers=8).save_pretrained(tmp_path / "teacher")
     shared = ("--model", qwen, "--gpus", "8", "--seq_length", "512", "--deepspeed", ZERO3)
     (same,) = plan_json(capsys, *shared)

@@ -20,7 +20,7 @@ from sparseforge_ds.extras.studies.settings import read_comparison
 from tests.unit.extras.studies.test_settings import write
 
 
-def test_the_grid(tmp_path: Path) -> None:
+def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path))
     assert [run.name for run in selection_runs(config)] == [
         "fixed-lr0.001-seed3-steps40",

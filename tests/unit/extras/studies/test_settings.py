@@ -137,7 +137,9 @@ def test_errors_name_the_key(tmp_path: Path, changes: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "studies").glob("*.json")))
-def test_the_shipped_ones(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shipped_studies_are_read_from_anywhere(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
     monkeypatch.chdir(ROOT / "tests")  # from anywhere
     assert main(["compare", f"../studies/{name}", "--dry_run"]) == 0

@@ -66,7 +66,7 @@ def test_the_table_of_one_seed_speaks_of_no_deviation(tmp_path: Path) -> None:
     assert "Perplexity per token, of seed 0 alone. At" in alone and "±" not in alone
 
 
-def test_the_table(tmp_path: Path) -> None:
+def test_the_table_has_cost_rates_and_scores_of_every_method(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path, methods=METHODS))
     text = markdown(summarize(ROWS, "ours"), ROWS, config, ["3 of 4 documents are odd."])
     lines = text.splitlines()

@@ -105,7 +105,7 @@ def test_heads_without_groups_and_tied_embeddings(family: str) -> None:
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=2e-5)
 
 
-def test_opt_without_projections() -> None:
+def test_opt_without_projections_has_a_residual_order() -> None:
     model = randomized(BUILDERS["opt"](word_embed_proj_dim=32))
     before = logits(model)
     assert "residual" in reorder(model, "all")
