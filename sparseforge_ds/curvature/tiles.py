@@ -116,6 +116,7 @@ class Tiles:
         state = weights.state
         curvature = self._curvature(factors, by_magnitude)
         sums = torch.empty(len(self._tiles), SUMS, device=self._tiles.device)
+        # One launch a partition; without targets of an earlier update there are no flips to count.
         are_known = all(weights.metrics.has_target_bits(index) for index in self._parts)
         for index, part in self._parts.items():
             kept = state.packed_kept(index)
@@ -127,6 +128,7 @@ class Tiles:
                 weights.layout.flats[index].data.view(-1),
             )
             update_partition(partition, curvature, scaling, self._tiles[part], dials, midpoint, sums[part])
+        # The sums of all tiles, for the metrics.
         elements = sum(chunk.numel for chunks in self.chunks.values() for chunk in chunks)
         weights.metrics.add_tiles(sums.sum(dim=0, dtype=torch.float64), elements, are_known)
 

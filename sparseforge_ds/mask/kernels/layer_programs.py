@@ -17,8 +17,8 @@ def _squares(values, stride, out, T, N, TOKENS: tl.constexpr, FEATURES: tl.const
     for begin in range(0, N, FEATURES):
         n = begin + tl.arange(0, FEATURES)
         inside = (t[:, None] < T) & (n[None, :] < N)
-        place = t.to(tl.int64)[:, None] * stride + n[None, :]
-        value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+        element = t.to(tl.int64)[:, None] * stride + n[None, :]
+        value = tl.load(values + element, mask=inside, other=0.0).to(tl.float32)
         total += value * value
     tl.store(out + t, tl.sum(total, axis=1), mask=t < T)
 
@@ -44,8 +44,8 @@ def _add_columns(  # type: ignore[no-untyped-def]
     for begin in range(0, T, TOKENS):
         t = begin + tl.arange(0, TOKENS)
         inside = (t[:, None] < T) & (n[None, :] < N)
-        place = t.to(tl.int64)[:, None] * stride + n[None, :]
-        value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+        element = t.to(tl.int64)[:, None] * stride + n[None, :]
+        value = tl.load(values + element, mask=inside, other=0.0).to(tl.float32)
         weight_T = tl.load(weight + t, mask=t < T, other=0.0)
         total += value * value * weight_T[:, None]
     before = tl.load(out + n, mask=n < N, other=0.0)

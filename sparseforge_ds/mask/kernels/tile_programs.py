@@ -1,8 +1,8 @@
 """Programs of the Triton kernels that update 2:4 masks of a whole partition, which `tiles` launches.
 
 A program works on a tile: consecutive groups of one matrix, (N, 4) weights. They are compiled without contraction of
-multiply-adds, so that their numbers are those of `mask.update`. Other arguments than constants have no annotation,
-since Triton reads annotations and has none for a pointer. `types: x` of a scalar is its type on the device.
+multiply-adds, so that their numbers are those of `mask.update`. Pointers have no annotation, since Triton reads
+annotations and has none for them; a rate without one goes to the device in 32 bits.
 
 Names: h is the curvature, w the weight, m a mask's code; a group's members have a number at the end.
 """
@@ -19,8 +19,13 @@ ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _place(tiles, bounds):  # type: ignore[no-untyped-def]
-    """Return what a program's rows of both tables say, see `TileTable`."""
+def _tile(tiles, bounds):  # type: ignore[no-untyped-def]
+    """Return what the tables say of a program's tile, see `MatrixRun` and `TiledCurvature`.
+
+    Returns:
+        Its matrix, offset and count, the positions of its first row's factor and of the factor of its column 0, the
+        matrix's columns, and the column that it begins in.
+    """
     row = tiles + 4 * tl.program_id(0).to(tl.int64)
     matrix = tl.load(row)
     first = tl.load(row + 1)
@@ -50,7 +55,7 @@ def _curvature(factors, share, column, columns, begin, count, is_measured, N: tl
 @triton.jit
 def moments(dense, factors, measured, tiles, bounds, sums, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write the sums of `importance.score_moments` over a tile to its row of `sums`, (tiles, 8) fp64, the last 0."""
-    matrix, offset, count, share, column, columns, begin = _place(tiles, bounds)
+    matrix, offset, count, share, column, columns, begin = _tile(tiles, bounds)
     position = 4 * tl.arange(0, N)[:, None] + tl.arange(0, 4)[None, :]
     inside = position < count
     w = tl.load(dense + offset + position, mask=inside, other=0.0).to(tl.float64)
@@ -216,7 +221,7 @@ def update(  # type: ignore[no-untyped-def]
     Its row of `sums`, (tiles, 4) fp32, gets the sums of `m (1 - m)` and `m`, the changed bits of the target, and the
     groups that the paper's own rule would decide otherwise.
     """
-    matrix, offset, count, share, column, columns, begin = _place(tiles, bounds)
+    matrix, offset, count, share, column, columns, begin = _tile(tiles, bounds)
     position = 4 * tl.arange(0, N)[:, None] + tl.arange(0, 4)[None, :]
     inside = position < count
     w = tl.load(dense + offset + position, mask=inside, other=0.0)
