@@ -70,7 +70,7 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
         lambda: torch.cat((tensor, tensor), axis),
         lambda: tensor[None],
         lambda: tensor.reshape(-1),
-        lambda: tensor.sum() if tensor.is_floating_point() else tensor.reshape(-1)[:1].sum(),
+        lambda: tensor.float().sum().to(tensor.dtype),
         lambda: tensor.to("meta"),
         lambda: tensor.to_sparse(),
         lambda: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor.clone(),
