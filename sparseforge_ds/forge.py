@@ -23,7 +23,6 @@ from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
-from sparseforge_ds.zero.gradient_hooks import mask_before_norm
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.step_hooks import StepHooks
@@ -77,8 +76,7 @@ class SparseForge:
         self._saved = SavedState(self.sharded, self.curvature)
         self.method = method_of(config)(self.sharded, Ranking(self.curvature))
         """The method of the config, on this rank's shards."""
-        masked = mask_before_norm(self.sharded.state, self.sharded.shards)
-        self._hooks = StepHooks(self.sharded.state, self.method, self._probe, masked)
+        self._hooks = StepHooks(self.sharded.state, self.method, self._probe)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         # ZeRO-3's leaf modules reduce gradients of weights even in a probe of activations.
         has_leaves = getattr(self.sharded.layout.optimizer, "leaf_parameters", None)

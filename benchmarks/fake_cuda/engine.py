@@ -121,20 +121,23 @@ class BareOptimizer:
     def __init__(self, inner: torch.optim.Optimizer, flats: Sequence[Tensor], rank: Rank, counter: Counter) -> None:
         self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
         self.loss_scale = rank.loss_scale
-        self.mask: Callable[[int, int, Tensor], None] | None = None
-        """The forge's change of averaged gradients; see `ShardLayout.before_norm`."""
+        self.before_norm: Callable[[], None] | None = None
+        """Function that the forge calls in every step; see `ShardLayout.before_norm`."""
+        self.averaged: list[Tensor] = []
+        """Averaged gradients of each flat in this step."""
         self.gradient_dtype = torch.float32
         self._members = [list(group["params"]) for group in inner.param_groups]
 
     def step(self) -> None:
         """Step with gradients that are there; DeepSpeed's own work on them is not counted."""
-        for index, flat in enumerate(self.flats):
-            with self.counter.paused():
-                averaged = torch.zeros_like(flat, dtype=self.gradient_dtype)
-            if self.mask is not None:
-                self.mask(index, 0, averaged)
-            with self.counter.paused():
+        with self.counter.paused():
+            self.averaged = [torch.zeros_like(flat, dtype=self.gradient_dtype) for flat in self.flats]
+        if self.before_norm is not None:
+            self.before_norm()
+        with self.counter.paused():
+            for flat, averaged in zip(self.flats, self.averaged, strict=True):
                 flat.grad = averaged.to(flat.dtype)
+            self.averaged = []
         if self.rank.stage != 3:
             self.inner.step()
         else:
@@ -237,12 +240,17 @@ class BareLayout(ShardLayout):
     def check(self, names: Any) -> None:
         """Nothing to compare with."""
 
-    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
-        """Keep the change: averaged gradients are whole at stage 0, and offload adds their norm up early."""
+    def mask_gradients(self, mask: Callable[[int, int, Tensor], None]) -> None:
+        """Mask the averaged gradients of this step."""
+        for index, averaged in enumerate(self.optimizer.averaged):
+            mask(index, 0, averaged)
+
+    def before_norm(self, act: Callable[[], None]) -> bool:
+        """Keep the function; averaged gradients have the dtype of weights, on the host that of masters."""
+        self.optimizer.before_norm = act
         rank = self.engine.partitions.rank
-        if not rank.stage or rank.offload:
-            return False
-        self.optimizer.mask, self.optimizer.gradient_dtype = mask, self._low[0].dtype
+        if rank.stage and not rank.offload:
+            self.optimizer.gradient_dtype = self._low[0].dtype
         return True
 
     def push(self) -> None:

@@ -20,8 +20,7 @@ shard               elements of each weight on this rank, and the ranks' collect
 deepspeed_layouts   shards of each of DeepSpeed's optimizers: the only code that reads their memory layout
 refuse              engines under which the journey would break, refused at attach time
 state               W, mask and curvature as optimizer state; one bit a weight once masks are frozen
-step_hooks          the two hooks around the inner optimizer's step
-gradient_hooks      zeros gradients of frozen pruned weights before their norm is taken
+step_hooks          the hooks around the inner optimizer's step, and before the norm of its gradients
 engine_checkpoints  the engine's own save and load, with our state
 restore             an engine of any layout filled from a checkpoint of any layout
 halo                exchange of the missing members of groups that a shard boundary cuts

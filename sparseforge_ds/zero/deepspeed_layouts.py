@@ -7,7 +7,6 @@ the map with the low-precision weights when a forge is attached: a changed layou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -24,7 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from sparseforge_ds.zero.shard import OTHER_ENGINES, Shard, ShardLayout
+from sparseforge_ds.mask.kernels.bits import pack
+from sparseforge_ds.mask.kernels.publication import masked_gradient
+from sparseforge_ds.zero.shard import OTHER_ENGINES, MaskGradient, Shard, ShardLayout, call_before
 
 
 def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
@@ -47,29 +48,30 @@ def layout_of(engine: DeepSpeedEngine) -> ShardLayout:
 
 
 class _AveragedGradients(ShardLayout):
-    """Layout of a ZeRO optimizer that gathers its averaged gradients in `averaged_gradients` before its step."""
+    """Layout of a ZeRO optimizer that has its averaged gradients, laid out like its masters, before its step."""
 
     @override
-    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
+    def mask_gradients(self, mask: MaskGradient) -> None:
         optimizer = self.optimizer
-        offloads = getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
-        # Quantized reductions scale whole blocks, in which gradients of pruned weights would count.
-        if offloads or self.engine.zero_quantized_gradients():
-            return False
-        step = optimizer.step
-
-        @wraps(step)
-        def masked_step(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                for index, gradients in optimizer.averaged_gradients.items():
-                    position = 0
-                    for flat in _merge_adjacent(gradients or ()):
-                        mask(index, position, flat)
-                        position += flat.numel()
-            return step(*args, **kwargs)
-
-        optimizer.step = masked_step
-        return True
+        if not (getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)):
+            for index, gradients in optimizer.averaged_gradients.items():
+                position = 0
+                for flat in _merge_adjacent(gradients or ()):
+                    mask(index, position, flat)
+                    position += flat.numel()
+            return
+        # With offload gradients lie beside the masters, once all copies to the host are done.
+        get_accelerator().synchronize()
+        for index, master in enumerate(self.flats):
+            if master.grad is not None:
+                mask(index, 0, master.grad.view(-1))
+        # The norm is made of these numbers, which were taken as the gradients came there.
+        norms = optimizer.norm_for_param_grads
+        for name, shard in self.shards.items():
+            key = optimizer.get_param_id(self.low_precision[name])
+            gradient = self.flats[shard.flat].grad
+            if gradient is not None and key in norms:
+                norms[key] = torch.linalg.vector_norm(shard.slice_of_flat(gradient), dtype=torch.float32)
 
 
 class Zero3Layout(_AveragedGradients):
@@ -195,6 +197,20 @@ class Bf16Layout(_FlatGroupsLayout):
         groups = self.optimizer.bf16_groups
         self._read_groups(self.optimizer.fp32_groups_flat_partition, ((group, _offsets(group)) for group in groups))
 
+    @override
+    def mask_gradients(self, mask: MaskGradient) -> None:
+        # The norm is that of all gradients, which every rank has. Bits of the others' masks come from them.
+        gradients = self.optimizer.fp32_groups_gradients_flat
+        for index, (master, gradient) in enumerate(zip(self.flats, gradients, strict=True)):
+            ones = torch.ones_like(master)
+            mask(index, 0, ones)
+            own_bits = pack(ones > 0)
+            bits = own_bits.new_empty(self.world_size * len(own_bits))
+            self.all_gather(bits, own_bits)
+            parts = gradient.split(len(master)), bits.split(len(own_bits))
+            for part, kept in zip(*parts, strict=True):
+                masked_gradient(part, kept)
+
 
 class _Stage0Layout(ShardLayout):
     """Layout of stage 0: every rank holds all masters in full."""
@@ -219,6 +235,13 @@ class _Stage0Layout(ShardLayout):
 
     def check(self, names: Iterable[str]) -> None:
         """Check nothing: DeepSpeed's 16-bit constructors of stage 0 step once and leave master and weight apart."""
+
+    @override
+    def mask_gradients(self, mask: MaskGradient) -> None:
+        for name, shard in self.shards.items():
+            if (gradient := self.low_precision[name].grad) is not None:
+                for flat in _merge_adjacent([gradient]):
+                    mask(shard.flat, shard.offset, flat)
 
     @torch.no_grad()
     @override
@@ -251,6 +274,11 @@ class InnerLayout(_Stage0Layout):
 
     def _read(self) -> None:
         self._add_each([(p, p) for p in group["params"]] for group in self.inner.param_groups)
+
+    @override
+    def before_norm(self, act: Callable[[], None]) -> bool:
+        call_before(self.engine, "clip_fp32_gradients", act)
+        return bool(self.engine.gradient_clipping() > 0)
 
     def push(self) -> None:
         """Do nothing: the masters are the weights that the forward sees."""

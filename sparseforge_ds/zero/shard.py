@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from torch.nn import Parameter
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+MaskGradient = Callable[[int, int, Tensor], None]
+"""Function of a master partition's index, the first element of gradients in it, and (n,) gradients to change."""
 GROUP_KEY = "sparseforge"
 """Key of the optimizer's param groups that hold prunable weights."""
 
@@ -111,17 +114,18 @@ class ShardLayout(ABC):
     def push(self) -> None:
         """Copy masters to the weights that the next forward sees, as DeepSpeed does at the end of a step."""
 
-    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
-        """Call `mask` on this rank's averaged gradients in every step, before DeepSpeed takes their norm.
+    @abstractmethod
+    def mask_gradients(self, mask: MaskGradient) -> None:
+        """Call `mask` on the averaged gradients of this step, from which DeepSpeed takes the norm. Collective."""
 
-        Args:
-            mask: function of a master partition's index, the first element of the gradients in that partition, and
-                (n,) gradients, which it changes in place.
+    def before_norm(self, act: Callable[[], None]) -> bool:
+        """Call `act` in every step, when gradients are averaged and before DeepSpeed takes their norm.
 
         Returns:
-            False if DeepSpeed offers no such moment; `mask` is never called then.
+            False if DeepSpeed takes no norm, and never calls `act`.
         """
-        return False
+        call_before(self.optimizer, "step", act)
+        return True
 
     def _add(self, parameter: Parameter, shape: tuple[int, ...], start: int, stop: int, flat: int, offset: int) -> None:
         """Register the shard of one weight; arguments as in `Shard`."""
@@ -283,6 +287,18 @@ class ShardLayout(ABC):
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def call_before(owner: Any, name: str, act: Callable[[], None]) -> None:
+    """Call `act` before every call of one object's method."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return method(*args, **kwargs)
+
+    setattr(owner, name, called)
 
 
 OTHER_ENGINES: dict[type, type[ShardLayout]] = {}

@@ -1,4 +1,4 @@
-"""The two optimizer hooks that keep DeepSpeed's master at m_eff W while the optimizer trains W."""
+"""The hooks that keep DeepSpeed's master at m_eff W while the optimizer trains W, and frozen pruned weights still."""
 
 from __future__ import annotations
 
@@ -45,19 +45,17 @@ class StepMethod(Protocol):
 class StepHooks:
     """Hooks on the step of the engine's inner optimizer, for as long as the engine lives."""
 
-    def __init__(self, state: ShardState, method: StepMethod, probe: Probe, gradients_are_masked: bool) -> None:
+    def __init__(self, state: ShardState, method: StepMethod, probe: Probe) -> None:
         """Attach the hooks.
 
         Args:
             state: state of the prunable weights.
             method: method whose masks are published.
             probe: probe that harvests the gradients of steps of its own; these steps change nothing.
-            gradients_are_masked: True if gradients of frozen pruned weights are 0 already (`zero.gradient_hooks`).
         """
         self.state = state
         self.method = method
         self.probe = probe
-        self.gradients_are_masked = gradients_are_masked
         self.steps_begun = 0
         """Number of optimizer steps since the owner last looked; more than one is a missed `forge.step`."""
         self._layout = state.layout
@@ -68,8 +66,21 @@ class StepHooks:
         self._gradients: list[tuple[Tensor, Tensor]] = []
         """Flats and gradients that were taken from the optimizer for the length of a step."""
         self._is_elementwise = type(self._layout.inner).__name__.lower() in _ELEMENTWISE
+        self._masks_before_norm = self._layout.before_norm(self._mask_gradients)
         self._layout.inner.register_step_pre_hook(self._before_step)
         self._layout.inner.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def _mask_gradients(self) -> None:
+        """Zero gradients of frozen pruned weights, before DeepSpeed takes the norm that it clips by, and logs."""
+        prunable = set(self.state.flats)
+
+        def mask(index: int, offset: int, gradient: Tensor) -> None:
+            if index in prunable:
+                self.state.zero_pruned(index, gradient, offset)
+
+        if self.state.frozen:
+            self._layout.mask_gradients(mask)
 
     def _active(self) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """Return the index, flat and param group of each partition in this call; ZeRO-3 steps one sub-group a call."""
@@ -90,7 +101,7 @@ class StepHooks:
             elif index in prunable:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
-                    if self.state.frozen and not self.gradients_are_masked:
+                    if self.state.frozen and not self._masks_before_norm:
                         self.state.zero_pruned(index, flat.grad)
                     gradient = self.method.before_step(index, flat.grad, group)
                     if gradient is None:

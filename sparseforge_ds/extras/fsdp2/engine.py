@@ -109,8 +109,6 @@ class Fsdp2Optimizer:
         rows = [[rows for _, rows in group] for group in self.weights]
         self.inner = make_optimizer([{**group, "params": rows} for group, rows in zip(groups, rows, strict=True)])
         self.clip_grad = clip_grad
-        self.before_norm: Callable[[int, Tensor], None] | None = None
-        """Function of a weight's index and its averaged gradient, which it may change in place."""
 
     @staticmethod
     def _rows_of(weight: Any) -> Tensor:
@@ -132,11 +130,8 @@ class Fsdp2Optimizer:
     def step(self) -> None:
         """Hand the reduced gradients to the inner optimizer, clipped, and step it."""
         pairs = [pair for group in self.weights for pair in group]
-        # Gradients of pruned weights must not count in the norm.
-        for index, (weight, rows) in enumerate(pairs):
+        for weight, rows in pairs:
             rows.grad = None if weight.grad is None else weight.grad.to_local()
-            if rows.grad is not None and self.before_norm is not None:
-                self.before_norm(index, rows.grad)
         if self.clip_grad:
             nn.utils.clip_grad_norm_([weight for weight, _ in pairs], self.clip_grad)
         self.inner.step()

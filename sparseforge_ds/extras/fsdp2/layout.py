@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
-from sparseforge_ds.zero.shard import Shard, ShardLayout
+from sparseforge_ds.zero.shard import MaskGradient, Shard, ShardLayout
 
 
 class Fsdp2Layout(ShardLayout):
@@ -35,9 +34,10 @@ class Fsdp2Layout(ShardLayout):
         return part
 
     @override
-    def before_norm(self, mask: Callable[[int, int, Tensor], None]) -> bool:
-        self.optimizer.before_norm = lambda index, gradient: mask(index, 0, gradient.view(-1))
-        return True
+    def mask_gradients(self, mask: MaskGradient) -> None:
+        for name, shard in self.shards.items():
+            if (gradient := self.low_precision[name].grad) is not None:
+                mask(shard.flat, 0, gradient.to_local().view(-1))
 
     @torch.no_grad()
     @override

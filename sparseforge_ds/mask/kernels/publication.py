@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.bits import keep_in_place, octets, values_of_bits
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import values_of
@@ -68,17 +67,6 @@ def masked_gradient(gradient: Tensor, kept: Tensor) -> None:
     """
     for chunk in chunks(gradient, in_place=True):
         keep_in_place(gradient[chunk], kept[octets(chunk)])
-
-
-@fused()
-def gradient_of_kept(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient with +0.0 where a frozen weight is pruned.
-
-    Args:
-        gradient: of any shape and dtype.
-        weight: of the same shape, as the forward saw it.
-    """
-    return gradient.masked_fill(~is_kept(weight), 0.0)
 
 
 @fused(writes=("dense", "out"))

@@ -18,7 +18,7 @@ from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import CODE
 from sparseforge_ds.mask.kernels.fisher import fisher_sums, token_squares, weighted_squares
 from sparseforge_ds.mask.kernels.fused_update import mask_stats, update_mask_in_place
-from sparseforge_ds.mask.kernels.publication import gradient_of_kept, masked_gradient, soft_publish, soft_step
+from sparseforge_ds.mask.kernels.publication import masked_gradient, soft_publish, soft_step
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments, standardized_score
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.token_losses import TokenLosses
@@ -45,7 +45,6 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
         "soft_step": lambda: soft_step(dense, dense.clone(), mask, bits, 0.7, 0.6, torch.empty_like(dense)),
         "soft_publish": lambda: soft_publish(dense, mask, bits, 0.6, torch.empty_like(dense)),
         "keep_in_place": lambda: masked_gradient(dense.clone(), bits),
-        "gradient_of_kept": lambda: gradient_of_kept(inputs, torch.relu(inputs)),
         "token_squares": lambda: token_squares(inputs),
         "fisher_sums": lambda: fisher_sums(inputs, inputs[:, :20].clone()),
         "weighted_squares": lambda: weighted_squares(inputs, torch.rand(12)),

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, is_kept, published
+from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, published
 from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import CODE, stored_as, values_of
 from sparseforge_ds.mask.kernels.publication import (
-    gradient_of_kept,
     masked_gradient,
     publish,
     soft_publish,
@@ -82,10 +81,3 @@ def test_a_binary_publication_is_the_readable_one(dtype: torch.dtype) -> None:
     out = torch.full((1003,), 9.0, dtype=dtype)
     publish(dense, effective, out)
     assert_same_bits([out], [published(dense, effective).to(dtype)])
-
-
-def test_a_gradient_of_what_is_pruned_is_a_positive_zero() -> None:
-    weight = torch.tensor([0.0, -0.0, 1e-40, -3.0])
-    gradient = torch.tensor([-1.0, 2.0, -3.0, 4.0])
-    expected = torch.where(is_kept(weight), gradient, 0.0)
-    assert_same_bits([gradient_of_kept(gradient, weight)], [expected])
