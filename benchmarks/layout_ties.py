@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
-from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.checkpoint.zero_partitions import KEPT
 
 BATCH = 8
 
@@ -53,8 +53,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             first, second = (train(args, Path(name), stage, seed) for stage in args.stages)
             weights = [entry["name"] for entry in first.client_state["sparseforge"]["weights"]]
+            masks = [(first.state(weight, KEPT), second.state(weight, KEPT)) for weight in weights]
+            flipped = sum(int((a != b).sum()) for a, b in masks)
             pairs = [(first.weight(weight), second.weight(weight)) for weight in weights]
-            flipped = sum(int((is_kept(a) != is_kept(b)).sum()) for a, b in pairs)
             entries = sum(a.numel() for a, _ in pairs)
             apart = max(float((a - b).abs().max()) for a, b in pairs)
         print(

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import sparseforge_ds as sf
+from sparseforge_ds.checkpoint.zero_partitions import KEPT
+from sparseforge_ds.config.run_state import STATE_VERSION
+from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.groups import top_n
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.saved_state import VERSIONS
@@ -54,7 +57,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
     weights = prunable_weights(model, config)
     sums = numpy.ones(sum(w.matrices * sum(w.matrix) for w in weights), "<f4")
     state = {
-        "version": 1,
+        "version": STATE_VERSION,
         "config": config.to_dict(),
         "weights": [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in weights],
         "groups": [list(stored) for stored in shapes],
@@ -134,7 +137,7 @@ def _optimizer_file(
     ranks: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Return a rank's optimizer file with its partition of every group; pruned elements are +0.0."""
+    """Return a rank's optimizer file with its partition of every group; pruned elements are 0."""
     masters = []
     states = {}
     settings = []
@@ -152,6 +155,8 @@ def _optimizer_file(
             offset += size
         masters.append(flats.pop("master"))
         states[number] = {"step": torch.tensor(float(STEPS)), **flats}
+        if prunable:
+            states[number][KEPT] = pack(masters[-1] != 0)
         settings.append({**group, **_ADAM, "params": [number]})
     return {
         "optimizer_state_dict": {

@@ -253,8 +253,7 @@ class SparseForge:
     def state_dict(self) -> dict[str, Any]:
         """Return the client state that `engine.save_checkpoint` saves as "sparseforge": plain JSON types. Collective.
 
-        States with one number per weight are optimizer state already; row and column sums are here, as text. A frozen
-        mask is saved as the zeros of the masters alone. This call therefore writes kept weights that are 0 as -0.0.
+        States with one number per weight are optimizer state already; row and column sums are here, as text.
 
         Raises:
             ValueError: `start` was called, no step was made yet, and not `can_save_start`.

@@ -32,8 +32,6 @@ class SavedState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of masks and curvature; see `SparseForge.state_dict`."""
         weights = self._weights
-        if weights.state.released and weights.layout.all_reduce(weights.state.mark_kept_zeros()).item():
-            weights.layout.push()
         run = RunState.from_weights(
             weights.config, list(weights.prunable.values()), weights.step, self._curvature.refreshes
         )
@@ -52,7 +50,6 @@ class SavedState:
         self._curvature.load_state_dict(state)
         weights.state.frozen = masks != "none" and weights.step >= weights.config.resolved_schedule.freeze_step
         if masks == "frozen":
-            weights.state.read_kept_from_weights()
             weights.check_frozen()
         weights.metrics.forget_targets()
         for name, branch in branches(weights.engine.module).items():

@@ -177,14 +177,16 @@ class ShardedWeights:
 
     @torch.no_grad()
     def check_frozen(self) -> None:
-        """Raise ValueError where a group of a frozen mask has not as many members as the pattern keeps. Collective.
+        """Raise ValueError where a frozen mask is not of the pattern, or prunes a weight that is not 0. Collective.
 
         Such weights are not those of a frozen run.
         """
         halo = self.exchange("mask")
         misfits = torch.zeros((), dtype=torch.int64, device=self.layout.device)
         for chunk in self.chunks():
-            kept_GM = self.to_groups(chunk, self.state.mask(chunk), halo)
+            # A pruned weight that is not 0 counts as kept.
+            kept = self.state.mask(chunk).masked_fill(self.dense(chunk) != 0, 1.0)
+            kept_GM = self.to_groups(chunk, kept, halo)
             # In a full group the kept members are its best ones, and N in number.
             is_full_G = (kept_GM.sum(dim=1) == self.pattern.kept) & (
                 survivors(kept_GM, self.pattern) == kept_GM.bool()

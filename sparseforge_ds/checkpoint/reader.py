@@ -21,7 +21,15 @@ from sparseforge_ds.checkpoint.folder import MANIFEST, find_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.rank_files import RankFiles
 from sparseforge_ds.checkpoint.slots import FlatShapes, read_aliases, read_flat_shapes, read_shapes, read_slots
-from sparseforge_ds.checkpoint.zero_partitions import Number, element_states, number_states, read_field, read_loss_scale
+from sparseforge_ds.checkpoint.zero_partitions import (
+    KEPT,
+    Number,
+    element_states,
+    number_states,
+    read_bits,
+    read_field,
+    read_loss_scale,
+)
 
 _DAMAGE = (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 """Errors that entries of a wrong type raise where they are first used."""
@@ -200,37 +208,43 @@ class Checkpoint:
 
     def _read_range(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
         """Read elements of a weight or state from where this stage keeps them."""
-        entry = self.entries[name]
         files = self._files
         # Untrained weights of ZeRO-3 lie in pieces in the model files of all ranks.
         if key is None and self._in_fragments(name):
             fragments = (read_field(archive, Tensor, "frozen_param_fragments", name) for archive in files.model)
-            return self._assemble(name, (piece.detach().reshape(-1) for piece in fragments), entry.dtype, start, stop)
+            flats = (fragment.detach().reshape(-1) for fragment in fragments)
+            return self._assemble(name, key, ((flat, 0, flat.numel()) for flat in flats), start, stop)
         # Without a master the module holds the weight.
         if key is None and (name not in self._slots or files.flats(0).masters is None):
             return self._in_module(name, start, stop).clone()
         # All else lies in the slots of the flats.
-        pieces = (files.flats(slot.rank).flat(slot.group, key)[slot.start : slot.stop] for slot in self._slots[name])
-        values = self._assemble(name, pieces, entry.dtype if key is None else entry.states[key], start, stop)
+        slots = self._slots[name]
+        pieces = ((files.flats(slot.rank).flat(slot.group, key), slot.start, slot.stop) for slot in slots)
+        values = self._assemble(name, key, pieces, start, stop)
         if key is None and self.stage < 3:
             self._check_copy(name, values, start, stop)
         return values
 
-    def _assemble(self, name: str, pieces: Iterable[Tensor], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of pieces that lie end to end."""
-        out = torch.empty(stop - start, dtype=dtype)
+    def _assemble(
+        self, name: str, key: str | None, pieces: Iterable[tuple[Tensor, int, int]], start: int, stop: int
+    ) -> Tensor:
+        """Return elements [start, stop) of pieces that lie end to end, each a flat, its first element and its stop."""
+        entry = self.entries[name]
+        dtype = entry.dtype if key is None else entry.states[key]
+        parts = [torch.empty(0, dtype=dtype)]
         position = 0
-        for piece in pieces:
-            if piece.dtype != dtype:
-                raise ValueError(f"{self.folder}: the ranks hold {name} as {piece.dtype} and as {dtype}")
-            low = max(start - position, 0)
-            high = min(stop - position, piece.numel())
-            if low < high:
-                out[position + low - start : position + high - start] = piece[low:high]
-            position += piece.numel()
-        if position < stop:
+        for flat, first, end in pieces:
+            low = first + max(start - position, 0)
+            high = max(min(first + stop - position, end), low)
+            part = read_bits(flat, low, high) if key == KEPT else flat[low:high]
+            if part.dtype != dtype:
+                raise ValueError(f"{self.folder}: the ranks hold {name} as {part.dtype} and as {dtype}")
+            parts.append(part)
+            position += end - first
+        values = torch.cat(parts)
+        if len(values) < stop - start:
             raise ValueError(f"{self.folder}: the pieces of {name} are smaller than its shape; it is damaged")
-        return out
+        return values
 
     def _in_module(self, name: str, start: int, stop: int) -> Tensor:
         """Return a view of elements [start, stop) of the module's own tensor."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.pt_file import PtFile
 
 Number = int | float
+KEPT = "kept"
+"""Key of frozen masks in a flat's state: bits, 8 elements a byte, the first in the lowest bit."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def stage0_names(
             if flats.masters is not None:
                 sizes = {flats.masters[index].numel()}
             else:
-                sizes = {v.numel() for v in flats.states[index].values() if isinstance(v, Tensor) and v.dim()}
+                states = {key: value for key, value in flats.states[index].items() if key != KEPT}
+                sizes = {value.numel() for value in states.values() if isinstance(value, Tensor) and value.dim()}
             if sizes - {numel}:
                 raise ValueError(f"{archive.path}: {flat_names} of its client state do not fit their optimizer state")
     return named
@@ -195,13 +198,19 @@ def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | No
     return None
 
 
+def read_bits(packed: Tensor, start: int, stop: int) -> Tensor:
+    """Return elements [start, stop), bool, of bits that are packed as `KEPT`."""
+    bits = (packed[start // 8 : -(-stop // 8), None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.view(-1)[start % 8 : start % 8 + stop - start].bool()
+
+
 def element_states(state: dict[str, Any], numel: int) -> dict[str, torch.dtype]:
-    """Return the dtype of each entry of a flat's state that holds one value per element."""
-    return {
-        key: value.dtype
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.numel() >= numel
-    }
+    """Return the dtype of each entry of a flat's state that holds one value per element; of bits torch.bool."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
+    dtypes = {key: value.dtype for key, value in tensors.items() if value.numel() >= numel and key != KEPT}
+    if KEPT in tensors and tensors[KEPT].dtype == torch.uint8 and 8 * tensors[KEPT].numel() >= numel:
+        dtypes[KEPT] = torch.bool
+    return dtypes
 
 
 def number_states(state: dict[str, Any]) -> dict[str, Number]:

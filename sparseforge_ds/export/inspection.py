@@ -286,7 +286,7 @@ def _read(folder: Path, quick: bool) -> RunStatus:
 
 
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
-    """Read one mask, which is no longer stored once it is `released`, and describe it."""
+    """Read one mask, of which one bit a weight is left once it is `released`, and describe it."""
     mask, dense = read_masked(checkpoint, weight.name, released, 0, math.prod(weight.shape))
     mask_GM = pattern.to_groups(mask, weight.shape, weight.input_axis)
     dense_GM = pattern.to_groups(dense, weight.shape, weight.input_axis)

@@ -20,11 +20,11 @@ from sparseforge_ds.checkpoint.folder import find_checkpoint, find_run, read_jso
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
+from sparseforge_ds.checkpoint.zero_partitions import KEPT
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.counting import chunk_ranges, count_members
 from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_config_json, require_finite
 from sparseforge_ds.export.workers import each
-from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM
@@ -41,7 +41,7 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
     Args:
         checkpoint: with both.
         name: of the weight.
-        released: True if the checkpoint stores no masks any more; weights that are not zero are kept then.
+        released: True if the checkpoint stores one bit a weight in place of masks.
         start: first element, flat.
         stop: one behind the last element.
 
@@ -51,7 +51,7 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
     states = checkpoint.states(name)
     if released:
         dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
-        return is_kept(dense).float(), dense
+        return checkpoint.slice(name, KEPT, start, stop).float(), dense
     if not {"mask", "dense"} <= set(states):
         raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the first optimizer step")
     mask, dense = (values_of(checkpoint.slice(name, key, start, stop)) for key in ("mask", "dense"))
@@ -78,7 +78,7 @@ class RunSource(Source):
         self.step = saved.step
         self.quantize = self.config.quantize if self.config.is_quantized(self.step, hard=True) else None
         self.released = self.step >= self.config.release_step
-        """True if masks are not stored any more: pruned weights are +0.0."""
+        """True if masks are stored as one bit a weight."""
         self.finished = self.step >= self.config.resolved_schedule.freeze_step
         self.formed = self._has_formed_masks(saved)
         """True if masks have moved; as long as all values are 1 they decide nothing."""
@@ -112,7 +112,7 @@ class RunSource(Source):
         for name in masked:
             read_masked(self.checkpoint, name, self.released, 0, 0)
         for name in self.checkpoint.shapes:
-            if "mask" in self.checkpoint.states(name) and name not in masked:
+            if name not in masked and {"mask", KEPT} & set(self.checkpoint.states(name)):
                 raise ValueError(
                     f"{self.folder}: {name} has a mask, but its client state does not list it; it is damaged"
                 )

@@ -35,8 +35,3 @@ def followed_step(dense: Tensor, before: Tensor, effective: Tensor) -> Tensor:
         effective: (n,) fp32 m_eff, at which the gradient was taken.
     """
     return lerp(before, dense, effective)
-
-
-def is_kept(weights: Tensor) -> Tensor:
-    """Return (n,) bool of weights whose mask is frozen: all but +0.0, since a checkpoint has a kept 0 as -0.0."""
-    return (weights != 0) | weights.signbit()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.pattern import NM, Block, Pattern
 
 SCALE_DTYPE = torch.bfloat16
@@ -43,13 +42,12 @@ def quantize(weight_GI: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def quantized(weight_GI: Tensor, bits: int) -> Tensor:
-    """Return Q(w) = q s, (G, I) fp32. A kept weight that is rounded to 0 becomes -0.0, so that it still shows as kept.
+    """Return Q(w) = q s, (G, I) fp32, in which every zero is +0.0.
 
     The gradient passes straight through: dL/dQ(w) is used for W as dL/dw is.
     """
     code_GI, scale_G1 = quantize(weight_GI, bits)
-    rounded_GI = code_GI * scale_G1
-    return torch.where(is_kept(weight_GI) & (rounded_GI == 0), -0.0, rounded_GI)
+    return code_GI * scale_G1 + 0.0
 
 
 def scale_group(pattern: Pattern, kept: int | None, inputs: int) -> NM:

@@ -77,6 +77,7 @@ def checkpoint_bytes(model: Architecture, settings: MemorySettings, frozen: bool
     """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights."""
     kinds = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
     states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "method states"))
+    states += kinds["kept bits"] if frozen else 0
     if settings.forge.keeps_sums:  # as text, in every rank's copy of the client state
         states += math.ceil(4 * model.rows_and_columns * 4 / 3) * (settings.ranks if settings.stage == 3 else 1)
     return states + settings.of_master * model.total + (settings.low * model.total if settings.stage < 3 else 0)

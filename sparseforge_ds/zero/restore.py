@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint, Group
-from sparseforge_ds.checkpoint.zero_partitions import Number
+from sparseforge_ds.checkpoint.zero_partitions import KEPT, Number
+from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
 from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.zero.shard import Shard, ShardLayout
@@ -23,7 +24,7 @@ from sparseforge_ds.zero.state import ShardState
 _KINDS = ("betas", "eps", "momentum", "alpha", "rho", "lambd", "etas")
 """Hyperparameters by which kinds of optimizers differ."""
 Masks = Literal["none", "moving", "frozen"]
-"""Masks in a checkpoint: none before the first step, states while they move, zeros of weights once frozen."""
+"""Masks in a checkpoint: none before the first step, states while they move, one bit a weight once frozen."""
 
 
 @dataclass
@@ -66,6 +67,7 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
         buffer.copy_(content.buffers[name])
     # The optimizer's state, with ours in it.
     state.reset()
+    state.released = masks == "frozen"
     layout.load_optimizer(content.states, content.settings)
     # Loss scale, scheduler and counters.
     engine = layout.engine
@@ -180,15 +182,16 @@ class _Reader:
             )
 
     def _check_masks(self) -> None:
-        """Check that prunable weights have all states of ours while masks move, and no mask once they are frozen."""
-        expected = {"moving": set(self.state.keys), "frozen": set(), "none": set()}[self.masks]
+        """Check that prunable weights have all states of ours while masks move, and bits alone once they are frozen."""
+        expected = {"moving": set(self.state.keys), "frozen": {KEPT}, "none": set()}[self.masks]
+        origin = "a run whose masks are frozen" if self.masks == "frozen" else "a run with this importance"
         for index in self.state.flats:
             for shard in self.shards[index]:
                 saved_states = set(self.checkpoint.states(self.source[shard.name]))
                 if missing := expected - saved_states:
                     raise ValueError(
                         f"{self.folder}: holds no {', '.join(sorted(missing))} of {shard.name}; "
-                        "it was not saved by a run with this importance"
+                        f"it was not saved by {origin}"
                     )
                 if self.masks == "frozen" and "mask" in saved_states:
                     raise ValueError(
@@ -219,19 +222,20 @@ class _Reader:
         return out
 
     def _read_state(self, index: int) -> dict[str, Any]:
-        """Return a flat's optimizer state; empty if no weight in it had a gradient yet."""
+        """Return a flat's optimizer state, without moments if no weight in it had a gradient yet."""
         entries = [self.checkpoint.entries[self.source[shard.name]] for shard in self.shards[index]]
-        keys = {key for entry in entries for key in entry.states}
-        # After the freeze W is a state only beside masters of fewer bits.
+        keys = {key for entry in entries for key in entry.states} - {KEPT}
+        device = self.layout.flats[index].device
+        state: dict[str, Any] = {}
+        # After the freeze W is a state only beside masters of fewer bits, and the mask is one bit a weight.
         if index in self.state.flats and self.masks == "frozen":
             keys -= {"dense"}
             keys |= {"dense"} if self.state.keeps_dense(index) else set()
-        if not keys:
-            return {}
-        state: dict[str, Any] = self._read_scalars(index)
+            state[KEPT] = pack(self._read_flat(index, KEPT, torch.bool, device).view(-1))
+        if keys:
+            state |= self._read_scalars(index)
         for key in sorted(keys, key=lambda key: (key in self.state.keys, key)):
-            dtype = self.state.state_dtype(index, key)
-            state[key] = self._read_flat(index, key, dtype, self.layout.flats[index].device)
+            state[key] = self._read_flat(index, key, self.state.state_dtype(index, key), device)
         return state
 
     def _read_scalars(self, index: int) -> dict[str, Any]:

@@ -5,9 +5,8 @@ element for each element of DeepSpeed's flat master partition: DeepSpeed saves, 
 its moments only if a parameter's state is empty, so our tensors wait outside until its first step is over.
 
 Once masks are frozen, pruned elements of W are never used again, and the master is the weight that trains, unless it
-has fewer bits than W: 16, or those of a quantized weight. One bit a weight, `kept`, stays in memory, and a checkpoint
-holds nothing else of ours. A pruned weight is +0.0 in it and a kept one never is: a kept weight that happens to be 0 is
-written as -0.0 (`mark_kept_zeros`), so that the mask can be read from the weights.
+has fewer bits than W: 16, or those of a quantized weight. One bit a weight, `kept`, is left. It is no state of the
+optimizer, which might take it for one of its own; the optimizer's `state_dict` has it, so that DeepSpeed saves it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparseforge_ds.mask.effective_mask import is_kept
+from sparseforge_ds.checkpoint.zero_partitions import KEPT
 from sparseforge_ds.mask.kernels.bits import pack, unpack
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
@@ -57,15 +56,13 @@ class ShardState:
         self.released = False
         """True once masks are frozen and only `kept` is left of our tensors."""
         self.kept: dict[int, Tensor] = {}
-        """Packed bits of the top N of the mask in every group, 8 weights a byte, by master partition.
-
-        They can be computed again from the masks, or from the weights once frozen.
-        """
+        """Packed bits of the top N of the mask in every group, 8 weights a byte, by master partition."""
         self._by_flat: dict[int, list[Shard]] = {}
         for shard in shards.values():
             self._by_flat.setdefault(shard.flat, []).append(shard)
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[int, dict[str, Tensor]] = {}
+        layout.inner.register_state_dict_post_hook(self._add_kept)
         layout.inner.register_load_state_dict_pre_hook(self._before_load)
         layout.inner.register_load_state_dict_post_hook(self._after_load)
 
@@ -233,7 +230,6 @@ class ShardState:
                 masked_gradient(moment.view(-1), self.packed_kept(index))
         self._waiting = {index: state for index, state in self._waiting.items() if state}
         self.released = True
-        self.mark_kept_zeros()
 
     def _chunks(self, index: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield chunks of a partition's elements, each a multiple of 8, with their bytes of `kept`."""
@@ -271,36 +267,7 @@ class ShardState:
             offset += 8 - first_bit
         masked_gradient(values, bits[offset // 8 : -(-(offset + len(values)) // 8)])
 
-    @torch.no_grad()
-    def mark_kept_zeros(self) -> Tensor:
-        """Write kept weights that are 0 as -0.0, so that checkpoints and gradients can tell them from pruned ones.
-
-        Returns:
-            () int64 number of weights that were written, on the device of collectives.
-        """
-        written = torch.zeros((), dtype=torch.int64, device=self.layout.device)
-        for index in self.flats:
-            master = self.layout.flats[index].data
-            dense = self.separate_dense(index)
-            for weights in (master,) if dense is None else (master, dense):
-                flat = weights.view(-1)
-                for chunk, kept in self.kept_chunks(index):
-                    zero = kept & (flat[chunk] == 0) & ~flat[chunk].signbit()
-                    flat[chunk] = torch.where(zero, -0.0, flat[chunk])
-                    written += zero.sum().to(written.device)
-        return written
-
-    def read_kept_from_weights(self) -> None:
-        """Set `kept` where loaded weights of a frozen run are not +0.0, and mark the state as released."""
-        self.released = True
-        self._waiting.clear()
-        self.kept.clear()
-        for index in self.flats:
-            weights = self.weights_being_trained(index).view(-1)
-            for chunk, bits in self._chunks(index):
-                bits.copy_(pack(is_kept(weights[chunk])))
-
-    # -- loading ------------------------------------------------------------------------------------------------------
+    # -- saving and loading -------------------------------------------------------------------------------------------
 
     def state_dtype(self, index: int, key: str) -> torch.dtype:
         """Return the dtype of a per-element state: that of masks, else of the tensor that the optimizer steps."""
@@ -310,20 +277,43 @@ class ShardState:
             return torch.float32
         return self.layout.flats[index].dtype
 
-    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Remember the loaded tensors: torch would cast ours, and moments of fp32 weights, to the master's dtype."""
+    def _add_kept(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Add the packed `kept` to a state dict of the optimizer, once it is all that is left of masks."""
+        if not self.released:
+            return
+        states = state_dict["state"]
+        for number, index in self._numbered(optimizer):
+            if index in self._by_flat:
+                # The dict of a partition is the optimizer's own.
+                states[number] = {**states.get(number, {}), KEPT: self.packed_kept(index)}
+
+    def _numbered(self, optimizer: Optimizer) -> Iterator[tuple[int, int]]:
+        """Yield each partition's number in a state dict of the optimizer, and its index."""
+        flats = (flat for group in optimizer.param_groups for flat in group["params"])
+        for number, flat in enumerate(flats):
+            yield number, self.layout.index_of[id(flat)]
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Remember the loaded tensors, and return the state dict without `kept`.
+
+        torch would cast ours, and moments of fp32 weights, to the master's dtype.
+        """
+        states = {number: state for number, state in state_dict["state"].items() if isinstance(state, dict)}
         self._loading = {
-            key: {name: value for name, value in state.items() if isinstance(value, Tensor)}
-            for key, state in state_dict["state"].items()
-            if isinstance(state, dict)
+            number: {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            for number, state in states.items()
         }
+        # Adam makes its moments where a weight has no state at all.
+        own_states = {n: {key: value for key, value in state.items() if key != KEPT} for n, state in states.items()}
+        return {**state_dict, "state": {number: state for number, state in own_states.items() if state}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Put the remembered tensors into the optimizer's state, in the dtype in which they were saved."""
-        parameters = (flat for group in optimizer.param_groups for flat in group["params"])
-        for number, flat in enumerate(parameters):
-            index = self.layout.index_of[id(flat)]
+        for number, index in self._numbered(optimizer):
+            flat = self.layout.flats[index]
             loaded = self._loading.get(number, {})
+            if index in self._by_flat and (kept := loaded.pop(KEPT, None)) is not None:
+                self.kept[index] = kept.to(device=flat.device)
             ours = set(loaded) & set(self.keys) if index in self._by_flat else set()
             self._check_loaded(index, flat, loaded, ours)
             for key in ours:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.checkpoint.zero_partitions import KEPT
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.export.formats import export
@@ -69,11 +70,12 @@ def result_of(checkpoint: Checkpoint) -> Result:
     def tensors(model: bool) -> Any:
         nonlocal strange
         for name in checkpoint.shapes:
-            keys = [key for key in checkpoint.states(name) if (key in ("mask", "dense")) == model]
+            keys = [key for key in checkpoint.states(name) if (key in ("mask", "dense", KEPT)) == model]
             values = [checkpoint.state(name, key) for key in keys] + [checkpoint.weight(name)] * model
             if model:
                 strange |= not all(bool(torch.isfinite(value.float()).all()) for value in values)
-                expected = {"dense": torch.float32, "mask": torch.uint16} if name in listed and moving else {}
+                masks = {"dense": torch.float32, "mask": torch.uint16} if moving else {KEPT: torch.bool}
+                expected = masks if name in listed else {}
                 strange |= expected != {key: checkpoint.state(name, key).dtype for key in keys}
             yield [name, keys]
             yield from values

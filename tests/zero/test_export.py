@@ -22,7 +22,6 @@ from sparseforge_ds.export import verification
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.reference import filled_model
-from sparseforge_ds.mask.effective_mask import is_kept
 from sparseforge_ds.mask.kernels.codes import decode, encode
 from sparseforge_ds.model.families import BRANCH
 from tests import tiny_models
@@ -333,9 +332,9 @@ def test_the_reader_returns_the_states_of_the_forge(runs: dict[str, Run]) -> Non
     for name in ("stage0-fp32", "stage0-bf16", "stage1-tied-bf16", "stage3-bf16", "stage2-low-rank-conv1d"):
         checkpoint = Checkpoint(runs[name].folder)
         for key, mask in runs[name].mask.items():
-            assert torch.equal(is_kept(checkpoint.weight(key).flatten()).float(), mask)
+            assert torch.equal(checkpoint.state(key, "kept").flatten().float(), mask)
             assert torch.equal(checkpoint.weight(key).flatten(), runs[name].dense[key])
-            assert set(checkpoint.states(key)) == {"exp_avg", "exp_avg_sq"}
+            assert set(checkpoint.states(key)) == {"exp_avg", "exp_avg_sq", "kept"}
     for name in ("stage2-unfinished", "stage3-unfinished-bf16"):
         checkpoint = Checkpoint(runs[name].folder)
         for key, mask in runs[name].mask.items():
@@ -384,18 +383,21 @@ sys.exit(main(["consolidate", "--skip_proof", {str(runs["stage3-bf16"].folder)!r
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["weight", "mask", "no forge", "list"])
+@pytest.mark.parametrize("damage", ["weight", "bit", "mask", "no forge", "list"])
 def test_inconsistent_checkpoints_are_refused(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs["stage3-unfinished-bf16" if damage == "mask" else "stage3-bf16"].folder, run)
-    kind = "optim" if damage in ("weight", "mask") else "model"
+    kind = "optim" if damage in ("weight", "bit", "mask") else "model"
     file = sorted((run / "checkpoints" / "step").glob(f"*_{kind}_states.pt"))[0]
     content = torch.load(file, weights_only=False)
     if damage == "weight":
         master = content["optimizer_state_dict"]["fp32_flat_groups"][0].data
         master[(master == 0).nonzero()[0]] = 1.0
+        message = "the master of model.layers.0.self_attn.q_proj.weight is not mask * dense"
+    elif damage == "bit":
+        content["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["kept"][0] ^= 1
         message = "model.layers.0.self_attn.q_proj.weight is not 2:4 although its mask was frozen"
     elif damage == "mask":
         for state in content["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, is_kept, published
+from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, published
 from sparseforge_ds.mask.pattern import top_n
 
 UNIT = st.floats(0, 1, width=32)
@@ -40,10 +40,6 @@ def test_a_weight_follows_by_its_share(shares: list[float]) -> None:
     assert torch.equal(followed[effective == 1], dense[effective == 1])
     assert torch.equal(followed[effective == 0], before[effective == 0])
     assert torch.equal(followed_step(before, before, effective), before), "a weight that stood still moved"
-
-
-def test_a_kept_zero_is_told_by_its_sign() -> None:
-    assert is_kept(torch.tensor([0.0, -0.0, 1e-40, -3.0])).tolist() == [False, True, True, True]
 
 
 def test_published_zeros_are_positive() -> None:

@@ -38,10 +38,10 @@ def test_codes_are_on_the_grid_and_bf16_holds_the_scales() -> None:
             assert torch.equal(quantized(code * scale, bits), code * scale)
 
 
-def test_zeros_stay_and_kept_ones_still_show() -> None:
+def test_every_zero_is_positive() -> None:
     rounded = quantized(torch.tensor([[7.0, 0.1, -0.1, 0.0, -0.0], [0.0, 0.0, -0.0, 0.0, 0.0]]), 4)
     assert rounded.tolist() == [[7.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 5]
-    assert rounded.signbit().tolist() == [[False, True, True, False, True], [False, False, True, False, False]]
+    assert not rounded.signbit().any()
 
 
 def test_scales_have_groups_of_kept_values() -> None:
