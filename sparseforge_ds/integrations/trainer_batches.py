@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class StartBatches:
 
     Args:
         trainer: the trainer, of which set, collator and micro-batch are used.
-        start: says how many sequences an Adam step has. The first example stands for the length of all.
+        start: says how many sequences an Adam step has. The first examples say how long a sequence is.
         objective: the task loss.
     """
 
@@ -161,23 +161,30 @@ class StartBatches:
         self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
         self._rank = trainer.args.process_index
         self._ranks = trainer.args.world_size
+        # Sequences are as long as those of the first micro-batch, on average over the ranks, whose sets may differ.
+        largest = trainer.args.per_device_train_batch_size
+        examples = _endless(trainer.train_dataset)
+        first = list(islice(examples, largest * self._ranks))
+        self._examples = chain(first, examples)
+        token_BS = self._collated(first, largest).token_BS
+        total = torch.tensor(token_BS.shape[1], device=token_BS.device)
+        torch.distributed.all_reduce(total)
+        length = max(1, int(total) // self._ranks)
         # Divide the sequences of an Adam step into micro-batches, none larger than a training step's.
-        inputs = self._collate(list(islice(_endless(trainer.train_dataset), 1)))
-        length = next(value.shape[1] for value in inputs.values() if isinstance(value, Tensor) and value.dim() > 1)
         steps = trainer.forge.config.max_steps
         tokens = start.tokens_of(steps * trainer.forge.engine.train_batch_size() * length)
-        largest = trainer.args.per_device_train_batch_size
         self._size, self.per_batch = start.micro_batches(tokens, length, self._ranks, largest)
-        self._examples = _endless(trainer.train_dataset)
 
     def passes(self, batch: int) -> list[Closure]:
         """Return the losses of this rank's next micro-batches; `batch` must count up by one."""
         return [partial(self.objective.cross_entropy, self._next()) for _ in range(self.per_batch)]
 
     def _next(self) -> MicroBatch:
-        examples = list(islice(self._examples, self._size * self._ranks))
-        own_examples = examples[self._rank * self._size :][: self._size]
-        inputs = self._prepare(self._collate(own_examples))
+        return self._collated(list(islice(self._examples, self._size * self._ranks)), self._size)
+
+    def _collated(self, examples: list[Any], size: int) -> MicroBatch:
+        """Return this rank's part of the examples, `size` of them."""
+        inputs = self._prepare(self._collate(examples[self._rank * size :][:size]))
         return task_micro_batch(inputs, None, self.objective.engine.module)
 
 

@@ -239,6 +239,7 @@ class RunProbeBatches:
         if layout is not None:
             self.batches = self.batches.divided_as(layout)
             self.sequences = layout.global_batch
+        self.reads_the_loss = layout is None
         self.context = context
         self.position = position
         self.direction = direction
@@ -253,7 +254,8 @@ class RunProbeBatches:
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
         self.batches_read = max(self.batches_read, batch + 1)
-        self.batches.require_trained(self._sequences(batch))
+        if self.reads_the_loss:  # a start compares hidden states, also of sequences without trained tokens
+            self.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
 
     def divisor(self, batch: int) -> float | None:

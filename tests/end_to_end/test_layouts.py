@@ -140,6 +140,9 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
     again = taken_back(tmp_path / "1x4-0", 3, tmp_path / "again")
     train(*flags(tmp_path, block, 3, 3, again, **completions), "--resume", ranks=2)
     assert_same(again, expected)
+    # A start reads single sequences, some of them without a trained token.
+    started = block | {"start": {"tokens": 640, "epochs": 1, "batch": 1}}
+    train(*flags(tmp_path, started, 0, 4, tmp_path / "started", **completions), ranks=1)
     run = tmp_path / "all"
     train(*flags(tmp_path, block, 0, 4, run, dataset=text), ranks=1)
     assert any((dense - expected[name][1]).abs().max() > 1e-3 for name, (_, dense) in states(run).items())
