@@ -126,7 +126,7 @@ Tensor padded(const Tensor& x, int64_t block) {
     return wide;
 }
 
-// x as the AVX-512 path reads it for bf16 and rounded values: of each block of 128 inputs first the even runs of 16.
+// x as the AVX-512 path reads it for bf16 and 8-bit values: of each block of 128 inputs first the even runs of 16.
 Tensor halved(const Tensor& x) {
     constexpr int64_t RUN = 16, RUNS = 8, BLOCK = RUN * RUNS;
     const int64_t inputs = x.size(1), width = (inputs + BLOCK - 1) / BLOCK * BLOCK;
@@ -142,6 +142,12 @@ Tensor halved(const Tensor& x) {
         }
     }
     return blocks;
+}
+
+// x as the AVX-512 path reads it for bf16 and int4: of each block of 32 groups the members 0, then 1, 2 and 3.
+Tensor by_group(const Tensor& x) {
+    const Tensor wide = padded(x, 128);
+    return wide.view({x.size(0), -1, 32, 4}).transpose(2, 3).reshape({x.size(0), -1});
 }
 
 // x as the portable path reads it: four arrays a row, see there.
@@ -162,6 +168,7 @@ Tensor by_member(const Tensor& x) {
 Tensor prepared(const Tensor& x, Path path, bool bf16, Values values) {
 #if defined(__x86_64__)
     const bool coded = values != Values::as_x;
+    if (path == Path::avx512 && bf16 && values == Values::int4) return by_group(x);
     if (path == Path::avx512) return bf16 && coded ? halved(x) : padded(x, coded ? 128 : bf16 ? 64 : 32);
     if (path == Path::avx2) {
         const at::ArrayRef<int> order(bf16 && !coded ? Sixteen<c10::BFloat16>::ORDER : Sixteen<float>::ORDER);

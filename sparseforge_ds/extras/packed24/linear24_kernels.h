@@ -50,10 +50,11 @@ constexpr int64_t PER = std::is_same_v<V, Int4> ? 2 : 1;  // kept values in an e
 struct Place {
     const Job& job;
     int64_t output, at;
-    INLINE float scale(int64_t later = 0) const {
+    INLINE const c10::BFloat16* scales(int64_t later = 0) const {
         const int64_t group = uint32_t(at + later) / uint32_t(job.group);
-        return job.group_scale[output * job.groups + std::min(group, job.groups - 1)];
+        return job.group_scale + output * job.groups + std::min(group, job.groups - 1);
     }
+    INLINE float scale(int64_t later = 0) const { return *scales(later); }
 };
 
 template <typename T>
@@ -71,6 +72,11 @@ INLINE void store(const Job& job, int64_t row, int64_t output, float sum) {
 #define ISA_FP32 "avx512f,avx512bw,avx512vl,avx512dq"
 
 INLINE void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T2); }
+// Fetch the scales of int4 of `count` outputs, which the next block needs from its beginning on.
+INLINE void fetch_scales(const Job& job, int64_t output, int64_t count) {
+    const auto* from = reinterpret_cast<const char*>(job.group_scale + output * job.groups);
+    for (int64_t at = 0; at < count * job.groups * 2; at += 64) fetch(from + at);
+}
 
 struct Bf16 {
     using T = c10::BFloat16;
@@ -245,45 +251,80 @@ struct Fp32By {
     }
 };
 
-// int4, whose block is half a cache line. With bf16, the bits of a value's place in its 64 pick it out of a table of 32
-// numbers, of which the upper half repeats the lower one: the fifth bit is its neighbour's. Sums of a block are scaled.
-struct Bf16Int4 : Bf16By<Int8> {
+// int4, whose block is half a cache line: a byte is a group. With bf16, the first values of the 32 groups are one
+// register and the second ones another, out of a table of 32 numbers, of which the upper half repeats the lower one: the
+// fifth bit is a neighbour's. x lies so, too (see `by_group`): the members 0 of a block's groups, then its members 1 and
+// so on. A first value meets member 0, 1 or 2, a second one 1, 2 or 3. Sums of a block are scaled.
+struct Bf16Int4 {
+    using T = c10::BFloat16;
     using V = Int4;
-    struct Constants : Bf16By<Int8>::Constants { __m512i table, spread, bits[2], lane; };
+    static constexpr int64_t KEPT = 64;
+    static constexpr float UNIT = 1;
+    struct Word { uint64_t low, high; };
+    struct Input { __m512i member[4]; };
+    struct Index { __mmask32 first[2], second[2]; };
+    struct Constants { __m512i table, shift, bit[4], lane[2]; };
     struct Values { __m512i first, second; __m512 scale; };
 
     ISA(ISA_BF16) static INLINE Constants constants() {
-        alignas(64) uint16_t table[32], bits[2][32];
-        alignas(64) uint64_t spread[8];
-        alignas(64) uint32_t lane[16];
+        alignas(64) uint16_t table[32], lane[2][32];
+        alignas(64) uint8_t shift[64];
         for (int code = 0; code < 32; ++code) table[code] = c10::BFloat16(float((code & 15 ^ 8) - 8)).x;
-        for (int i = 0; i < 32; ++i) bits[0][i] = 4 * (i % 8), bits[1][i] = 4 * (i % 8) + 32;
-        for (int i = 0; i < 8; ++i) spread[i] = i / 2;
-        for (int i = 0; i < 16; ++i) lane[i] = i / 4;
-        Constants c{Bf16By<Int8>::constants()};
-        c.table = _mm512_load_si512(table), c.spread = _mm512_load_si512(spread), c.lane = _mm512_load_si512(lane);
-        c.bits[0] = _mm512_load_si512(bits[0]), c.bits[1] = _mm512_load_si512(bits[1]);
+        for (int byte = 0; byte < 64; ++byte) shift[byte] = 32 * (byte / 16 % 2) + 16 * (byte / 8 % 2) + 4 * (byte % 8 / 2);
+        for (int i = 0; i < 32; ++i) lane[0][i] = i / 8, lane[1][i] = i / 16;
+        Constants c{_mm512_load_si512(table), _mm512_load_si512(shift), {}, {_mm512_load_si512(lane[0]),
+                    _mm512_load_si512(lane[1])}};
+        for (int i = 0; i < 4; ++i) c.bit[i] = _mm512_set1_epi16(1 << i);
         return c;
     }
-    ISA(ISA_BF16) static INLINE __m512 scales(const Constants& c, const Place& place) {
-        if (place.job.group % KEPT == 0) return _mm512_set1_ps(place.scale());
-        const __m128 four = _mm_setr_ps(place.scale(), place.scale(16), place.scale(32), place.scale(48));
-        return _mm512_permutexvar_ps(c.lane, _mm512_castps128_ps512(four));
+    // Two bits of position of both values of each group: four masks.
+    ISA(ISA_BF16) static INLINE Index index(const Constants& c, const Word& word) {
+        const __m512i words = _mm512_mask_set1_epi64(_mm512_set1_epi64(word.low), 0xF0, word.high);
+        const __m512i group = _mm512_multishift_epi64_epi8(c.shift, words);
+        return {{_mm512_test_epi16_mask(group, c.bit[0]), _mm512_test_epi16_mask(group, c.bit[1])},
+                {_mm512_test_epi16_mask(group, c.bit[2]), _mm512_test_epi16_mask(group, c.bit[3])}};
     }
-    ISA(ISA_BF16) static INLINE Values decode(const Constants& c, __m256i pairs, const Place& place) {
-        const __m512i codes = _mm512_permutexvar_epi64(c.spread, _mm512_castsi256_si512(pairs));
-        return {_mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(c.bits[0], codes), c.table),
-                _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(c.bits[1], codes), c.table), scales(c, place)};
+    ISA(ISA_BF16) static INLINE __m512 scales(const Constants& c, const Place& place, int64_t count = KEPT) {
+        const int64_t group = place.job.group;
+        const auto* scale = place.scales();
+        if (group % KEPT == 0) return (__m512)_mm512_maskz_set1_epi16(0xAAAAAAAA, scale->x);
+        uint64_t four = 0;  // of the four parts of a block
+        if (count == KEPT && (group == 16 || group == 32)) {
+            if (group == 16)
+                std::memcpy(&four, scale, 8);
+            else
+                std::memcpy(&four, scale, 4);
+            return (__m512)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, c.lane[group / 32], _mm512_set1_epi64(four));
+        }
+        for (int part = 0; part < 4; ++part) four |= uint64_t(place.scales(16 * part)->x) << 16 * part;
+        return (__m512)_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, c.lane[0], _mm512_set1_epi64(four));
+    }
+    ISA(ISA_BF16) static INLINE Values decode(const Constants& c, __m256i pairs, __m512 scale) {
+        const __m512i word = _mm512_cvtepu8_epi16(pairs);
+        return {_mm512_permutexvar_epi16(word, c.table), _mm512_permutexvar_epi16(_mm512_srli_epi16(word, 4), c.table),
+                scale};
     }
     ISA(ISA_BF16) static INLINE Values values(const Constants& c, const void* from, const Place& place) {
-        return decode(c, _mm256_loadu_si256(static_cast<const __m256i*>(from)), place);
+        return decode(c, _mm256_loadu_si256(static_cast<const __m256i*>(from)), scales(c, place));
     }
     ISA(ISA_BF16) static INLINE Values values(const Constants& c, const void* from, const Place& place, int64_t count) {
-        return decode(c, _mm256_maskz_loadu_epi8((uint32_t{1} << count / 2) - 1, from), place);
+        const __m256i pairs = _mm256_maskz_loadu_epi8((uint32_t{1} << count / 2) - 1, from);
+        return decode(c, pairs, scales(c, place, count));
     }
-    ISA(ISA_BF16) static INLINE __m512 add(__m512 sum, const Input& x, const Halves2& index, const Values& values) {
-        const Halves2 halves{values.first, values.second};
-        return _mm512_fmadd_ps(Bf16By<Int8>::add(_mm512_setzero_ps(), x, index, halves), values.scale, sum);
+    ISA(ISA_BF16) static INLINE Input input(const void* from) {
+        const auto* x = static_cast<const char*>(from);
+        return {{_mm512_loadu_si512(x), _mm512_loadu_si512(x + 64), _mm512_loadu_si512(x + 128),
+                 _mm512_loadu_si512(x + 192)}};
+    }
+    ISA(ISA_BF16) static INLINE __m512 add(__m512 sum, const Input& x, const Index& index, const Values& values) {
+        const auto* member = x.member;
+        const __m512i lower = _mm512_mask_mov_epi16(member[0], index.first[0], member[1]);
+        const __m512i first = _mm512_mask_mov_epi16(lower, index.first[1], member[2]);
+        const __m512i upper = _mm512_mask_mov_epi16(member[2], index.second[0], member[3]);
+        const __m512i second = _mm512_mask_mov_epi16(member[1], index.second[1], upper);
+        __m512 part = _mm512_dpbf16_ps(_mm512_setzero_ps(), (__m512bh)first, (__m512bh)values.first);
+        part = _mm512_dpbf16_ps(part, (__m512bh)second, (__m512bh)values.second);
+        return _mm512_fmadd_ps(part, values.scale, sum);
     }
 };
 
@@ -356,6 +397,7 @@ struct Fp32Int4 : Fp32By<Int8> {
                                      at, ahead, sum);                                                                \
         };                                                                                                           \
         constexpr int64_t STEPS = AHEAD ? 512 / sizeof(P::V) / P::KEPT : 1;                                          \
+        if (AHEAD && std::is_same_v<P::V, Int4>) fetch_scales(job, output + R, R);                                   \
         const auto* later = positions + 2 * R * job.position_bytes;                                                  \
         for (; at + STEPS * P::KEPT <= job.kept; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)            \
             _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                            \
