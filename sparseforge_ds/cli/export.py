@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
-    source = open_source(args.source, args.model, args.dtype)
     if args.group is not None and args.values is None:
         raise ValueError(f"--group {args.group}: it is for rounded values; give --values int4, or leave it out")
+    source = open_source(args.source, args.model, args.dtype)
     grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group))
     compare = None if args.text is None else _comparison(args.text)
     if source.unused:
@@ -117,8 +117,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.out}: {Size(**record['bytes'])}")
     if grid is not None:
         errors = {name: row["error"] for name, row in record["weights"].items()}
-        print(f"{args.out}: {describe_values(grid, errors)}")
-        print(f"{args.out}: {_describe_comparison(record.get('compared'))}")
+        if source.quantize is not None:
+            print(f"{args.out}: values: codes and scales of the run, unchanged")
+        else:
+            print(f"{args.out}: {describe_values(grid, errors)}")
+            print(f"{args.out}: {_describe_comparison(record.get('compared'))}")
     if record.get("adapter"):
         fixed = "" if source.low_rank.learned else ". It stores the fixed matrix P too: --format packed24 does not"
         print(

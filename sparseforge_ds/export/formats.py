@@ -11,7 +11,7 @@ from sparseforge_ds.export.compressed_tensors import WRITTEN_BITS, require_libra
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import Format, write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
-from sparseforge_ds.export.source import Source
+from sparseforge_ds.export.source import Source, recorded_config
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
 from sparseforge_ds.mask.packed_values import GRIDS, GROUP_UNIT, Grid
 from sparseforge_ds.mask.pattern import NM
@@ -87,7 +87,15 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
             f"{where}: the values of {source.folder} are {source.grid.name} already, and would be rounded twice; "
             "export from what it was made of, or copy the folder"
         )
+    # A run's codes and scales are stored as they are; those of its dequantized export cannot be found again.
     trained = source.quantize
+    recorded = recorded_config(source.folder, source.record.get("config"))
+    settings = recorded.quantize if recorded and recorded.is_quantized(source.record["step"], hard=True) else None
+    if trained is None and settings is not None:
+        raise ValueError(
+            f"{where}: the weights of {source.folder} were trained in {settings.bits} bits, and would be "
+            "rounded again; give the run that it was exported from"
+        )
     if trained is not None and (values != "int4" or trained.bits > 4):
         raise ValueError(
             f"{where}: the weights of {source.folder} were trained in {trained.bits} bits, and would be rounded twice; "
@@ -96,7 +104,9 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
     if group is not None and values != "int4":
         raise ValueError(f"--group {group}: {values} has one scale a row; leave it out")
     if trained is not None and group not in (None, trained.group):
-        raise ValueError(f"--group {group}: the run was trained with {trained.group} (null is a row); leave it out")
+        own = "one scale a row" if trained.group is None else f"groups of {trained.group}"
+        raise ValueError(f"--group {group}: the run was trained with {own}; leave it out")
+    # Kernels take groups of some sizes alone, and every weight must divide into them.
     grid = Grid(values, trained.group if trained is not None else group)
     if grid.group is not None and (grid.group < 1 or grid.group % GROUP_UNIT):
         raise ValueError(

@@ -231,7 +231,7 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
     how = ["--format", "packed24", "--dtype", dtype, "--values"]
     assert main(["export", str(runs[name].folder), str(tmp_path / "out"), *how, "int4"]) == 0
     told = capsys.readouterr().out
-    assert "rounding changed a weight by 0.00%" in told and "logits bit-equal" in told
+    assert "values: codes and scales of the run, unchanged" in told and "logits bit-equal" in told
     run, packed = open_source(runs[name].folder, dtype=dtype), open_source(tmp_path / "out")
     stored = TensorFolder(tmp_path / "out")
     for key, weight in run.prunable.items():
@@ -245,6 +245,10 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
     ):
         assert main(["export", str(runs[name].folder), str(tmp_path / "no"), *how, *flags]) == 2
         assert message in capsys.readouterr().err
+    # The dequantized export has lost codes and scales, which rounding would not find again.
+    assert main(["export", str(runs[name].folder), str(tmp_path / "plain")]) == 0
+    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again"), *how, "int4"]) == 2
+    assert "were trained in 4 bits, and would be rounded again; give the run" in capsys.readouterr().err
     assert main(["export", str(runs["stage3-quantized"].folder), str(tmp_path / "no"), *how, "int4"]) == 2
     assert "--group 8: packed24 stores scales of a multiple of 16 kept values, or of a row" in capsys.readouterr().err
 
