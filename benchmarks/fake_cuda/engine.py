@@ -215,9 +215,9 @@ class BareLayout(ShardLayout):
         return None
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the shards of every rank, or no error of any rank; nothing else is gathered."""
-        if value is None:
-            return [None] * self.engine.partitions.rank.world
+        """Return the shards of every rank, no error of any rank, or this rank's counts for those of every rank."""
+        if value is None or isinstance(value, tuple):
+            return [value] * self.engine.partitions.rank.world
         partitions, everyone = self.engine.partitions, []
         for number in range(partitions.rank.world):
             stored = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums, Factors
 from sparseforge_ds.curvature.running_curvature import NO_GRADIENT, RunningCurvature
-from sparseforge_ds.curvature.tiles import Tiles
+from sparseforge_ds.curvature.tiles import TiledShards
 from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments
 from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, scalings, score_moments, standardized_score
@@ -88,12 +88,12 @@ class Ranking:
         for chunk in weights.chunks():
             yield chunk, weights.to_groups(chunk, score(chunk), halo)
 
-    def score_inputs(self, magnitude_without_gradient: bool = False, tiles: Tiles | None = None) -> ScoreInputs:
+    def score_inputs(self, magnitude_without_gradient: bool = False, tiled: TiledShards | None = None) -> ScoreInputs:
         """Return what the scores of all elements are made of. Collective.
 
         Args:
             magnitude_without_gradient: score all matrices by magnitude where the loss had no gradient in any of them.
-            tiles: shards that are read a partition at a time.
+            tiled: shards that are read a partition at a time.
 
         Raises:
             ForgeError: some matrix has no usable curvature.
@@ -104,13 +104,13 @@ class Ranking:
         home = weights.layout.flats[0].device
         factors = None if sums is None else sums.factors(home)
         # Moments of every matrix, added up over its parts on all ranks.
-        if tiles is None:
+        if tiled is None:
             moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=home)
         else:
-            moments = tiles.moments(factors)
+            moments = tiled.moments(factors)
         inputs = ScoreInputs(weights.matrices, moments)  # `per_matrix` then yields the row to add to
         inputs.factors = factors
-        for chunk in weights.chunks(None if tiles is None else tiles.rest):
+        for chunk in weights.chunks(None if tiled is None else tiled.rest):
             dense = weights.dense(chunk)
             for inside, curvature, moments_of_matrix in inputs.per_matrix(chunk, self._elements(chunk)):
                 moments_of_matrix += score_moments(dense[inside], curvature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 import torch
@@ -25,9 +26,11 @@ from sparseforge_ds.mask.kernels.tiles import (
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.shard import Shard
 
+_LOG = logging.getLogger(__name__)
 
-def tiles_of(weights: ShardedWeights) -> Tiles | None:
-    """Return the tiles of this rank's shards, or None where masks are updated matrix by matrix.
+
+def tiled_shards(weights: ShardedWeights) -> TiledShards | None:
+    """Cut this rank's shards into tiles, or return None where masks are updated matrix by matrix. Collective.
 
     Tiles take soft masks of 2:4 on a GPU, scored by magnitude or by a curvature that is a product, and weights that
     are not quantized.
@@ -36,35 +39,42 @@ def tiles_of(weights: ShardedWeights) -> Tiles | None:
     is_product = not config.keeps_elements or config.factored
     is_plain = weights.state.mask_dtype == CODE and config.quantize is None
     if is_product and is_plain and can_tile(weights.pattern, weights.layout.flats[0].device):
-        return Tiles(weights)
+        return TiledShards(weights)
     return None
 
 
-class Tiles:
+class TiledShards:
     """Tables of the tiles of this rank's shards."""
 
     def __init__(self, weights: ShardedWeights) -> None:
-        """Cut the shards into tiles, and copy the tables to their device."""
+        """Cut the shards into tiles, and copy the tables to their device. Collective."""
         self.weights = weights
         self.rest: list[str] = []
         """Weights whose shard is updated by itself: it cuts a group or a byte of bits, or its inputs come first."""
         sums = AxisSums(weights.matrices, weights.shards, torch.device("cpu"))
         runs: dict[int, list[MatrixRun]] = {index: [] for index in weights.state.flats}
+        self.chunks: dict[int, list[Shard]] = {index: [] for index in runs}
+        """Chunks of the shards that are in tiles, by partition."""
+        inputs_first = 0
+        misaligned = 0
         for name, shard in weights.shards.items():
+            if not shard.numel:
+                continue
             weight = weights.prunable[name]
             runs_of_shard = [
                 MatrixRun(part.row, sums.first(name, part), shard.offset + part.start, part.stop - part.start)
                 for part in weights.matrices.slices[name]
             ]
-            is_last = weights.pattern.span(weight.shape, weight.input_axis) == weights.pattern.members
-            if is_last and all(run.is_aligned for run in runs_of_shard):
-                runs[shard.flat] += runs_of_shard
-            else:
+            if weight.input_axis % len(weight.shape) != len(weight.shape) - 1:
+                inputs_first += shard.numel
                 self.rest.append(name)
-        self.chunks: dict[int, list[Shard]] = {index: [] for index in runs}
-        """Chunks of the shards that are in tiles, by partition."""
-        for chunk in weights.chunks([name for name in weights.shards if name not in self.rest]):
-            self.chunks[chunk.flat].append(chunk)
+            elif not all(run.is_aligned for run in runs_of_shard):
+                misaligned += shard.numel
+                self.rest.append(name)
+            else:
+                runs[shard.flat] += runs_of_shard
+                self.chunks[shard.flat] += weights.chunks([name])
+        self._report_rest(inputs_first, misaligned)
         self.complete = set(runs) - {weights.shards[name].flat for name in self.rest}
         """Partitions all of whose shards are in tiles."""
         # One table for all partitions, of which each has a part; a matrix lies in one shard, and its tiles end to end.
@@ -80,7 +90,7 @@ class Tiles:
             self._parts[index] = slice(first, stop)
         # Host tensors go over once, here.
         device = weights.layout.flats[0].device
-        self._tiles = cut_into_tiles([run for runs_of_flat in runs.values() for run in runs_of_flat]).to(device)
+        self._table = cut_into_tiles([run for runs_of_flat in runs.values() for run in runs_of_flat]).to(device)
         self._segments = torch.tensor(segments).view(-1, 2).to(device)
         self._bounds = torch.tensor(bounds).view(-1, 3).to(device)
         self._all_measured = torch.ones(len(bounds), dtype=torch.bool, device=device)
@@ -93,11 +103,13 @@ class Tiles:
         Args:
             factors: factors of the curvature; None for plain magnitude.
         """
+        # A row of sums for every tile of every partition.
         curvature = self._curvature(factors, ())
-        sums = new_moments(self._tiles)
+        sums = new_moments(self._table)
         for index, part in self._parts.items():
             dense = self.weights.state.weights_being_trained(index).view(-1)
-            sum_moments(dense, curvature, self._tiles[part], sums[part])
+            sum_moments(dense, curvature, self._table[part], sums[part])
+        # One row for every matrix.
         return add_moments(sums, self._segments)
 
     def move(
@@ -114,10 +126,11 @@ class Tiles:
         """
         weights = self.weights
         state = weights.state
-        curvature = self._curvature(factors, by_magnitude)
-        sums = torch.empty(len(self._tiles), SUMS, device=self._tiles.device)
-        # One launch a partition; without targets of an earlier update there are no flips to count.
+        # Without targets of an earlier update there are no flips to count.
         are_known = all(weights.metrics.has_target_bits(index) for index in self._parts)
+        # One launch a partition, each with the rows of its own tiles.
+        curvature = self._curvature(factors, by_magnitude)
+        sums = torch.empty(len(self._table), SUMS, device=self._table.device)
         for index, part in self._parts.items():
             kept = state.packed_kept(index)
             partition = TiledPartition(
@@ -127,10 +140,24 @@ class Tiles:
                 kept,
                 weights.layout.flats[index].data.view(-1),
             )
-            update_partition(partition, curvature, scaling, self._tiles[part], dials, midpoint, sums[part])
+            update_partition(partition, curvature, scaling, self._table[part], dials, midpoint, sums[part])
         # The sums of all tiles, for the metrics.
         elements = sum(chunk.numel for chunks in self.chunks.values() for chunk in chunks)
         weights.metrics.add_tiles(sums.sum(dim=0, dtype=torch.float64), elements, are_known)
+
+    def _report_rest(self, inputs_first: int, misaligned: int) -> None:
+        """Log how many elements of all ranks are not in tiles, and why. Collective."""
+        elements = sum(shard.numel for shard in self.weights.shards.values())
+        of_ranks = self.weights.layout.all_gather_object((elements, inputs_first, misaligned))
+        elements, inputs_first, misaligned = (sum(counts) for counts in zip(*of_ranks, strict=True))
+        if inputs_first + misaligned and self.weights.layout.rank == 0:
+            _LOG.info(
+                "masks of %.1f%% of the pruned weights are updated matrix by matrix, which takes longer: %.1f%% have "
+                "their inputs in rows (Conv1D), and the shards of %.1f%% begin or end inside a byte of mask bits",
+                100 * (inputs_first + misaligned) / elements,
+                100 * inputs_first / elements,
+                100 * misaligned / elements,
+            )
 
     def _curvature(self, factors: Factors | None, by_magnitude: Collection[int]) -> TiledCurvature:
         """Return H of all matrices as tiles take it."""

@@ -35,7 +35,7 @@ class MaskMethod:
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         self.weights = weights
         self.ranking = ranking
-        self.published: Collection[int] = ()
+        self.written_masters: Collection[int] = ()
         """Partitions whose masters `update` has written already, until the next `write_masters`."""
 
     @property
@@ -104,8 +104,8 @@ class MaskMethod:
 
         `ShardLayout.push` makes it visible.
         """
-        written = () if hard else self.published
-        self.published = ()
+        written = () if hard else self.written_masters
+        self.written_masters = ()
         for index in self.weights.state.flats:
             dense = self.weights.state.separate_dense(index)
             if dense is not None and index not in written:  # without a separate W the master is W

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.curvature.ranking import Ranking, ScoreInputs
-from sparseforge_ds.curvature.tiles import tiles_of
+from sparseforge_ds.curvature.tiles import TiledShards, tiled_shards
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.kernels.codes import stored_as
 from sparseforge_ds.mask.kernels.fused_update import MaskUpdate, update_mask_in_place
@@ -37,8 +37,8 @@ class SoftMask(MaskMethod):
         self.settings = weights.config.method
         self.schedule = self.settings.schedule(weights.config.max_steps)
         start = weights.config.start
-        self._tiles = tiles_of(weights)
-        """Shards whose masks are moved a partition at a time; None where all are moved matrix by matrix."""
+        self._tiled: TiledShards | None = None
+        """Shards whose masks are moved a partition at a time, from the first move to the freeze."""
         self._by_block = None if start is None else BlockStart(weights, ranking.curvature.probe, start)
 
     @property
@@ -61,6 +61,7 @@ class SoftMask(MaskMethod):
 
     @override
     def resume(self) -> None:
+        self.written_masters = ()
         if self._formed and not self.weights.state.released:
             self._find_kept()
 
@@ -114,20 +115,22 @@ class SoftMask(MaskMethod):
         """Move all masks by one update (`mask.update.update_mask`, eqs. 3 to 9), and return metrics of them."""
         weights = self.weights
         dials = self.schedule.dials(weights.step)
+        if self._tiled is None:
+            self._tiled = tiled_shards(weights)
+        tiled = self._tiled
         # A student that still equals its teacher has no gradient. Masks by magnitude make the two differ.
-        tiles = self._tiles
-        inputs = self.ranking.score_inputs(magnitude_without_gradient=True, tiles=tiles)
+        inputs = self.ranking.score_inputs(magnitude_without_gradient=True, tiled=tiled)
         midpoint = self.settings.threshold == "midpoint"
-        if tiles is not None:
-            tiles.move(inputs.factors, inputs.by_magnitude, inputs.scaling, dials, midpoint)
-            self.published = tiles.complete
+        if tiled is not None:
+            tiled.move(inputs.factors, inputs.by_magnitude, inputs.scaling, dials, midpoint)
+            self.written_masters = tiled.complete
         # Fetch what cut groups lack from other ranks; every rank with a part of a group decides the whole group.
         by_elements = weights.config.keeps_elements and not weights.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
         halos = {key: weights.exchange(key) for key in keys}
         stored = partial(stored_as, dtype=weights.state.mask_dtype)
         halos["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halos["mask"].items()}
-        for chunk in weights.chunks(None if tiles is None else tiles.rest):
+        for chunk in weights.chunks(None if tiled is None else tiled.rest):
             own = {key: weights.state_view(chunk, key) for key in keys}
             wide = {key: weights.halo.with_halo(chunk, own[key], halos[key]) for key in keys}
             update = self._update_chunk(chunk, wide, inputs, dials)
@@ -167,6 +170,7 @@ class SoftMask(MaskMethod):
     def project(self) -> dict[str, float]:
         """Freeze every mask at its top N: m <- hard(m), eq. 11."""
         weights = self.weights
+        self._tiled = None
         self.ranking.curvature.require_refreshed()
         for chunk in weights.chunks():
             kept = weights.state.read_kept(chunk)

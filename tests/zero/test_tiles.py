@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparseforge_ds.curvature.tiles import Tiles
+from sparseforge_ds.curvature import tiles
+from sparseforge_ds.curvature.tiles import TiledShards
 from sparseforge_ds.methods import soft_mask
 from tests.distributed import PATIENCE, ROOT, run_distributed
 from tests.zero.case import Case, run
@@ -51,7 +52,7 @@ def test_it_is_the_same_run() -> None:
 def test_it_is_the_same_run_on_a_gpu() -> None:
     """A mask code may differ by one, see `kernels.fusing`; from there on the runs go apart by roundings."""
     name = "all in tiles"
-    tiled, by_matrix, in_tiles, _ = run_distributed(run_twice, 1, [name], device="cuda")[0][name]
+    tiled, by_matrix, in_tiles, *_ = run_distributed(run_twice, 1, [name], device="cuda")[0][name]
     assert in_tiles
     first, expected = tiled["updates"][0]["mask"], by_matrix["updates"][0]["mask"]
     for weight, mask in first.items():
@@ -63,8 +64,10 @@ def test_it_is_the_same_run_on_a_gpu() -> None:
 
 def compare_runs() -> None:
     """Compare both runs of every case, on two ranks."""
-    for name, (tiled, by_matrix, in_tiles, elsewhere) in run_distributed(run_twice, 2, list(CASES))[0].items():
+    for name, (tiled, by_matrix, in_tiles, elsewhere, log) in run_distributed(run_twice, 2, list(CASES))[0].items():
         assert in_tiles and bool(elsewhere) == (name == "some in tiles"), (name, in_tiles, elsewhere)
+        # A user is told once how much goes the slower way.
+        assert len(log) == bool(elsewhere) and all("0.0% have their inputs in rows" in message for message in log), log
         assert tiled["losses"] == by_matrix["losses"], name
         assert len(tiled["updates"]) == len(by_matrix["updates"]) > 2
         for ours, expected in zip(tiled["updates"], by_matrix["updates"], strict=True):
@@ -76,22 +79,23 @@ def compare_runs() -> None:
 
 
 def run_twice(names: list[str]) -> dict[str, Any]:
-    """Run every case in tiles and matrix by matrix; return both, and the weights that were in tiles and were not."""
+    """Run every case in tiles and matrix by matrix; return both, what was in tiles and what was not, and the log."""
     runs = {}
     for name in names:
-        made: list[Tiles] = []
-        move = Tiles.move
+        made: list[TiledShards] = []
+        move = TiledShards.move
 
-        def noting(tiles: Tiles, *args: Any, made: list[Tiles] = made, move: Any = move) -> None:
-            made.append(tiles)
-            move(tiles, *args)
+        def noting(tiled: TiledShards, *args: Any, made: list[TiledShards] = made, move: Any = move) -> None:
+            made.append(tiled)
+            move(tiled, *args)
 
-        with mock.patch.object(Tiles, "move", noting):
+        with mock.patch.object(TiledShards, "move", noting), mock.patch.object(tiles._LOG, "info") as info:
             tiled = run(CASES[name])
-        with mock.patch.object(soft_mask, "tiles_of", lambda weights: None):
+        with mock.patch.object(soft_mask, "tiled_shards", lambda weights: None):
             by_matrix = run(CASES[name])
         in_tiles = [chunk.name for chunks in made[0].chunks.values() for chunk in chunks]
-        runs[name] = (tiled, by_matrix, in_tiles, made[0].rest)
+        log = [call.args[0] % call.args[1:] for call in info.call_args_list]
+        runs[name] = (tiled, by_matrix, in_tiles, made[0].rest, log)
     return runs if dist.get_rank() == 0 else {}
 
 
