@@ -67,17 +67,17 @@ class MaskMetrics:
         """Return True if `target_bits` of a partition hold the targets of the last update."""
         return index in self._target_bits
 
-    def target_bits(self, index: int, kept: Tensor, chunks: Iterable[Shard]) -> Tensor:
+    def target_bits(self, index: int, kept: Tensor, tiled_chunks: Iterable[Shard]) -> Tensor:
         """Return the packed targets of a partition, which an update of tiles reads and overwrites.
 
         Args:
             index: the partition.
             kept: (ceil(n / 8),) packed bits of the partition, whose shape is taken.
-            chunks: chunks of the partition's shards that are in tiles, each of whole bytes.
+            tiled_chunks: chunks of the partition's shards that are in tiles, each of whole bytes.
         """
         if index not in self._target_bits:
             bits = self._target_bits[index] = torch.zeros_like(kept)
-            for chunk in chunks:
+            for chunk in tiled_chunks:
                 bytes_of_chunk = octets(slice(chunk.offset, chunk.offset + chunk.numel))
                 self._targets[chunk.name, chunk.start] = bits[bytes_of_chunk]
         return self._target_bits[index]

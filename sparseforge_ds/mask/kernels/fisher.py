@@ -22,8 +22,12 @@ TOKEN_BYTES = 1 << 26
 """Most bytes of squares of a layer's inputs and gradients that exist at a time."""
 SQUARED_TOKENS = 4
 """Tokens whose squares a program of our own sums."""
+SQUARED_FEATURES = 512
+"""Features of those tokens that it reads at a time."""
 SUMMED_FEATURES = 64
 """Features that a program of our own sums over all tokens."""
+TOKENS_AT_ONCE = 64
+"""Tokens of those features that it reads at a time."""
 SUMMED_TOKENS = 128
 """Tokens whose squares compiled code sums first."""
 
@@ -90,8 +94,10 @@ def _add_in_two_launches(
     tokens = len(grad_TO)
     if not tokens:
         return
+    # Programs read features side by side.
     grad_TO = grad_TO if grad_TO.stride(1) == 1 else grad_TO.contiguous()
     input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
+    # Layers side by side have one input, whose squares the first of them leaves.
     input_square_T = squares.get(input_TI)
     is_known = input_square_T is not None
     square_T = torch.empty(1 if is_known else 2, tokens, device=grad_TO.device)
@@ -99,6 +105,7 @@ def _add_in_two_launches(
     if input_square_T is None:
         input_square_T = square_T[1]
         squares.set(input_TI, input_square_T)
+    # Both sums over tokens.
     _layer_sums(grad_TO, input_TI, square_T[0], input_square_T, factor, output_O, input_I)
 
 
@@ -111,9 +118,16 @@ def _layer_squares(grad_TO: Tensor, input_TI: Tensor | None, square_T: Tensor) -
     grid = (-(-tokens // SQUARED_TOKENS), 1 if input_TI is None else 2)
     with torch.cuda.device(grad_TO.get_device()):
         layer_programs.token_squares[grid](
-            *(grad_TO, second, grad_TO.stride(0), second.stride(0), square_T, tokens, outputs, second.shape[1]),
+            grad_TO,
+            second,
+            grad_TO.stride(0),
+            second.stride(0),
+            square_T,
+            tokens,
+            outputs,
+            second.shape[1],
             TOKENS=SQUARED_TOKENS,
-            FEATURES=512,
+            FEATURES=SQUARED_FEATURES,
             **TRITON_OPTIONS,
         )
 
@@ -135,9 +149,19 @@ def _layer_sums(
     grid = (-(-outputs // SUMMED_FEATURES) + -(-inputs // SUMMED_FEATURES),)
     with torch.cuda.device(grad_TO.get_device()):
         layer_programs.add_weighted_squares[grid](
-            *(grad_TO, input_TI, grad_TO.stride(0), input_TI.stride(0), grad_square_T, input_square_T),
-            *(output_O, input_I, factor, tokens, outputs, inputs),
-            TOKENS=64,
+            grad_TO,
+            input_TI,
+            grad_TO.stride(0),
+            input_TI.stride(0),
+            grad_square_T,
+            input_square_T,
+            output_O,
+            input_I,
+            factor,
+            tokens,
+            outputs,
+            inputs,
+            TOKENS=TOKENS_AT_ONCE,
             FEATURES=SUMMED_FEATURES,
             **TRITON_OPTIONS,
         )

@@ -1,8 +1,8 @@
 """Programs of the Triton kernels that update 2:4 masks of a whole partition, which `tiles` launches.
 
-A program works on a tile: consecutive groups of one matrix, (N, 4) weights. They are compiled without contraction of
-multiply-adds, so that their numbers are those of `mask.update`. Pointers have no annotation, since Triton reads
-annotations and has none for them; a rate without one goes to the device in 32 bits.
+A program works on a tile: consecutive groups of one matrix, (N, 4) weights. Programs are compiled without contraction
+of multiply-adds, as the step-by-step code rounds. Pointers have no annotation, since Triton reads annotations and has
+none for them; a rate without one goes to the device in 32 bits.
 
 Names: h is the curvature, w the weight, m a mask's code; a group's members have a number at the end.
 """
@@ -20,11 +20,11 @@ ROUNDING: tl.constexpr = tl.constexpr(12582912.0)
 
 @triton.jit
 def _tile(tiles, bounds):  # type: ignore[no-untyped-def]
-    """Return what the tables say of a program's tile, see `MatrixRun` and `TiledCurvature`.
+    """Read the tables of tiles and of bounds for a program's tile, see `MatrixRun` and `TiledCurvature`.
 
     Returns:
-        Its matrix, offset and count, the positions of its first row's factor and of the factor of its column 0, the
-        matrix's columns, and the column that it begins in.
+        The tile's matrix, offset and count, the positions of its first row's factor and of column 0's factor, the
+        number of columns, and the column that the tile begins in.
     """
     row = tiles + 4 * tl.program_id(0).to(tl.int64)
     matrix = tl.load(row)
@@ -35,8 +35,8 @@ def _tile(tiles, bounds):  # type: ignore[no-untyped-def]
     column = tl.load(bounds + 3 * matrix + 1)
     columns = tl.load(bounds + 3 * matrix + 2).to(tl.int32)
     # The only division of 64 bits.
-    above = first // columns
-    return matrix, offset, count, share + above, column, columns, (first - above * columns).to(tl.int32)
+    first_row = first // columns
+    return matrix, offset, count, share + first_row, column, columns, (first - first_row * columns).to(tl.int32)
 
 
 @triton.jit
@@ -44,10 +44,10 @@ def _curvature(factors, share, column, columns, begin, count, is_measured, N: tl
     """Return (N, 4) fp32 H of a tile: a product of factors, or 1 where the matrix is scored by magnitude."""
     # Rows are whole groups, so that a group has one share.
     group = begin + 4 * tl.arange(0, N)
-    down = group // columns
+    row_N = group // columns
     inside = (group - begin) < tl.where(is_measured, count, 0)
-    share_N = tl.load(factors + share + down, mask=inside, other=0.0)
-    position = (group - down * columns)[:, None] + tl.arange(0, 4)[None, :]
+    share_N = tl.load(factors + share + row_N, mask=inside, other=0.0)
+    position = (group - row_N * columns)[:, None] + tl.arange(0, 4)[None, :]
     column_N4 = tl.load(factors + column + position, mask=inside[:, None], other=0.0)
     return tl.where(is_measured, share_N[:, None] * column_N4, 1.0)
 
@@ -55,6 +55,7 @@ def _curvature(factors, share, column, columns, begin, count, is_measured, N: tl
 @triton.jit
 def moments(dense, factors, measured, tiles, bounds, sums, N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write the sums of `importance.score_moments` over a tile to its row of `sums`, (tiles, 8) fp64, the last 0."""
+    # The tile's weights and curvature; what lies behind its end counts as 0.
     matrix, offset, count, share, column, columns, begin = _tile(tiles, bounds)
     position = 4 * tl.arange(0, N)[:, None] + tl.arange(0, 4)[None, :]
     inside = position < count
@@ -62,6 +63,7 @@ def moments(dense, factors, measured, tiles, bounds, sums, N: tl.constexpr):  # 
     is_measured = tl.load(measured + matrix) != 0
     h = _curvature(factors, share, column, columns, begin, count, is_measured, N).to(tl.float64)
     positive = tl.where(inside, tl.where(h < 0, 0.0, h), 0.0)
+    # Seven sums, in the order of `importance.score_moments`.
     square = w * w
     obd = positive * square
     row = sums + 8 * tl.program_id(0).to(tl.int64)

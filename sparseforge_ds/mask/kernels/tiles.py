@@ -1,8 +1,9 @@
 """Updates of 2:4 masks, whole partitions in one Triton kernel each, however many matrices lie in one (`tile_programs`).
 
-A table of tiles, made once, says which consecutive elements of which matrix a program works on. The kernels give the
-bits of `update.update_mask`, `importance.standardized_score` and `publication.soft_publish`; sums have another order.
-They are operators of torch for the reasons that `fusing` gives.
+A table of tiles, made once, says which consecutive elements of which matrix a program works on. In Triton's
+interpreter the kernels give the bits of `update.update_mask`, `importance.standardized_score` and
+`publication.soft_publish`; on a GPU an exponential may round otherwise, and a code differ by 1. Sums have another
+order. The kernels are operators of torch for the reasons that `fusing` gives.
 """
 
 from __future__ import annotations

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from sparseforge_ds.mask.kernels.fisher import SQUARED_TOKENS, SUMMED_FEATURES
+from sparseforge_ds.mask.kernels.fisher import (
+    SQUARED_FEATURES,
+    SQUARED_TOKENS,
+    SUMMED_FEATURES,
+    TOKENS_AT_ONCE,
+)
 from sparseforge_ds.mask.kernels.tiles import TILE, MatrixRun, can_tile, cut_into_tiles
 from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern
 from tests.distributed import PATIENCE, ROOT
@@ -30,12 +35,12 @@ PROGRAMS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "token_squares": (
         "layer",
         [*("*bf16", "*bf16", "i32", "i32", "*fp32"), *["i32"] * 3],
-        {"TOKENS": SQUARED_TOKENS, "FEATURES": 512},
+        {"TOKENS": SQUARED_TOKENS, "FEATURES": SQUARED_FEATURES},
     ),
     "add_weighted_squares": (
         "layer",
         [*("*bf16", "*bf16", "i32", "i32", "*fp32", "*fp32", "*fp64", "*fp64", "fp64"), *["i32"] * 3],
-        {"TOKENS": 64, "FEATURES": SUMMED_FEATURES},
+        {"TOKENS": TOKENS_AT_ONCE, "FEATURES": SUMMED_FEATURES},
     ),
 }
 """Room, types of the arguments, and constants of each program."""
