@@ -37,6 +37,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     # Tiles of 16 x 16 in 32 x 32, 16 x 32, 48 x 32.
     "llama_tiles": lambda: tiny_models.tiny_llama(hidden_size=32, intermediate_size=48, **_SMALL),
     "qwen3_moe": lambda: tiny_models.tiny_mixture(Qwen3MoeConfig, vocab_size=40),
+    # Of 24 experts, some have no token in the first steps.
+    "qwen3_moe_idle": lambda: tiny_models.tiny_mixture(
+        Qwen3MoeConfig, vocab_size=40, num_experts=24, num_experts_per_tok=1, moe_intermediate_size=8
+    ),
     # Conv1D (in, out): 20 x 60, 20 x 20, 20 x 80, 80 x 20.
     "gpt2": lambda: tiny_models.tiny_gpt2(n_embd=20, n_layer=1, n_head=2, vocab_size=40, n_positions=16),
     # Families which change outputs of linear layers in place.

@@ -1,4 +1,4 @@
-"""A run whose masks are updated a partition at a time, on CPUs in Triton's interpreter: the same as matrix by matrix.
+"""A run with our Triton kernels, on CPUs in Triton's interpreter: the same as one without, matrix by matrix.
 
 The interpreter holds for a whole process, so that the ranks are started from one of their own.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -17,13 +17,17 @@ import torch.distributed as dist
 
 from sparseforge_ds.curvature import tiles
 from sparseforge_ds.curvature.tiles import TiledShards
+from sparseforge_ds.mask.kernels.fusing import compiled
 from sparseforge_ds.methods import soft_mask
 from tests.distributed import PATIENCE, ROOT, run_distributed
 from tests.zero.case import Case, run
 from tests.zero.test_parity import ODD
 
+TRAINING = {"curvature": {"source": "training"}}
 CASES = {
-    "all in tiles": Case(stage=3, model="llama_24", config={"curvature": {"source": "training"}}),
+    "all in tiles": Case(stage=3, model="llama_24", config=TRAINING),
+    # Many matrices lie in one weight, and experts without a token are scored by magnitude.
+    "experts": Case(stage=2, model="qwen3_moe_idle", config={"include": ["*gate_up_proj"], **TRAINING}, steps=2),
     # The first rank's last part and all parts of the second one begin or end inside a byte of bits.
     "some in tiles": Case(
         stage=2,
@@ -52,54 +56,74 @@ def test_it_is_the_same_run() -> None:
 def test_it_is_the_same_run_on_a_gpu() -> None:
     """A mask code may differ by one, see `kernels.fusing`; from there on the runs go apart by roundings."""
     name = "all in tiles"
-    tiled, by_matrix, in_tiles, *_ = run_distributed(run_twice, 1, [name], device="cuda")[0][name]
-    assert in_tiles
-    first, expected = tiled["updates"][0]["mask"], by_matrix["updates"][0]["mask"]
+    runs = run_distributed(run_twice, 1, [name], device="cuda")[0][name]
+    assert runs.in_tiles
+    first, expected = runs.tiled["updates"][0]["mask"], runs.by_matrix["updates"][0]["mask"]
     for weight, mask in first.items():
         apart = (mask - expected[weight]).abs()
         assert float(apart.max()) < 2 / 65535 and int((apart > 0).sum()) <= 1, weight
-    assert tiled["losses"] == pytest.approx(by_matrix["losses"], rel=1e-3)
-    assert tiled["metrics"][0] == pytest.approx(by_matrix["metrics"][0], rel=1e-5)
+    assert runs.tiled["losses"] == pytest.approx(runs.by_matrix["losses"], rel=1e-3)
+    assert runs.tiled["metrics"][0] == pytest.approx(runs.by_matrix["metrics"][0], rel=1e-5)
+
+
+class Runs(NamedTuple):
+    """One case in tiles and matrix by matrix."""
+
+    tiled: dict[str, Any]
+    by_matrix: dict[str, Any]
+    in_tiles: list[str]
+    """Weights of this rank that were in tiles."""
+    elsewhere: list[str]
+    """Weights of this rank that were not."""
+    by_magnitude: set[int]
+    """Matrices that had no curvature."""
+    log: list[str]
+    """Messages of the run in tiles."""
 
 
 def compare_runs() -> None:
     """Compare both runs of every case, on two ranks."""
-    for name, (tiled, by_matrix, in_tiles, elsewhere, log) in run_distributed(run_twice, 2, list(CASES))[0].items():
-        assert in_tiles and bool(elsewhere) == (name == "some in tiles"), (name, in_tiles, elsewhere)
+    for name, runs in run_distributed(run_twice, 2, list(CASES))[0].items():
+        tiled, by_matrix = runs.tiled, runs.by_matrix
+        assert runs.in_tiles and bool(runs.elsewhere) == (name == "some in tiles"), (name, runs.elsewhere)
+        assert bool(runs.by_magnitude) == (name == "experts"), (name, runs.by_magnitude)
         # A user is told once how much goes the slower way.
-        assert len(log) == bool(elsewhere) and all("0.0% have their inputs in rows" in message for message in log), log
-        assert tiled["losses"] == by_matrix["losses"], name
-        assert len(tiled["updates"]) == len(by_matrix["updates"]) > 2
+        assert len(runs.log) == bool(runs.elsewhere), runs.log
+        assert all("0.0% have their inputs in rows" in message for message in runs.log), runs.log
+        # Kernels in layer hooks add tokens up in another order, and a code may then round to the other side.
+        apart = {"rtol": 1e-5, "atol": 2 / 65535} if name == "all in tiles" else {"rtol": 0, "atol": 0}
+        assert tiled["losses"] == pytest.approx(by_matrix["losses"], rel=apart["rtol"], abs=0), name
+        assert len(tiled["updates"]) == len(by_matrix["updates"]) > 0
         for ours, expected in zip(tiled["updates"], by_matrix["updates"], strict=True):
-            assert_equal(ours["mask"], expected["mask"])
-            assert_equal(ours["dense"], expected["dense"])
-        assert_equal(tiled["published"], by_matrix["published"])
-        for ours, expected in zip(tiled["metrics"], by_matrix["metrics"], strict=True):
-            assert ours == pytest.approx(expected, rel=1e-6)
+            torch.testing.assert_close(ours["mask"], expected["mask"], **apart)
+            torch.testing.assert_close(ours["dense"], expected["dense"], **apart)
+            torch.testing.assert_close(ours.get("curvature"), expected.get("curvature"), rtol=1e-5, atol=0)
+        torch.testing.assert_close(tiled["published"], by_matrix["published"], **apart)
+        for metrics, expected in zip(tiled["metrics"], by_matrix["metrics"], strict=True):
+            assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def run_twice(names: list[str]) -> dict[str, Any]:
-    """Run every case in tiles and matrix by matrix; return both, what was in tiles and what was not, and the log."""
+def run_twice(names: list[str]) -> dict[str, Runs]:
+    """Run every case in tiles and matrix by matrix, in the interpreter without any kernel of ours then."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     runs = {}
     for name in names:
-        made: list[TiledShards] = []
+        moved: list[tuple[TiledShards, set[int]]] = []
         move = TiledShards.move
 
-        def noting(tiled: TiledShards, *args: Any, made: list[TiledShards] = made, move: Any = move) -> None:
-            made.append(tiled)
-            move(tiled, *args)
+        def noting(
+            tiled: TiledShards, factors: Any, by_magnitude: set[int], *args: Any, moved: Any = moved, move: Any = move
+        ) -> None:
+            moved.append((tiled, by_magnitude))
+            move(tiled, factors, by_magnitude, *args)
 
         with mock.patch.object(TiledShards, "move", noting), mock.patch.object(tiles._LOG, "info") as info:
             tiled = run(CASES[name])
-        with mock.patch.object(soft_mask, "tiled_shards", lambda weights: None):
+        tiles_off = mock.patch.object(soft_mask, "tiled_shards", lambda weights: None)
+        with compiled(False) if is_interpreted else tiles_off:
             by_matrix = run(CASES[name])
-        in_tiles = [chunk.name for chunks in made[0].chunks.values() for chunk in chunks]
+        shards, by_magnitude = moved[0]
+        in_tiles = [chunk.name for chunks in shards.chunks.values() for chunk in chunks]
         log = [call.args[0] % call.args[1:] for call in info.call_args_list]
-        runs[name] = (tiled, by_matrix, in_tiles, made[0].rest, log)
+        runs[name] = Runs(tiled, by_matrix, in_tiles, shards.rest, by_magnitude, log)
     return runs if dist.get_rank() == 0 else {}
-
-
-def assert_equal(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, expected[name]), name

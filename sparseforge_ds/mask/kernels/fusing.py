@@ -51,7 +51,10 @@ _wanted: bool | None = None
 
 @contextmanager
 def compiled(on: bool | None) -> Iterator[None]:
-    """Compile everywhere (True), nowhere (False), or on accelerators only (None, the default)."""
+    """Compile everywhere (True), nowhere (False), or on accelerators only (None, the default).
+
+    False also leaves out Triton kernels of our own, so that one switch tells whether a kernel is at fault.
+    """
     global _wanted
     before = _wanted
     _wanted = on
@@ -67,8 +70,8 @@ def is_compiled(device: torch.device) -> bool:
 
 
 def has_triton(device: torch.device) -> bool:
-    """Return True if Triton kernels of our own run on a device: on a GPU, or in Triton's interpreter."""
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    """Return True if Triton kernels of our own run on a device: on a GPU or in Triton's interpreter, see `compiled`."""
+    return _wanted is not False and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def launches(*, writes: tuple[str, ...], unread: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:

@@ -153,14 +153,16 @@ def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
     return Result(problem.moments, mask, packed, pack(kept), master, sums)
 
 
-def tiled_update(problem: Problem, dials: Dials, midpoint: bool, device: str = "cpu") -> Result:
+def tiled_update(
+    problem: Problem, dials: Dials, midpoint: bool, device: str = "cpu", master_dtype: torch.dtype = torch.float32
+) -> Result:
     """Update all matrices at once, on a device."""
     table = cut_into_tiles(problem.parts.runs)
     tiles = table.to(device)
     bounds = torch.tensor(problem.bounds).to(device)
     curvature = TiledCurvature(problem.factors.to(device), bounds, problem.is_measured.to(device))
     target = problem.before.clone().to(device)
-    master = torch.zeros(problem.parts.numel, device=device)
+    master = torch.zeros(problem.parts.numel, dtype=master_dtype, device=device)
     dense = problem.dense.to(device)
     partition = TiledPartition(dense, problem.mask.clone().to(device), target, torch.zeros_like(target), master)
     # Moments of the tiles, then of the matrices.
@@ -192,6 +194,9 @@ def updates_have_the_bits_of_the_readable_functions() -> None:
         assert torch.equal(tiled.master.view(torch.int32), expected.master.view(torch.int32))
         torch.testing.assert_close(tiled.sums, expected.sums, rtol=1e-6, atol=1e-3)
         assert torch.equal(tiled.sums[2:], expected.sums[2:])
+    # A master in bf16 has the upper half of the bits: the interpreter cuts them off where a GPU rounds.
+    master = tiled_update(problem, dials, midpoint, master_dtype=torch.bfloat16).master
+    assert torch.equal(master.view(torch.int16), (expected.master.view(torch.int32) >> 16).short())
 
 
 def layer_sums(
@@ -226,6 +231,14 @@ def sums_of_layers_are_those_of_the_readable_function() -> None:
     ]
     for ours, expected in zip(layer_sums(layers, 0.25), readable_sums(layers, 0.25), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
+    # Several blocks of features, in bf16, and a single token.
+    for tokens in (70, 1):
+        wide_TI = torch.randn(tokens, 600, generator=generator).bfloat16()
+        wide = [(torch.randn(tokens, 520, generator=generator).bfloat16(), wide_TI)]
+        torch.testing.assert_close(layer_sums(wide, 0.5), readable_sums(wide, 0.5), rtol=1e-5, atol=0)
+    # Neither tensor has its features side by side.
+    turned = [(torch.randn(40, 70, generator=generator).t(), torch.randn(96, 70, generator=generator).t())]
+    torch.testing.assert_close(layer_sums(turned, 0.5), readable_sums(turned, 0.5), rtol=1e-5, atol=0)
     # A gradient of a sum has one number for all, and a layer may have no token at all.
     same = [(torch.ones(1, 1).expand(70, 40), x_TI)]
     torch.testing.assert_close(layer_sums(same, 2.0), readable_sums(same, 2.0), rtol=1e-5, atol=0)

@@ -18,6 +18,7 @@ from sparseforge_ds.mask.kernels.fisher import (
     SUMMED_FEATURES,
     TOKENS_AT_ONCE,
 )
+from sparseforge_ds.mask.kernels.fusing import compiled, has_triton, is_compiled
 from sparseforge_ds.mask.kernels.tiles import TILE, MatrixRun, can_tile, cut_into_tiles
 from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern
 from tests.distributed import PATIENCE, ROOT
@@ -107,6 +108,13 @@ def program_of(room: str, name: str) -> Any:
 )
 def test_tiles_are_for_2_of_4_on_a_gpu(pattern: Pattern, device: str, expected: bool) -> None:
     assert can_tile(pattern, torch.device(device)) is expected
+
+
+def test_one_switch_turns_kernels_off() -> None:
+    gpu = torch.device("cuda")
+    with compiled(False):
+        assert not has_triton(gpu) and not is_compiled(gpu) and not can_tile(NM(2, 4), gpu)
+    assert has_triton(gpu) and is_compiled(gpu)
 
 
 def test_tiles_cover_every_element_of_a_run_once() -> None:
