@@ -18,7 +18,7 @@ from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.factored import shares
 from sparseforge_ds.mask.importance import scalings
-from sparseforge_ds.mask.kernels.fisher import add_fisher_sums, expert_fisher_sums
+from sparseforge_ds.mask.kernels.fisher import InputSquares, add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.mask.kernels.fused_update import update_mask_in_place
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.kernels.scores import RankOne, score_moments
@@ -80,6 +80,7 @@ class Annealing:
         """
         self._block = block
         self._pattern = pattern
+        self._squares = InputSquares()
         # The default schedule, squeezed into the soft share of the steps.
         defaults = SoftMaskConfig()
         schedule = defaults.schedule(max(1, round(steps * SOFT_SHARE / defaults.hardening[1])))
@@ -193,7 +194,7 @@ class Annealing:
         soft = self._soft[name]
         rows, columns = soft.new_sums[0].split(list(soft.weight.matrix))
         output, inputs = (rows, columns) if soft.weight.input_axis == -1 else (columns, rows)
-        add_fisher_sums(grad_TO, input_TI, 1.0, output, inputs)
+        add_fisher_sums(grad_TO, input_TI, 1.0, output, inputs, squares=self._squares)
 
     def _add_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, _tokens: int
