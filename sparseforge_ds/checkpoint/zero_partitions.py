@@ -217,6 +217,8 @@ def number_states(state: dict[str, Any]) -> dict[str, Number]:
     """Return the entries of a flat's state that are one number; tensors become floats."""
     numbers: dict[str, Number] = {}
     for key, value in state.items():
+        if key == KEPT:  # never one number, whatever a file says
+            continue
         if isinstance(value, Tensor) and not value.dim() and not value.is_complex():
             numbers[key] = float(value)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -16,8 +16,8 @@ EXPERTS_DIVIDED = (
 )
 """Reason and cure for expert parallelism, which cannot be pruned."""
 MUON = (
-    "Muon orthogonalizes gradients before those of pruned weights can be masked, but at ZeRO stage 3, or stage 0 in "
-    "fp32, without offload_optimizer and zero_quantized_gradients; use one of these, or AdamW"
+    "Muon with masks is known to be exact at ZeRO stage 3, and at stage 0 in fp32, without offload_optimizer and "
+    "zero_quantized_gradients; use one of these, or AdamW"
 )
 """Reason and cure where Muon is not exact."""
 COMPRESSED = {"onebitadam": "OneBitAdam", "onebitlamb": "OneBitLamb", "zerooneadam": "ZeroOneAdam"}

@@ -50,6 +50,8 @@ def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, s
     """
     states = checkpoint.states(name)
     if released:
+        if KEPT not in states:
+            raise ValueError(f"{checkpoint.folder}: {name} has no mask yet; it comes with the start of a run")
         dense = checkpoint.slice(name, "dense" if "dense" in states else None, start, stop).float()
         return checkpoint.slice(name, KEPT, start, stop).float(), dense
     if not {"mask", "dense"} <= set(states):

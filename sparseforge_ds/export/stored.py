@@ -15,6 +15,7 @@ from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.mask.packed_values import SCALE, Grid, require_grid, values_per_element
 from sparseforge_ds.mask.packing import (
+    PACKED24,
     PACKED24_FORMAT,
     POSITIONS,
     packed24_axis,
@@ -42,7 +43,12 @@ class StoredWeights:
         self._tensors = tensors = TensorFolder(folder)
         # A packed weight is stored as values and positions, a quantized one as several parts.
         self.packed = is_packed_config(config)
-        positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys() if self.packed else set()
+        positions = {name + POSITIONS for name in tensors.specs} & tensors.specs.keys()
+        if positions and not self.packed:
+            raise ValueError(
+                f"{folder}: has packed weights, {min(positions)} among them, and the quantization_config of its "
+                f"config.json does not say so (quant_method {PACKED24}): it is damaged; download or export it again"
+            )
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
         self.grid = _grid(folder, config) if self.packed else None
         """Grid of rounded values, by config.json; or None."""

@@ -24,6 +24,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from sparseforge_ds.mask.kernels.bits import pack
+from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.publication import masked_gradient
 from sparseforge_ds.zero.shard import OTHER_ENGINES, MaskGradient, Shard, ShardLayout, call_before
 
@@ -67,11 +68,18 @@ class _AveragedGradients(ShardLayout):
                 mask(index, 0, master.grad.view(-1))
         # The norm is made of these numbers, which were taken as the gradients came there.
         norms = optimizer.norm_for_param_grads
-        for name, shard in self.shards.items():
+        for name in self.marked:
+            shard = self.shards[name]
             key = optimizer.get_param_id(self.low_precision[name])
             gradient = self.flats[shard.flat].grad
             if gradient is not None and key in norms:
-                norms[key] = torch.linalg.vector_norm(shard.slice_of_flat(gradient), dtype=torch.float32)
+                norms[key] = _norm(shard.slice_of_flat(gradient))
+
+
+def _norm(values: Tensor) -> Tensor:
+    """Return the () fp32 norm of (n,) values on a CPU, where `vector_norm` loses 1% of 10^8 squares in fp32."""
+    squares = [values[chunk].float().square().sum(dtype=torch.float64) for chunk in chunks(values)]
+    return torch.stack(squares).sum().sqrt().float() if squares else values.new_zeros((), dtype=torch.float32)
 
 
 class Zero3Layout(_AveragedGradients):
@@ -207,8 +215,7 @@ class Bf16Layout(_FlatGroupsLayout):
             own_bits = pack(ones > 0)
             bits = own_bits.new_empty(self.world_size * len(own_bits))
             self.all_gather(bits, own_bits)
-            parts = gradient.split(len(master)), bits.split(len(own_bits))
-            for part, kept in zip(*parts, strict=True):
+            for part, kept in zip(gradient.split(len(master)), bits.split(len(own_bits)), strict=True):
                 masked_gradient(part, kept)
 
 

@@ -147,6 +147,12 @@ class ShardLayout(ABC):
             names[self.group_of_flat[shard.flat]].append(name)
         return names
 
+    @property
+    def marked(self) -> set[str]:
+        """Names of the weights whose param groups are marked as prunable."""
+        groups = zip(self.groups, self.inner.param_groups, strict=True)
+        return {name for names, group in groups if _is_marked(group) for name in names}
+
     def require_own_partitions(self, names: Iterable[str]) -> dict[str, Shard]:
         """Return the shards of prunable weights, after a check that no other weight lies in their partitions.
 
@@ -168,10 +174,8 @@ class ShardLayout(ABC):
             if shard.flat in flats and name not in prunable:
                 raise ValueError(f"{name} is not prunable but shares a partition with weights that are; {cure}")
         # The marks on the param groups agree with the config.
-        groups = zip(self.groups, self.inner.param_groups, strict=True)
-        marked = {name for names, group in groups if _is_marked(group) for name in names}
-        if mismatched := sorted(marked ^ prunable.keys()):
-            state = "is not prunable by this config" if mismatched[0] in marked else "is prunable"
+        if mismatched := sorted(self.marked ^ prunable.keys()):
+            state = "is not prunable by this config" if mismatched[0] in self.marked else "is prunable"
             raise ValueError(f"{mismatched[0]} {state}, and its param group says otherwise; {cure}")
         return prunable
 

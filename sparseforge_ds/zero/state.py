@@ -312,7 +312,13 @@ class ShardState:
         for number, index in self._numbered(optimizer):
             flat = self.layout.flats[index]
             loaded = self._loading.get(number, {})
-            if index in self._by_flat and (kept := loaded.pop(KEPT, None)) is not None:
+            kept = loaded.pop(KEPT, None)
+            if kept is not None and index in self._by_flat:
+                if kept.dtype != torch.uint8 or kept.numel() != -(-flat.numel() // 8):
+                    raise ValueError(
+                        f"the optimizer's state has {kept.numel()} bytes of mask bits ({kept.dtype}) for "
+                        f"{flat.numel()} weights: it is damaged; use another checkpoint"
+                    )
                 self.kept[index] = kept.to(device=flat.device)
             ours = set(loaded) & set(self.keys) if index in self._by_flat else set()
             self._check_loaded(index, flat, loaded, ours)

@@ -112,7 +112,6 @@ def released(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
                 forge.sharded.layout.flats[shard.flat].data,
             ):
                 shard.slice_of_flat(weights)[position] = 0.0
-            forge.sharded.layout.flats[shard.flat].data.add_(0.0)
         republish(forge)
         engine.save_checkpoint(str(Path(folder, name)), tag="end")
         results[name] = {

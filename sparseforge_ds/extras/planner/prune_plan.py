@@ -58,7 +58,8 @@ class PrunePlan:
         """Yield readable lines."""
         work = self.work
         size, per_step = work.micro_batches
-        training = f", {work.steps:,} steps of {size * per_step} sequences a block" if work.start.epochs else ""
+        of_step = "a sequence" if size * per_step == 1 else f"{size * per_step} sequences"
+        training = f", {work.steps:,} steps of {of_step} a block" if work.start.epochs else ""
         yield "text", f"{work.tokens:,} tokens in sequences of {work.seq_length}{training}"
         yield "memory", f"{self.peak / GIB:.2f} GiB of {self.device}, in {self._worst}"
         for name, kinds in self.memory.items():

@@ -40,11 +40,12 @@ def test_tokens_are_divided_into_steps() -> None:
         size, per_step = micro_batches(sequences, length, hidden, settings)
         return size * per_step, settings.epochs * (sequences // size // per_step)
 
-    assert steps(256, 256) == (4, 256)  # 65,536 tokens: 1,024 a step
+    assert steps(256, 256) == (2, 512)  # 65,536 tokens: 512 a step
     assert steps(512, 256) == (4, 512)
     assert steps(8192, 256) == (64, 512)  # 2M: 16,384 a step
+    assert steps(16384, 256) == (64, 1024)  # and no more
     assert steps(8, 512, epochs=1) == (1, 8)
-    assert steps(32, 256, epochs=2) == (4, 16)  # at least 16 steps
+    assert steps(32, 256, epochs=2) == (1, 64)  # one sequence at least
     assert steps(32, 256, batch=8) == (8, 16)
     assert micro_batches(4096, 2048, 5120, StartConfig()) == (2, 4)  # 16,384 tokens of a wide model in four parts
 

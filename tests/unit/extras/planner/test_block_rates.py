@@ -29,7 +29,7 @@ def test_a_block_is_measured(family: str, tmp_path: Path, capsys: pytest.Capture
     words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
     assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "text 512 tokens in sequences of 32, 16 steps of 4 sequences a block"
+    assert lines[0] == "text 512 tokens in sequences of 32, 64 steps of a sequence a block"
     assert any(line.startswith("time ") and "minutes for 2 blocks" in line for line in lines)
     assert any("by one block that was measured on this cpu with" in line for line in lines)
     assert lines[-1].startswith("verdict fits into") and not (tmp_path / "out").exists()
