@@ -209,7 +209,9 @@ class Bf16Layout(_FlatGroupsLayout):
     def mask_gradients(self, mask: MaskGradient) -> None:
         # The norm is that of all gradients, which every rank has. Bits of the others' masks come from them.
         gradients = self.optimizer.fp32_groups_gradients_flat
-        for index, (master, gradient) in enumerate(zip(self.flats, gradients, strict=True)):
+        for index in sorted({self.shards[name].flat for name in self.marked}):
+            master = self.flats[index]
+            gradient = gradients[index]
             ones = torch.ones_like(master)
             mask(index, 0, ones)
             own_bits = pack(ones > 0)
@@ -245,7 +247,8 @@ class _Stage0Layout(ShardLayout):
 
     @override
     def mask_gradients(self, mask: MaskGradient) -> None:
-        for name, shard in self.shards.items():
+        for name in self.marked:
+            shard = self.shards[name]
             if (gradient := self.low_precision[name].grad) is not None:
                 for flat in _merge_adjacent([gradient]):
                     mask(shard.flat, shard.offset, flat)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,7 @@ class ShardLayout(ABC):
             names[self.group_of_flat[shard.flat]].append(name)
         return names
 
-    @property
+    @cached_property
     def marked(self) -> set[str]:
         """Names of the weights whose param groups are marked as prunable."""
         groups = zip(self.groups, self.inner.param_groups, strict=True)
