@@ -6,8 +6,6 @@ The interpreter holds for a whole process, so that the ranks are started from on
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,7 +17,8 @@ from sparseforge_ds.curvature import tiles
 from sparseforge_ds.curvature.tiles import TiledShards
 from sparseforge_ds.mask.kernels.fusing import compiled
 from sparseforge_ds.methods import soft_mask
-from tests.distributed import PATIENCE, ROOT, run_distributed
+from tests.distributed import run_distributed
+from tests.interpreted_triton import run_interpreted
 from tests.zero.case import Case, run
 from tests.zero.test_parity import ODD
 
@@ -40,16 +39,7 @@ CASES = {
 
 
 def test_it_is_the_same_run() -> None:
-    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.zero.test_tiles import compare_runs; compare_runs()"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("-c", "from tests.zero.test_tiles import compare_runs; compare_runs()")
 
 
 @pytest.mark.gpu

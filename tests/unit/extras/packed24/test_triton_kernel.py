@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from sparseforge_ds.extras.packed24 import experts24, linear24
-from tests.distributed import PATIENCE, ROOT
+from tests.interpreted_triton import run_interpreted
 
 GPUS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 120, 32), ("hip", "gfx942", 64), ("hip", "gfx1100", 32)]
 """Ampere, Hopper, consumer Blackwell, MI300, RX 7900: backend, architecture, threads of a warp."""
@@ -23,16 +20,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def test_numbers_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.extras.packed24.interpreted"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("-m", "tests.unit.extras.packed24.interpreted")
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: str(gpu[1]))

@@ -41,7 +41,7 @@ class Parts(NamedTuple):
     """Parts of matrices that a rank holds in one partition."""
 
     shapes: list[tuple[int, int]]
-    """Of the whole matrices."""
+    """Shapes of the whole matrices."""
     runs: list[MatrixRun]
     numel: int
     """Elements of the partition, padding included."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from sparseforge_ds.mask.kernels.fisher import (
 from sparseforge_ds.mask.kernels.fusing import compiled, has_triton, is_compiled
 from sparseforge_ds.mask.kernels.tiles import TILE, MatrixRun, can_tile, cut_into_tiles
 from sparseforge_ds.mask.pattern import NM, Block, Pairs, Pattern
-from tests.distributed import PATIENCE, ROOT
+from tests.interpreted_triton import run_interpreted
 
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 PROGRAMS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
@@ -50,15 +47,7 @@ GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64)]
 
 
 def test_bits_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.mask.kernels.interpreted"],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_interpreted("-m", "tests.unit.mask.kernels.interpreted")
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: str(gpu[1]))
