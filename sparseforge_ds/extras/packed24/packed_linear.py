@@ -62,17 +62,20 @@ class Packed24Linear(nn.Linear):
 
 
 def keep_bits(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies `fn`, but passes rounded values and scales as integers, which `fn` does not cast.
+    """Return a function that applies `fn`, but only moves rounded values, scales and positions, whatever `fn` casts.
 
     Args:
         module: a module with packed weights.
-        fn: function of `nn.Module._apply`, which moves a tensor, or casts one that is floating point.
+        fn: function of `nn.Module._apply`, which moves a tensor, casts one that is floating point, or casts any.
     """
     scales = {id(buffer) for name, buffer in module.named_buffers(recurse=False) if name.endswith(SCALE)}
 
     def apply(tensor: Tensor) -> Tensor:
-        if not scales or (id(tensor) not in scales and tensor.dtype not in GRIDS.values()):
+        if id(tensor) not in scales and tensor.dtype not in GRIDS.values():
             return fn(tensor)
-        return fn(tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])).view(tensor.dtype)
+        integers = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+        moved = fn(integers)
+        # `Module.type` casts integers, too.
+        return (moved if moved.dtype == integers.dtype else integers.to(moved.device)).view(tensor.dtype)
 
     return apply

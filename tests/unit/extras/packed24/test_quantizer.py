@@ -105,7 +105,11 @@ def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path
 @pytest.mark.parametrize("name", ROUNDED)
 def test_rounded_values_stay_so_whatever_the_model_is_cast_to(folders: FOLDERS, name: str) -> None:
     stored = TensorFolder(folders[name][1])
-    for model in (load(folders[name][1], dtype=torch.bfloat16), load(folders[name][1]).bfloat16().to("cpu")):
+    for model in (
+        load(folders[name][1]).type(torch.bfloat16),
+        load(folders[name][1], dtype=torch.bfloat16),
+        load(folders[name][1]).bfloat16().to("cpu"),
+    ):
         state = model.state_dict()
         for key in (key for key in stored.specs if key.endswith("_positions")):
             for part in ("", "_positions", "_scale"):
