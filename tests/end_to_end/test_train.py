@@ -101,6 +101,7 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
         "stdlib_llama (llama",
         "100.0% of the linear weights",
         "frozen",
+        "start: 16,384 tokens, 128 steps of each of 5 blocks",
         "step 8/8",
         "done: 8 steps, 16,384 tokens",
     ):
