@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from benchmarks.curvature_quality import Diagonal
 from sparseforge_ds.curvature import estimator_of, sums_of
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.train.launcher import set_default_environment
 from sparseforge_ds.zero.probe import batches_of
 
 LoadModel = Callable[[str], Any]
@@ -141,12 +140,7 @@ class OneRank:
 
 def be_one_rank() -> None:
     """Start a process group of this process alone, unless a launcher has started one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
+    set_default_environment()
     deepspeed.init_distributed()
 
 

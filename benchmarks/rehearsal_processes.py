@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rank_memory import RankMemory
+from sparseforge_ds.train.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -39,7 +39,7 @@ def train(arguments: argparse.Namespace, folder: Path) -> Trained:
         CalledProcessError: it failed; `output` ends with what it said.
     """
     launcher = Path(sys.executable).with_name("deepspeed")
-    line = [launcher, "--num_gpus", arguments.ranks, "--master_port", _free_port(), ROOT / "launch" / "train.py"]
+    line = [launcher, "--num_gpus", arguments.ranks, "--master_port", str(free_port()), ROOT / "launch" / "train.py"]
     line += ["--deepspeed", folder / "deepspeed.json", "--model", folder / "model", "--dataset", folder / "text.jsonl"]
     line += ["--output_dir", folder / "run", "--seq_length", arguments.seq_length, "--max_steps", arguments.steps]
     line += ["--save_every", 0, "--log_every", 1, "--learning_rate", 1e-5, "--seed", arguments.seed]
@@ -101,12 +101,6 @@ def _scalars(folder: Path) -> dict[str, list[float]]:
     log = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     log.Reload()
     return {tag: [event.value for event in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def command(*words: str | Path) -> dict[str, float]:

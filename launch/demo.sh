@@ -21,7 +21,7 @@ else
     ranks=1
     while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
-port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
+port="$(python -c 'from sparseforge_ds.train.launcher import free_port; print(free_port())')"
 
 for folder in "$run" "$result"; do
     if [ -e "$folder" ]; then

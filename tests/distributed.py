@@ -11,7 +11,6 @@ Results and arguments travel through files. A failure on any rank ends all of th
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
 import multiprocessing
@@ -19,7 +18,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from sparseforge_ds.train.launcher import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 1200.0
@@ -258,12 +258,3 @@ def _echo(folder: Path, rank: int) -> None:
     text = path.read_text(errors="replace") if path.exists() else ""
     if text:
         print(f"--- output of rank {rank} ---\n{text}", end="" if text.endswith("\n") else "\n")
-
-
-def free_port() -> int:
-    """Return a free port of 127.0.0.1 that the kernel does not hand out as an ephemeral one."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,8 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables of a process; DeepSpeed asks mpi4py where one of them is missing."""
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """Environment variables with the number of processes that mpirun or srun has started."""
+_PORTS = (10_000, 32_768)
+"""First port, and the first of those that Linux hands out as ephemeral ones."""
 _SHARED_BUFFER = "/dev/shm/deepspeed_allreduce_buffer_"
 
 
@@ -58,10 +62,19 @@ def set_default_environment() -> None:
                 )
             return
     # One process needs no launcher, only a free port.
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    os.environ.update(zip(_VARIABLES, ("0", "0", "1", "127.0.0.1", str(port)), strict=True))
+    os.environ.update(zip(_VARIABLES, ("0", "0", "1", "127.0.0.1", str(free_port())), strict=True))
+
+
+def free_port() -> int:
+    """Return a free port of this machine that the kernel does not hand out as an ephemeral one.
+
+    A process listens on it seconds later. Meanwhile any connection could take a port that the kernel chooses.
+    """
+    while True:
+        port = random.SystemRandom().randrange(*_PORTS)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            return port
 
 
 def rank_from_launcher() -> int:

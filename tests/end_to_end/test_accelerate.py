@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from sparseforge_ds.cli.main import main
-from tests.distributed import PATIENCE, free_port, run_distributed
+from sparseforge_ds.train.launcher import free_port
+from tests.distributed import PATIENCE, run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama
 

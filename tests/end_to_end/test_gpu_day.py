@@ -7,7 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.distributed import PATIENCE, ROOT, free_port
+from sparseforge_ds.train.launcher import free_port
+from tests.distributed import PATIENCE, ROOT
 
 
 def test_every_part_is_timed_and_a_failing_one_costs_itself_alone(tmp_path: Path) -> None:

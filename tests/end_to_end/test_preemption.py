@@ -18,7 +18,8 @@ import psutil
 import pytest
 from torch.utils.cpp_extension import get_default_build_root
 
-from tests.distributed import PATIENCE, ROOT, free_port, run_distributed
+from sparseforge_ds.train.launcher import free_port
+from tests.distributed import PATIENCE, ROOT, run_distributed
 from tests.end_to_end.test_train import _main, differences, flags_of, states
 from tests.tiny_folders import deepspeed_json, write_text
 

@@ -19,7 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sparseforge_ds.cli.main import main as command
 from sparseforge_ds.export.stored import StoredWeights
-from tests.distributed import PATIENCE, free_port, run_distributed
+from sparseforge_ds.train.launcher import free_port
+from tests.distributed import PATIENCE, run_distributed
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.distributed import PATIENCE, ROOT, free_port
+from sparseforge_ds.train.launcher import free_port
+from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
 FINISH = """

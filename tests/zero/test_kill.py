@@ -25,6 +25,7 @@ import torch
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.train.launcher import free_port
 from tests import distributed
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, probe_of, train_step
@@ -118,7 +119,7 @@ class Killed:
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(distributed.free_port()),
+            "MASTER_PORT": str(free_port()),
         }
         target = (train_and_save.__module__, train_and_save.__qualname__)
         processes = [

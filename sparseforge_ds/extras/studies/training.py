@@ -7,10 +7,8 @@ import fcntl
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from sparseforge_ds.checkpoint.disk import open_own_file, write_json
+from sparseforge_ds.train.launcher import free_port
 
 _PRELOADED = ["sparseforge_ds.train.trainer"]
 """Modules that the fork server imports before it starts a rank, which saves every run some seconds."""
@@ -131,7 +130,7 @@ class Trainer:
         """Start a process for every rank, in the environment that a launcher would set."""
         if self._stop.is_set():
             raise StoppedError
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
         # The slot's share of the visible GPUs.
         if count := torch.cuda.device_count():
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
@@ -279,12 +278,3 @@ def _end(processes: list[BaseProcess]) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
-
-
-def _free_port() -> int:
-    """Return a free port below the ephemeral ones, which other processes could take before the ranks connect."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                return port

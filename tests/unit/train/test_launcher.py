@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
+import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +14,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.train.launcher import set_default_environment, unlink_shared_buffers, world_size_from_launcher
+from sparseforge_ds.train.launcher import (
+    free_port,
+    set_default_environment,
+    unlink_shared_buffers,
+    world_size_from_launcher,
+)
 from tests.distributed import run_distributed
 
 
@@ -63,7 +70,16 @@ def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> N
     set_default_environment()
     *position, port = (os.environ[name] for name in PLACE)
     assert position == ["0", "0", "1", "127.0.0.1"]
-    assert 1024 <= int(port) < 65536
+    assert 10_000 <= int(port) < 32_768  # an ephemeral one could be taken by a connection before DeepSpeed listens
+
+
+def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, free = free_port(), free_port()
+    draws = iter([taken, free])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(draws))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", taken))
+        assert free_port() == free
 
 
 def test_an_environment_of_a_launcher_is_kept(nowhere: pytest.MonkeyPatch) -> None:
