@@ -179,6 +179,12 @@ Tensor prepared(const Tensor& x, Path path, bool bf16, Values values) {
     return by_member(x);
 }
 
+// Scales of int4 for groups of 16, 32 or a multiple of 64 values: those of other groups are repeated.
+Tensor in_units(const Tensor& scale, int64_t kept) {
+    const int64_t group = kept / scale.size(1), unit = group % 64 == 0 ? group : group % 32 == 0 ? 32 : 16;
+    return scale.unsqueeze(2).expand({-1, -1, group / unit}).reshape({scale.size(0), -1}).contiguous();
+}
+
 // `operands.require_operands` in as many comparisons. Nothing reads memory before.
 bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const Optional& bias, const Optional& scale) {
     const auto dtype = x.scalar_type(), code = values.scalar_type();
@@ -229,10 +235,11 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
     Tensor y = at::empty(shape, x.options().memory_format(at::MemoryFormat::Contiguous));
     if (y.numel() == 0) return y;
     const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
-    const Tensor b = bias ? bias->contiguous() : Tensor(), s = scale ? scale->contiguous() : Tensor();
+    const Tensor b = bias ? bias->contiguous() : Tensor();
+    const Tensor s = paired && scale->size(1) > 1 ? in_units(*scale, kept) : scale ? scale->contiguous() : Tensor();
     Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
             scale && !paired ? s.const_data_ptr<float>() : nullptr,
-            paired ? s.const_data_ptr<c10::BFloat16>() : nullptr, 1 << 30, 1,  // a row: as many whole blocks as there are
+            paired ? s.const_data_ptr<c10::BFloat16>() : nullptr, 1 << 30, 1,  // a row: all whole blocks that it has
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
     if (paired && s.size(1) > 1) job.group = kept / s.size(1), job.groups = s.size(1);
     const Path path = path_of(bf16);

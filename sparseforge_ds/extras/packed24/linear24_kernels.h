@@ -32,7 +32,7 @@ struct Job {  // of a product with few rows of x
     int64_t kept, position_bytes;  // of a row of the weight
     const float* scale;  // of 8-bit values, or null
     const c10::BFloat16* group_scale;  // of int4, or null
-    int64_t group, groups;  // of int4: values that share a scale, and their number in a row
+    int64_t group, groups;  // of int4: values that share a scale, 16, 32 or a multiple of 64, and their number in a row
     const void* bias;  // or null
     void* y;
     int64_t outputs;
@@ -289,7 +289,7 @@ struct Bf16Int4 {
         const auto* scale = place.scales();
         if (group % KEPT == 0) return (__m512)_mm512_maskz_set1_epi16(0xAAAAAAAA, scale->x);
         uint64_t four = 0;  // of the four parts of a block
-        if (count == KEPT && (group == 16 || group == 32)) {
+        if (count == KEPT) {
             if (group == 16)
                 std::memcpy(&four, scale, 8);
             else
@@ -328,34 +328,48 @@ struct Bf16Int4 {
     }
 };
 
-// With fp32, a table of 16 numbers, which are scaled: a quarter of a block, 16 values, has one scale.
+// With fp32, a table of 16 numbers, which are scaled: a quarter of a block, 16 values, has one scale. Its 8 bytes lie in
+// every other lane, so that even lanes have its first eight values, and odd ones the others; x is picked in that order.
 struct Fp32Int4 : Fp32By<Int8> {
     using V = Int4;
     struct Constants : Fp32::Constants { __m512 table; __m512i bits; };
 
     ISA(ISA_FP32) static INLINE Constants constants() {
         alignas(64) float table[16];
-        alignas(64) uint32_t bits[16];
-        for (int code = 0; code < 16; ++code) table[code] = (code ^ 8) - 8, bits[code] = 4 * (code % 8);
-        return {Fp32::constants(), _mm512_load_ps(table), _mm512_load_si512(bits)};
+        alignas(64) uint32_t shift[16], base[16], bits[16];
+        for (int lane = 0; lane < 16; ++lane) {
+            const int value = lane / 2 + lane % 2 * 8;
+            table[lane] = (lane ^ 8) - 8, bits[lane] = 4 * (value % 8);
+            shift[lane] = 2 * value, base[lane] = 4 * (value / 2);
+        }
+        return {{_mm512_load_si512(shift), _mm512_load_si512(base), _mm512_set1_epi32(3)}, _mm512_load_ps(table),
+                _mm512_load_si512(bits)};
     }
+    ISA(ISA_FP32) static INLINE __m512 scaled(const Constants& c, const c10::BFloat16* scale) {
+        return _mm512_mul_ps(c.table, (__m512)_mm512_maskz_set1_epi16(0xAAAAAAAA, scale->x));
+    }
+    template <bool WHOLE = true>
     ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, const Place& place) {
-        uint32_t word[8];
+        uint64_t word[4];
         std::memcpy(word, from, sizeof word);
+        const int64_t group = place.job.group;
+        const auto* scale = place.scales();
+        __m512 table = scaled(c, scale);
         Values values;
-        const bool whole = place.job.group % KEPT == 0;
-        __m512 table = _mm512_mul_ps(c.table, _mm512_set1_ps(place.scale()));
         _Pragma("GCC unroll 4") for (int i = 0; i < 4; ++i) {
-            if (i && !whole) table = _mm512_mul_ps(c.table, _mm512_set1_ps(place.scale(16 * i)));
-            const __m512i pair = _mm512_mask_set1_epi32(_mm512_set1_epi32(word[2 * i]), 0xFF00, word[2 * i + 1]);
-            values.part[i] = _mm512_permutexvar_ps(_mm512_srlv_epi32(pair, c.bits), table);
+            if (group == 32)
+                table = i == 2 ? scaled(c, WHOLE ? scale + 1 : place.scales(32)) : table;
+            else if (i && group == 16)
+                table = scaled(c, WHOLE ? scale + i : place.scales(16 * i));
+            const __m512i pairs = _mm512_srlv_epi32(_mm512_set1_epi64(word[i]), c.bits);
+            values.part[i] = _mm512_permutexvar_ps(pairs, table);
         }
         return values;
     }
     ISA(ISA_FP32) static INLINE Values values(const Constants& c, const void* from, const Place& place, int64_t count) {
         char line[KEPT / 2] = {};
         std::memcpy(line, from, count / 2);
-        return values(c, line, place);
+        return values<false>(c, line, place);
     }
 };
 

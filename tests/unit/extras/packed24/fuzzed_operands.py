@@ -30,7 +30,7 @@ Operands = dict[str, Tensor]
 
 def sound(operator: str, rng: random.Random) -> Operands:
     """Operands that belong together, of any size up to several tiles."""
-    dtype, outputs, groups = rng.choice(FLOATS), rng.choice([1, 2, 7, 64, 300]), rng.choice([1, 2, 3, 16, 33])
+    dtype, outputs, groups = rng.choice(FLOATS), rng.choice([1, 2, 7, 64, 300]), rng.choice([1, 2, 3, 16, 33, 48])
     rows = rng.choice([0, 1, 2, 5, 40, 300])
     lead = [rng.choice([1, 4])] if "experts" in operator else []
     half = GROUPS[torch.randint(len(GROUPS), (*lead, outputs, groups + groups % 2))]
@@ -43,8 +43,8 @@ def sound(operator: str, rng: random.Random) -> Operands:
     }
     if rng.random() < 0.5:  # rounded values
         name = rng.choice(list(GRIDS))
-        fits = name == "int4" and 2 * groups % 16 == 0
-        grid = Grid(name, rng.choice([None, *(size for size in (16, 32) if fits and 2 * groups % size == 0)]))
+        sizes = [size for size in (16, 32, 48) if name == "int4" and 2 * groups % size == 0]
+        grid = Grid(name, rng.choice([None, *sizes]))
         operands["values"], operands["scale"] = round_values(operands["values"].float(), -1, grid)
     if operator == "linear24" and rng.random() < 0.5:
         operands["bias"] = torch.randn(outputs).to(dtype)

@@ -75,7 +75,7 @@ def path(request: pytest.FixtureRequest) -> str:
     with_bias=st.booleans(),
     layout=st.sampled_from(["plain", "transposed", "strided", "three axes"]),
     grid=st.sampled_from([None, *GRIDS, "int4"]),
-    scale_group=st.sampled_from([None, 16, 32, 48, 64]),
+    scale_group=st.sampled_from([None, 16, 32, 48, 64, 96]),
     seed=st.integers(0, 99),
 )
 def test_within_the_stated_bound_of_fp64(
