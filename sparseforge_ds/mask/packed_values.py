@@ -148,10 +148,12 @@ def require_grid(values: object, group: object = None) -> Grid | None:
 
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, input_axis: int) -> Tensor:
     """Return stored values times their scales, one in an element: a product in fp32, rounded once more to `dtype`."""
-    codes = unpaired(values, input_axis)
-    if (groups := scale.shape[input_axis]) > 1:
-        scale = scale.repeat_interleave(codes.shape[input_axis] // groups, input_axis)
-    return (codes.float() * scale.float()).to(dtype)
+    exact = unpaired(values, input_axis).float()
+    # In place, and by a view with an axis of groups, which spares a copy of the scales as large as the weight.
+    axis = input_axis % exact.ndim
+    in_groups = exact.unflatten(axis, (scale.shape[axis], -1))
+    in_groups.mul_(scale.float().unsqueeze(axis + 1))
+    return exact.to(dtype)
 
 
 def require_group(kept: int, group: int) -> None:
@@ -179,8 +181,13 @@ def grid_of(dtype: torch.dtype, values: tuple[int, ...], scale: tuple[int, ...],
     name = next(name for name, stored in GRIDS.items() if stored == dtype)
     groups = scale[input_axis] if len(scale) == len(values) else 1
     kept = values[input_axis] * values_per_element(dtype)
-    is_grouped = dtype == PAIRS and groups > 1 and kept % groups == 0 and kept // groups % GROUP_UNIT == 0
+    is_grouped = dtype == PAIRS and groups > 1 and are_groups(kept, groups)
     return Grid(name, kept // groups if is_grouped else None)
+
+
+def are_groups(kept: int, groups: int) -> bool:
+    """Return True if `kept` values of a row may have as many scales of groups."""
+    return groups > 0 and kept % groups == 0 and kept // groups % GROUP_UNIT == 0
 
 
 def require_sound_values(values: Tensor, scale: Tensor) -> None:

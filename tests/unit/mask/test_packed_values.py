@@ -18,10 +18,12 @@ from sparseforge_ds.mask.packed_values import (
     Grid,
     require_grid,
     round_values,
+    scaled,
     unpaired,
 )
 from sparseforge_ds.mask.packing import check24, pack24, packed24_axis, packed24_shapes, unpack24
 from sparseforge_ds.mask.quantization import quantized
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from tests.unit.mask.test_packing import sparse_weight
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
@@ -70,6 +72,20 @@ def test_int4_is_what_training_publishes(shape: tuple[int, ...], input_axis: int
         if odd.shape != scale.shape:
             with pytest.raises(ValueError, match="scales of shape .* do not fit values of shape"):
                 check24(codes, positions, odd.bfloat16())
+
+
+@pytest.mark.parametrize("input_axis", [-1, -2])
+def test_scales_are_not_copied_to_the_size_of_the_weight(input_axis: int) -> None:
+    values, _ = pack24(
+        sparse_weight((64, 192) if input_axis == -1 else (192, 64), input_axis, torch.float32), input_axis
+    )
+    codes, scale = round_values(values, input_axis, Grid("int4", 16))
+    repeated = scale.float().repeat_interleave(16, input_axis)
+    with PeakMemoryCounter([codes, scale]) as counter:
+        product = scaled(codes, scale, torch.float32, input_axis)
+    assert torch.equal(product, unpaired(codes, input_axis).float() * repeated)
+    # The result in fp32, the codes in a byte each, and scales for 16.
+    assert counter.peak <= product.nbytes + 2 * product.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
