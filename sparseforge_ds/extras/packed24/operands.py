@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.packed_values import DTYPE_NAMES, SCALE_DTYPES, grid_of, values_per_element
+from sparseforge_ds.mask.packed_values import DTYPE_NAMES, PAIRS, SCALE_DTYPES, are_groups, grid_of, values_per_element
 from sparseforge_ds.mask.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES, require_scale_shape
 
 _INTEGERS = frozenset({torch.int32, torch.int64})
@@ -47,8 +47,8 @@ def require_operands(
     axes = 2 if ends is None else 3
     if len(shape) == axes:
         outputs, kept = shape[-2:]
-        if scale is not None:
-            kept *= values_per_element(values.dtype)
+        if scale is not None and values.dtype == PAIRS:
+            kept *= 2
         if (
             kept > 0
             and kept % 2 == 0
@@ -56,7 +56,7 @@ def require_operands(
             and x.ndim > 0
             and x.shape[-1] == (outputs if backward else 2 * kept)
             and dtype in VALUE_DTYPES
-            and (values.dtype == dtype if scale is None else _is_scale(scale, values))
+            and (values.dtype == dtype if scale is None else _is_scale(scale, values, kept))
             and positions.dtype == torch.uint8
             and values.device == device
             and positions.device == device
@@ -74,15 +74,18 @@ def require_ends(ends: list[int], rows: int) -> None:
         raise ValueError(f"experts24: ends {ends} are not in order between 0 and the {rows} rows of x")
 
 
-def _is_scale(scale: Tensor, values: Tensor) -> bool:
-    same = scale.dtype == SCALE_DTYPES.get(values.dtype) and scale.device == values.device
-    return same and scale.layout == torch.strided and _scale_misfit(scale, values) is None
+def _is_scale(scale: Tensor, values: Tensor, kept: int) -> bool:
+    dtype = values.dtype
+    same = scale.dtype == SCALE_DTYPES.get(dtype) and scale.device == values.device
+    shape = scale.shape
+    if not same or scale.layout != torch.strided or shape[:-1] != values.shape[:-1]:
+        return False
+    groups = shape[-1]
+    return groups == 1 or (dtype == PAIRS and are_groups(kept, groups))
 
 
 def _scale_misfit(scale: Tensor, values: Tensor) -> str | None:
     """Return what is wrong with the shape of scales, or None."""
-    if scale.shape == (*values.shape[:-1], 1):
-        return None
     try:
         shapes = (tuple(values.shape), tuple(scale.shape))
         require_scale_shape(*shapes, -1, grid_of(values.dtype, *shapes, -1))

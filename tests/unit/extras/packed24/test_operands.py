@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from sparseforge_ds.extras.packed24 import cpu_kernel, experts24, linear24
+from sparseforge_ds.extras.packed24 import operands as operands_module
 from sparseforge_ds.extras.packed24.operands import require_operands
 from tests.conftest import ROOT
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.fuzzed_operands import OPERATORS, OTHERS
+from tests.unit.extras.packed24.test_linear24 import rounded
 
 GPU_OPERATORS: dict[str, Callable[..., Tensor]] = {"linear24": linear24._on_gpu, "experts24": experts24._on_gpu}
 
@@ -82,6 +84,17 @@ def test_sound_operands_pass() -> None:
         tensors = operands(operator)
         require_operands(operator, **tensors, backward="gradient" in operator)
         assert OPERATORS[operator](*tensors.values()).shape == (7, 20 if "gradient" in operator else 6)
+
+
+def test_sound_groups_are_found_sound_without_a_search_for_the_damage() -> None:
+    """A sound product must not pay for the messages: not for those of groups either."""
+    codes, positions, scale = rounded(6, 128, "int4", 16)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("grid_of", "require_scale_shape", "_scale_misfit"):
+            patch.delattr(operands_module, name)
+        require_operands("linear24", torch.ones(3, 128), codes, positions, scale=scale)
+        experts = (codes[None], positions[None], None, torch.tensor([3]), scale[None])
+        require_operands("experts24", torch.ones(3, 128), *experts)
 
 
 def test_random_operands_under_the_address_sanitizer() -> None:
