@@ -215,6 +215,9 @@ def resolve(
     ):
         if zero.get(name) == "auto":
             zero[name] = value
+    # Stop no device for a clock that nobody reads: DeepSpeed's timer of throughput waits for it twice a micro-batch.
+    if not {"timers", "steps_per_print"} & filled.keys():
+        filled["timers"] = {"throughput": {"enabled": False}}
     # 3. The block, and a check that nothing is open.
     filled["sparseforge"] = config.to_dict()
     if unfilled := list(_autos({key: value for key, value in filled.items() if key != "sparseforge"}, "")):

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import PreemptedError, Preemption
+from sparseforge_ds.train.step_log import StepLog
 from sparseforge_ds.zero.probe import Closure
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def train(
     start_time = time.perf_counter()
     first_step = forge.step_count
     watch = DivergenceWatch(checkpoints, spec, first_step)
-    scalars: dict[str, float] = {}
+    step_log = StepLog(context, checkpoints, monitor, watch)
 
     # Decide once how logits are made: whole, or in blocks by the heads, which takes less memory.
     if reason := objective.why_whole_logits(batches.batch_at(batches.position)[:1, :1].to(context.device)):
@@ -92,6 +92,7 @@ def train(
         try:
             batches.prepare_step()
         except AgreedError:
+            step_log.read()
             if before and saved_step != before and watch.loss_is_finite:
                 with watch.saving(before):
                     save(context, checkpoints, monitor, evaluation, before)
@@ -117,36 +118,29 @@ def train(
                     teaching.close()
                 engine.step()
                 losses += parts
+                # The device has done the step before: the engine waits for it to clip gradients.
+                if number == len(micro_batches):
+                    step_log.read()
                 with watch.mask_update(before, losses):
                     mask_updated = forge.step(probe=RunProbeBatches(context, batches.position, -1))
         step = forge.step_count
 
-        # Average the losses over ranks, and learn in the same message whether any rank was asked to stop.
-        losses /= batches.layout.accumulation
-        shared = torch.cat([losses, losses.new_full((1,), float(preemption.requested > 0))])
-        dist.all_reduce(shared)
-        *means, share_asked_to_stop = (shared / context.ranks.world_size).tolist()
-        mean = dict(zip(LOSSES, means, strict=True))
-        watch.count_step(mean["total"], before, step)
-
-        # Log the step, unless loss scaling has skipped it.
+        # Log the step: at once where something depends on its loss, and otherwise in the next one.
+        step_log.add(before, losses, preemption.requested > 0, mask_updated)
+        due = spec.arguments.save_every and step % spec.arguments.save_every == 0
+        monitored = spec.config.monitor
+        masks_due = any(every and step % every == 0 for every in (monitored.histograms_every, monitored.gap_every))
+        if due or masks_due or step_log.asked_to_stop or evaluation.due(step) or step >= spec.steps:
+            step_log.read()
         if step > before:
-            scalars = _scalars(context, mean, spec.learning_rate(before))
-            monitor.step(step, scalars, forge.phase, forge.dials)
-            if mask_updated:
-                monitor.write(step, forge.metrics)
             _log_masks(context, monitor, step)
-            # The newest checkpoint now is of weights that have a finite loss, so older ones may go.
-            if watch.loss_is_finite:
-                checkpoints.remove_old()
 
         # Score the model, but not while somebody waits for the end: the resumed run makes up for it.
-        stopping = share_asked_to_stop > 0 and watch.loss_is_finite and step < spec.steps
+        stopping = step_log.asked_to_stop and watch.loss_is_finite and step < spec.steps
         if not stopping and watch.loss_is_finite:
             _evaluate_if_due(evaluation, monitor, step)
 
         # Save where a checkpoint is due, or the run is to stop.
-        due = spec.arguments.save_every and step % spec.arguments.save_every == 0
         if (due or stopping) and watch.loss_is_finite and saved_step != step and step:
             with watch.saving(step):
                 save(context, checkpoints, monitor, evaluation, step)
@@ -163,7 +157,7 @@ def train(
         if saved_step != spec.steps:
             save(context, checkpoints, monitor, evaluation, spec.steps)
     checkpoints.remove_old()
-    return run_result(context, evaluation, first_step, round(time.perf_counter() - start_time, 1), scalars)
+    return run_result(context, evaluation, first_step, round(time.perf_counter() - start_time, 1), step_log.scalars)
 
 
 def run_result(
@@ -285,19 +279,6 @@ def _start_batches(context: TrainContext) -> RunProbeBatches:
     groups = layout.world_size // layout.sequence_parallel
     size, count = start.micro_batches(tokens, spec.arguments.seq_length, groups, layout.micro_batch)
     return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
-
-
-def _scalars(context: TrainContext, mean: dict[str, float], learning_rate: float) -> dict[str, float]:
-    """Return the metrics of an applied step by tag; losses that the run does not have are left out."""
-    teaches = context.objective.teacher is not None or context.batches.teacher_logits is not None
-    absent = set() if teaches else {"kl"}
-    absent |= {name for name in ("hidden", "balance") if not mean[name]}
-    scalars = {f"loss/{name}": mean[name] for name in LOSSES if name not in absent}
-    scalars["train/learning_rate"] = learning_rate
-    norm = context.engine.get_global_grad_norm()
-    if norm is not None:  # stage 0 in fp32 without clipping computes none
-        scalars["train/grad_norm"] = float(norm)
-    return scalars | context.batches.scalars()
 
 
 def _log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:

@@ -54,14 +54,29 @@ class Monitor:
         self._rate = 0.0
         self._left = "?"
 
-    def step(self, step: int, scalars: Mapping[str, float], phase: str, dials: Dials | None) -> None:
-        """Show and log one finished optimizer step; `scalars` are already reduced over ranks and tagged."""
+    def step(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        phase: str,
+        dials: Dials | None,
+        end_time: float | None = None,
+    ) -> None:
+        """Show and log one finished optimizer step.
+
+        Args:
+            step: its number.
+            scalars: metrics by tag, already reduced over ranks.
+            phase: name of the phase after it.
+            dials: annealed numbers after it.
+            end_time: `time.perf_counter` at its end; None takes the present.
+        """
         if self._trackers is None:
             return
         # At intervals, measure the speed since the last one, and log all metrics.
         due = step % self.every == 0 or step == self.max_steps
         if due:
-            now = time.perf_counter()
+            now = time.perf_counter() if end_time is None else end_time
             seconds = max(now - self._clock, 1e-9) / max(1, step - self._clock_step)
             self._rate = self.tokens_per_step / seconds
             self._left = tqdm.format_interval(seconds * (self.max_steps - step))

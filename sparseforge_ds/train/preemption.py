@@ -1,10 +1,10 @@
 """SIGTERM and Ctrl-C: requests that end a run, at once before training and with a save during it.
 
 Before training there is nothing to save: the process ends at once, and the next start removes half-written files. In
-training the process only notes the signal. At the end of an optimizer step the ranks agree on it, save, and end
-together (loop.py). The same signal again changes nothing, because launchers send it twice to some ranks. SIGKILL ends a
-run that cannot wait, and costs the steps since the newest checkpoint. A second Ctrl-C, which a person presses, does the
-same.
+training the process only notes the signal. At the end of an optimizer step, or of the next one on a GPU, the ranks
+agree on it, save, and end together (loop.py). The same signal again changes nothing, because launchers send it twice to
+some ranks. SIGKILL ends a run that cannot wait, and costs the steps since the newest checkpoint. A second Ctrl-C, which
+a person presses, does the same.
 
 The exit code is 143 or 130, as that of a process which the signal ended, and not 0: `train && consolidate` must not
 take a half-trained model. `deepspeed` dies of both signals without telling its ranks, so losing it counts as SIGTERM.
@@ -117,7 +117,7 @@ class Preemption(AbstractContextManager["Preemption"]):
                     if not first_signal:
                         first_signal = number
                         if number == signal.SIGINT:
-                            _tell("SIGINT: the run saves at the end of this step; Ctrl-C again ends it without")
+                            _tell("SIGINT: the run saves after this step or the next; Ctrl-C again ends it without")
                     elif press_time and now - press_time > _ECHO and number in repeats:
                         self._end(signal.SIGINT)
                     if number == signal.SIGINT and not press_time:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparseforge_ds.cli.main import main as command
 from sparseforge_ds.export.stored import StoredWeights
+from sparseforge_ds.train import step_log
 from sparseforge_ds.train.launcher import free_port
 from tests.distributed import PATIENCE, run_distributed
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
@@ -191,6 +196,44 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     ):
         assert tag in scalars
     assert any(tag.startswith("mask/model.layers.0") for tag in log.Tags()["histograms"])
+
+
+def _train_late(command_line: list[str]) -> tuple[list[str], int]:
+    """Train with the numbers of steps read a step later, and return the lines of the log without their times."""
+    lines: list[str] = []
+    reads_late = "--late" in command_line
+    with (
+        mock.patch.object(logging.Logger, "handle", lambda _, record: lines.append(record.getMessage())),
+        mock.patch.object(step_log, "waits_for", lambda device: reads_late),
+        mock.patch.object(get_accelerator(), "synchronize") as synchronize,
+    ):
+        assert _main([flag for flag in command_line if flag != "--late"]) == 0
+    steps = [line for line in lines if line.startswith(("step ", "saved "))]
+    return [re.sub(r"[\d,.]+ (tokens/s|s\b|[KMG]iB)|\S+ left", "", line) for line in steps], synchronize.call_count
+
+
+def test_numbers_that_are_read_a_step_later_are_logged_alike(tmp_path):
+    """Compare log lines, TensorBoard and result.json; updates, saves, scores and gaps have steps of their own."""
+    seen = []
+    for name, late in (("at_once", []), ("late", ["--late"])):
+        content = deepspeed_json(stage=1, batch=4, monitor={"histograms_every": 4, "gap_every": 3})
+        content["sparseforge"]["method"]["update_every"] = 2
+        more = {"save_every": 5, "eval_every": 7, "eval_dataset": "stdlib:heldout", "eval_sequences": 4}
+        flags = flags_of(tmp_path, content, output_dir=tmp_path / name, max_steps=11, log_every=1, **more)
+        ((lines, waits),) = run_distributed(_train_late, 1, [*flags, *late])
+        log = EventAccumulator(str(tmp_path / name / "tensorboard"))
+        log.Reload()
+        timed = ("train/tokens_per_second", "train/memory_gib", "eval/seconds", "checkpoint/seconds")
+        scalars = {
+            tag: [(event.step, event.value) for event in log.Scalars(tag)]
+            for tag in log.Tags()["scalars"]
+            if tag not in timed
+        }
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        assert result.pop("seconds") > 0 and not waits, "DeepSpeed's clocks stop the device"
+        assert len(scalars["loss/total"]) == 11 and sum(line.startswith("step ") for line in lines) > 11
+        seen.append((lines, scalars, log.Tags()["histograms"], result))
+    assert seen[0] == seen[1]
 
 
 def test_a_teacher_whole_on_every_rank_gives_the_losses_of_a_divided_one(tmp_path):

@@ -100,6 +100,17 @@ def test_a_seeded_wait_is_found(fault: str, kind: str, runs: dict[str, Any]) -> 
     assert not too_many(runs["naive_retrain"])
 
 
+def test_the_training_loop_reads_a_step_behind_the_next_one(runs: dict[str, Any]) -> None:
+    """Step 3 has an update and step 6 projects, which wait by themselves; the run ends with 7."""
+    waits = runs["training loop"]
+    assert not waits["faults"]
+    ordinary = [step for number, step in enumerate(waits["steps"], 1) if number in (2, 4, 5)]
+    assert ordinary == [{}] * 3, waits["steps"]
+    assert not [place for step in waits["steps"] for place in step if place.startswith("train/")]
+    behind = [order for n in range(1, 7) for order in (f"step {n + 1}", f"read {n}", f"copy {n + 1}")]
+    assert waits["order"] == ["step 1", "copy 1", *behind, "read 7"]
+
+
 def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(runs: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
     packed = runs["packed products"]

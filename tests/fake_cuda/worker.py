@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 import sparseforge_ds as sf
 from benchmarks.fake_cuda.counting import Cost, Counter, DeviceMixingError
 from benchmarks.fake_cuda.engine import CUDA, BareEngine, Rank, attach, model_of, process_group
+from tests.fake_cuda import training_loop
 from tests.fake_cuda.cases import CASES, FAULTS, Case
 from tests.zero.case import MODELS
 
@@ -123,5 +124,8 @@ if __name__ == "__main__":
     if find_spec("triton"):
         with MODE:
             records["packed products"] = import_module("tests.fake_cuda.packed_products").products()
+    if not sys.argv[2:]:
+        with MODE:
+            records["training loop"] = training_loop.waits()
     Path(sys.argv[1]).write_text(json.dumps(records), encoding="utf-8")
     os._exit(0)  # as in benchmarks/device_cost.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
 from hypothesis import assume, given
@@ -121,6 +122,15 @@ def test_the_optimizer_is_fused_where_that_is_left_open():
     content["optimizer"]["params"] |= {"torch_adam": True, "fused": "auto"}
     assert filled(content)["optimizer"]["params"]["fused"] is False
     assert filled(content, fuses_optimizer=True)["optimizer"]["params"]["fused"] is True
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, False), ({"steps_per_print": 10}, True), ({"timers": {}}, True)],
+)
+def test_the_clock_of_throughput_stops_no_device_unless_it_is_read(keys, expected):
+    settings = deepspeed.DeepSpeedConfig({**filled({**deepspeed_json(), **keys}, world_size=1), "sparseforge": {}})
+    assert settings.timers_config.enabled is expected
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -120,7 +120,7 @@ def test_the_second_ctrl_c_ends_a_step_that_takes_long(environment, last):
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline().startswith("SIGINT: the run saves at the end of this step; Ctrl-C again ")
+    assert process.stdout.readline().startswith("SIGINT: the run saves after this step or the next; Ctrl-C again ")
     process.send_signal(signal.SIGINT)  # the same one, once more from a launcher
     time.sleep(3)
     assert process.poll() is None
