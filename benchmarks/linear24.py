@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.cpp_extension import load
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import Grid, require_grid, round_values
-from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.packed_format.packed_values import Grid, require_grid, round_values
+from sparseforge_ds.packed_format.packing import pack24
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from benchmarks.linear24 import grid
 from sparseforge_ds.export.model_folder import stored_grid
 from sparseforge_ds.extras.packed24.packed_experts import pack_experts, packed_kind
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import SCALE, Grid, round_values
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
+from sparseforge_ds.packed_format.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
 
 
 def config_of(args: argparse.Namespace) -> PreTrainedConfig:

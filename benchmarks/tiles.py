@@ -25,7 +25,7 @@ from triton.runtime.errors import TritonError
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.triton_kernel import Tile, choose_tile, multiply, triton24, unpack
-from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.packed_format.packing import pack24
 
 SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)

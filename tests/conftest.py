@@ -20,7 +20,7 @@ import torch
 from tests import forked_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST = ("mask", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
+FAST = ("mask", "packed_format", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
 """Parts of tests/unit with the `fast` marker; single tests elsewhere have it at their definition."""
 EXTRAS = (
     "unit/extras",

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import require_free
-        from sparseforge_ds.mask.packed_values import Grid
+        from sparseforge_ds.packed_format.packed_values import Grid
 
     require_free(args.out)
     if args.text is not None and args.values is None:

@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             load_model,
             load_tokenizer,
         )
-        from sparseforge_ds.mask.packing import has_packed_weights
         from sparseforge_ds.model.sound_weights import first_not_finite
+        from sparseforge_ds.packed_format.packing import has_packed_weights
 
     # Load the model, and fit the new tokens into its positions.
     register_packed24(args.model)

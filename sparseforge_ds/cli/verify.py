@@ -12,7 +12,7 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
-    from sparseforge_ds.mask.packed_values import Grid
+    from sparseforge_ds.packed_format.packed_values import Grid
 
 _EPILOG = """\
 A folder of consolidate or export has a sparsity.json with the pattern of each weight. In any other folder every

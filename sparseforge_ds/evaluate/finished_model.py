@@ -18,7 +18,6 @@ from transformers.utils import cached_file
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_MODULE
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
@@ -28,6 +27,7 @@ from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.model.tokenizer import check_tokens
 from sparseforge_ds.model.tokenizer import read_tokenizer as tokenizer_of
+from sparseforge_ds.packed_format.packing import PACKED24, PACKED24_MODULE
 from sparseforge_ds.start.first_mask import choose_by_score
 
 NO_ADAPTER = "none"

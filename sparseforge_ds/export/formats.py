@@ -13,8 +13,8 @@ from sparseforge_ds.export.model_folder import Format, write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source, recorded_config
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
-from sparseforge_ds.mask.packed_values import GRIDS, GROUP_UNIT, Grid
 from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.packed_format.packed_values import GRIDS, GROUP_UNIT, Grid
 
 
 def export(

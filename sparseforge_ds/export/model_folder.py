@@ -1,10 +1,10 @@
 """Writing of a model as a Hugging Face folder in one of three storages, one weight at a time in each worker.
 
 `hf` is what plain transformers loads. In `packed24` a 2:4 weight is its kept values, under its own name with half its
-inputs, and `<name>_positions` (`mask.packing.pack24`); transformers alone raises on these shapes. Rounded values have
-`<name>_scale` beside them (`mask.packed_values`). `compressed-tensors` stores the codes of weights that were trained
-quantized, zeros included, for engines that know no pattern. Beside the weights lies `sparsity.json`: pattern, groups,
-non-zeros and sha256 of every weight, source step, resolved config.
+inputs, and `<name>_positions` (`packed_format.packing.pack24`); transformers alone raises on these shapes. Rounded
+values have `<name>_scale` beside them (`packed_format.packed_values`). `compressed-tensors` stores the codes of weights
+that were trained quantized, zeros included, for engines that know no pattern. Beside the weights lies `sparsity.json`:
+pattern, groups, non-zeros and sha256 of every weight, source step, resolved config.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sparseforge_ds.export.compressed_tensors import pack_codes, packed_shape, q
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.export.writer import NO_LIMIT, write_tensors
-from sparseforge_ds.mask.packed_values import SCALE, Grid, pair_codes, round_values, scale_shape
-from sparseforge_ds.mask.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes, unpack24
 from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, pair_codes, round_values, scale_shape
+from sparseforge_ds.packed_format.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24, packed24_shapes, unpack24
 
 Format = Literal["hf", "packed24", "compressed-tensors"]
 

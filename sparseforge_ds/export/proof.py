@@ -26,9 +26,9 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder, tensor_bytes
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.export.reference import reference_logits
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.mask.packed_values import Grid
-from sparseforge_ds.mask.packing import PACKED24_MODULE
 from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
+from sparseforge_ds.packed_format.packed_values import Grid
+from sparseforge_ds.packed_format.packing import PACKED24_MODULE
 
 TOKENS = 16
 """Tokens whose logits are compared."""

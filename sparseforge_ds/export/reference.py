@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from sparseforge_ds.export.model_folder import read_rounded
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
 from sparseforge_ds.model.registration import build_model, load_config
+from sparseforge_ds.packed_format.packed_values import Grid
 
 
 def filled_model(source: Source, grid: Grid | None = None) -> Any:

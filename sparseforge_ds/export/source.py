@@ -22,12 +22,12 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.config import LowRankConfig, QuantizeConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.counting import count_not_finite
-from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.packed_format.packed_values import Grid
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "config", "run")
 """Keys of `sparsity.json` about the origin of a model."""

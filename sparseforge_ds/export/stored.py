@@ -13,8 +13,10 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
-from sparseforge_ds.mask.packed_values import SCALE, Grid, require_grid, values_per_element
-from sparseforge_ds.mask.packing import (
+from sparseforge_ds.model.families import BRANCH
+from sparseforge_ds.model.stored_config import is_packed_config, is_quantized
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, require_grid, values_per_element
+from sparseforge_ds.packed_format.packing import (
     PACKED24,
     PACKED24_FORMAT,
     POSITIONS,
@@ -23,8 +25,6 @@ from sparseforge_ds.mask.packing import (
     require_scale_shape,
     unpack24,
 )
-from sparseforge_ds.model.families import BRANCH
-from sparseforge_ds.model.stored_config import is_packed_config, is_quantized
 
 _DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER = "adapter_model"

@@ -26,10 +26,10 @@ from sparseforge_ds.export.adapter import TENSORS, require_adapter
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
-from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
+from sparseforge_ds.packed_format.packed_values import Grid
 
 _LAYER = re.compile(r"\.\d+\.")
 """Part of the name of a weight in a numbered layer."""

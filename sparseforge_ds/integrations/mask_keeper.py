@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparseforge_ds.mask.packing import has_packed_weights
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.family_table import FAMILIES, Row
 from sparseforge_ds.model.rules import contracting, matches, table_rule
+from sparseforge_ds.packed_format.packing import has_packed_weights
 
 _LOG = logging.getLogger(__name__)
 _TRIED = ("2:4", "4:8")

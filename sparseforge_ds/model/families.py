@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.mask.packing import has_packed_weights
 from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.model.coverage import Coverage
 from sparseforge_ds.model.family_table import BRANCH as BRANCH
@@ -35,6 +34,7 @@ from sparseforge_ds.model.rules import (
     table_rule,
 )
 from sparseforge_ds.model.uncovered import Uncovered
+from sparseforge_ds.packed_format.packing import has_packed_weights
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.mask.packing import VALUE_DTYPES
 from sparseforge_ds.model.registration import build_model, load_config
+from sparseforge_ds.packed_format.packing import VALUE_DTYPES
 
 
 def require_float_weights(dtypes: Mapping[str, torch.dtype], folder: str | Path, who: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from sparseforge_ds.mask.packing import PACKED24
+from sparseforge_ds.packed_format.packing import PACKED24
 
 QUANT_METHOD = "compressed-tensors"
 """Name of llm-compressor's library in a config.json."""

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format with transformers
 from sparseforge_ds.export.formats import export
-from sparseforge_ds.mask.packed_values import Grid
+from sparseforge_ds.packed_format.packed_values import Grid
 from tests.distributed import PATIENCE, ROOT
 from tests.sparse_folders import ModelSource
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer

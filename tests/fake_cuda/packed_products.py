@@ -17,7 +17,7 @@ from benchmarks.fake_cuda.counting import Counter
 from benchmarks.fake_cuda.engine import CUDA
 from sparseforge_ds.extras.packed24 import alignment, triton_kernel, triton_programs
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE_DTYPES, values_per_element
+from sparseforge_ds.packed_format.packed_values import GRIDS, SCALE_DTYPES, values_per_element
 
 OUTPUTS, INPUTS = 200, 328
 """No multiple of any tile."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparseforge_ds.mask.packed_values import SCALE
+from sparseforge_ds.packed_format.packed_values import SCALE
 from tests.fuzz.scene import Mutation, NotApplicable, Scene
 
 NOT_FINITE = [float("nan"), float("inf"), float("-inf")]

@@ -11,7 +11,7 @@ import torch
 
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
-from sparseforge_ds.mask.packed_values import Grid
+from sparseforge_ds.packed_format.packed_values import Grid
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
 from tests.tiny_models import tiny_llama

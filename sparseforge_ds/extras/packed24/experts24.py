@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.linear24 import TRITON_DTYPES, linear24, triton_kernels
 from sparseforge_ds.extras.packed24.operands import require_ends, require_operands
-from sparseforge_ds.mask.packed_values import dense_inputs
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.packed_format.packed_values import dense_inputs
+from sparseforge_ds.packed_format.packing import unpack24
 
 _ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 """Tag of an operator whose host waits for values of the GPU, so that no graph can capture it."""

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
-from sparseforge_ds.mask.packed_values import SCALE, Grid, values_per_element
-from sparseforge_ds.mask.packing import (
+from sparseforge_ds.model.loading_targets import Targets
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, values_per_element
+from sparseforge_ds.packed_format.packing import (
     POSITIONS,
     packed24_axis,
     packed24_shapes,
     require_scale_shape,
     require_stored_dtypes,
 )
-from sparseforge_ds.model.loading_targets import Targets
 
 _DAMAGED = "_damaged_packed_weights"
 

@@ -23,7 +23,7 @@ from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of, tokens_of
-from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.packed_format.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
 
 _PUBLISHED = Path(__file__).resolve().parents[2] / "assets" / "published"

@@ -20,8 +20,8 @@ from torch import Tensor
 from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.extras.packed24.mma_kernel import mma24
 from sparseforge_ds.extras.packed24.operands import require_operands
-from sparseforge_ds.mask.packed_values import dense_inputs
-from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
+from sparseforge_ds.packed_format.packed_values import dense_inputs
+from sparseforge_ds.packed_format.packing import VALUE_DTYPES, unpack24
 
 _LOGGER = logging.getLogger(__name__)
 

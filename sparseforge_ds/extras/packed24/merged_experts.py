@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.file_headers import note_damage
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
-from sparseforge_ds.mask.packed_values import SCALE, Grid, values_per_element
-from sparseforge_ds.mask.packing import POSITIONS, check24
 from sparseforge_ds.model.loading_targets import Targets
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, values_per_element
+from sparseforge_ds.packed_format.packing import POSITIONS, check24
 from sparseforge_ds.transformers_internals import Concatenate, ConversionOps, MergeModulelist, _IdentityOp
 
 _LOGGER = logging.getLogger(__name__)

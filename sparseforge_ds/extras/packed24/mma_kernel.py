@@ -25,7 +25,7 @@ from sparseforge_ds.extras.packed24.cuda_driver import (
     nvrtc_version,
     shared_memory_limit,
 )
-from sparseforge_ds.mask.packed_values import PAIRS, values_per_element
+from sparseforge_ds.packed_format.packed_values import PAIRS, values_per_element
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -8,8 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.packed_values import DTYPE_NAMES, PAIRS, SCALE_DTYPES, are_groups, grid_of, values_per_element
-from sparseforge_ds.mask.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES, require_scale_shape
+from sparseforge_ds.packed_format.packed_values import (
+    DTYPE_NAMES,
+    PAIRS,
+    SCALE_DTYPES,
+    are_groups,
+    grid_of,
+    values_per_element,
+)
+from sparseforge_ds.packed_format.packing import VALUE_DTYPE_NAMES, VALUE_DTYPES, require_scale_shape
 
 _INTEGERS = frozenset({torch.int32, torch.int64})
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
 from sparseforge_ds.extras.packed24.packed_linear import keep_bits
-from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape
-from sparseforge_ds.mask.packing import POSITIONS, packed24_shapes, unpack24
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, scale_shape
+from sparseforge_ds.packed_format.packing import POSITIONS, packed24_shapes, unpack24
 
 
 class Packed24Experts(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, dense_inputs
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.packed_format.packed_values import GRIDS, SCALE, dense_inputs
+from sparseforge_ds.packed_format.packing import unpack24
 
 
 class Packed24Linear(nn.Linear):

@@ -25,8 +25,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.mask.packed_values import GRIDS, SCALE, SCALE_DTYPES, Grid, require_grid
-from sparseforge_ds.mask.packing import (
+from sparseforge_ds.packed_format.packed_values import GRIDS, SCALE, SCALE_DTYPES, Grid, require_grid
+from sparseforge_ds.packed_format.packing import (
     PACKED24,
     PACKED24_FORMAT,
     POSITIONS,

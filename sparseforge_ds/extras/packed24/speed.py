@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
-from sparseforge_ds.mask.packing import has_packed_weights
+from sparseforge_ds.packed_format.packing import has_packed_weights
 from sparseforge_ds.transformers_internals import CACHE
 
 PAPER = (

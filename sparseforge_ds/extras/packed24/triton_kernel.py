@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import alignment, triton_programs
 from sparseforge_ds.extras.packed24.alignment import aligned
-from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, dense_inputs
+from sparseforge_ds.packed_format.packed_values import GRIDS, PAIRS, dense_inputs
 
 FEW_ROWS = 4
 """Maximum of rows for which the packed weight is multiplied directly."""

@@ -16,9 +16,9 @@ from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.merged_experts import lay_out
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import SCALE, values_per_element
-from sparseforge_ds.mask.packing import POSITIONS, check24, packed24_axis, unpack24
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
+from sparseforge_ds.packed_format.packed_values import SCALE, values_per_element
+from sparseforge_ds.packed_format.packing import POSITIONS, check24, packed24_axis, unpack24
 from sparseforge_ds.transformers_internals import ConversionOps
 
 _REPLACED = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)

@@ -21,7 +21,7 @@ from sparseforge_ds.evaluate import perplexity, published
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.basis.permutation import channels
 from sparseforge_ds.extras.packed24 import graph_speed, speed
-from sparseforge_ds.mask import packed_values
+from sparseforge_ds.packed_format import packed_values
 
 HEAVY = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "tqdm")
 

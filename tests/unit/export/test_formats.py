@@ -19,8 +19,8 @@ from sparseforge_ds.export import formats, model_folder
 from sparseforge_ds.export.formats import Format, export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder
-from sparseforge_ds.mask.packed_values import GRIDS, Grid
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.packed_format.packed_values import GRIDS, Grid
+from sparseforge_ds.packed_format.packing import unpack24
 from tests.conftest import ROOT
 from tests.forked_interpreter import run_script
 from tests.sparse_folders import MODELS, ModelSource, write_dense, write_sparse

@@ -19,8 +19,8 @@ from huggingface_hub import HfApi, ModelCard
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import model_card
-from sparseforge_ds.mask.packing import PACKED24
 from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.packed_format.packing import PACKED24
 from tests.tiny_folders import write_json
 
 RUN = {

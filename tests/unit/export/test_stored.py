@@ -17,7 +17,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.stored import StoredWeights
 from sparseforge_ds.export.verification import check_folder
-from sparseforge_ds.mask.packing import PACKED24, POSITIONS
+from sparseforge_ds.packed_format.packing import PACKED24, POSITIONS
 from tests.conftest import ROOT
 from tests.forked_interpreter import run_script
 from tests.sparse_folders import bits, write_dense, write_sparse

@@ -9,7 +9,7 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 
     from sparseforge_ds.extras.packed24.vllm.packed24 import Packed24VLLMConfig
-    from sparseforge_ds.mask.packing import PACKED24
+    from sparseforge_ds.packed_format.packing import PACKED24
 
     if PACKED24 not in QUANTIZATION_METHODS:
         register_quantization_config(PACKED24)(Packed24VLLMConfig)

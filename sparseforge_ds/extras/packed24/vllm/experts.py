@@ -19,8 +19,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
 from sparseforge_ds.extras.packed24.vllm.linear import require_sound, require_whole_bytes, scale_of
-from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape, values_per_element
-from sparseforge_ds.mask.packing import POSITIONS
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, scale_shape, values_per_element
+from sparseforge_ds.packed_format.packing import POSITIONS
 
 _EMPTY_GROUPS = 0x44
 """Byte of positions whose two groups hold their first two elements."""

@@ -13,8 +13,8 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuant
 from vllm.model_executor.utils import set_weight_attrs
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import SCALE, Grid, scale_shape, values_per_element
-from sparseforge_ds.mask.packing import POSITIONS, check24
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, scale_shape, values_per_element
+from sparseforge_ds.packed_format.packing import POSITIONS, check24
 
 _ROWS = 1024
 """Rows of a weight that are checked at once."""

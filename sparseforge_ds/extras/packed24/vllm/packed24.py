@@ -19,8 +19,8 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from sparseforge_ds.extras.packed24.vllm.experts import Packed24ExpertsMethod
 from sparseforge_ds.extras.packed24.vllm.linear import Packed24LinearMethod
-from sparseforge_ds.mask.packed_values import SCALE, require_grid
-from sparseforge_ds.mask.packing import (
+from sparseforge_ds.packed_format.packed_values import SCALE, require_grid
+from sparseforge_ds.packed_format.packing import (
     PACKED24,
     PACKED24_FORMAT,
     POSITIONS,

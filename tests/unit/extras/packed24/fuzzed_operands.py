@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.experts24 import experts24
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, Grid, round_values
-from sparseforge_ds.mask.packing import VALUE_DTYPES, unpack24
+from sparseforge_ds.packed_format.packed_values import GRIDS, PAIRS, Grid, round_values
+from sparseforge_ds.packed_format.packing import VALUE_DTYPES, unpack24
 
 FLOATS = sorted(VALUE_DTYPES, key=str)
 OTHERS = [torch.int8, torch.uint8, torch.bool, torch.int16, torch.int64, torch.float8_e4m3fn, torch.complex128]

@@ -18,8 +18,8 @@ from sparseforge_ds.extras.packed24.triton_kernel import (
     triton_experts24,
     unpack,
 )
-from sparseforge_ds.mask.packed_values import GRIDS
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.packed_format.packed_values import GRIDS
+from sparseforge_ds.packed_format.packing import unpack24
 from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
 UNIT = {torch.float32: 2**-24, torch.float16: 2**-11}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24.cpu_kernel import load_cpu_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import GRIDS, PAIRS, SCALE_DTYPES, unpaired
-from sparseforge_ds.mask.packing import pack24, unpack24
+from sparseforge_ds.packed_format.packed_values import GRIDS, PAIRS, SCALE_DTYPES, unpaired
+from sparseforge_ds.packed_format.packing import pack24, unpack24
 from tests.conftest import ROOT
 from tests.unit.extras.packed24.test_linear24 import rounded
 
@@ -163,7 +163,7 @@ def test_no_rows_and_a_path_that_does_not_exist(path: str, monkeypatch: pytest.M
 def test_compiling_is_said_and_without_a_compiler_the_reference_works(tmp_path: Path) -> None:
     code = (
         "import torch\n"
-        "from sparseforge_ds.mask.packing import pack24, unpack24\n"
+        "from sparseforge_ds.packed_format.packing import pack24, unpack24\n"
         "from sparseforge_ds.extras.packed24.linear24 import linear24\n"
         "weight = torch.randn(6, 8); weight.view(-1, 4)[:, :2] = 0\n"
         "packed, x = pack24(weight, -1), torch.randn(3, 8)\n"

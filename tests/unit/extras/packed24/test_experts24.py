@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24.experts24 import add_choices, experts24, sort_by_expert
-from sparseforge_ds.mask.packed_values import DTYPE_NAMES, GRIDS
-from sparseforge_ds.mask.packing import unpack24
+from sparseforge_ds.packed_format.packed_values import DTYPE_NAMES, GRIDS
+from sparseforge_ds.packed_format.packing import unpack24
 from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
 ENDS = torch.tensor([2, 2, 5])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.mask.packed_values import DTYPE_NAMES, GRIDS, Grid, round_values
-from sparseforge_ds.mask.packing import pack24, unpack24
+from sparseforge_ds.packed_format.packed_values import DTYPE_NAMES, GRIDS, Grid, round_values
+from sparseforge_ds.packed_format.packing import pack24, unpack24
 
 
 def packed(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

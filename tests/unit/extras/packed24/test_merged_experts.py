@@ -20,9 +20,9 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24 import merged_experts
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
-from sparseforge_ds.mask.packed_values import SCALE, Grid
-from sparseforge_ds.mask.packing import POSITIONS
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid
+from sparseforge_ds.packed_format.packing import POSITIONS
 from tests.sparse_folders import bits, write_dense, write_sparse
 from tests.tiny_models import MIXTURES
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import mma_kernel
 from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Stored, Tiling, choose_tiling, mma24, ranked
-from sparseforge_ds.mask.packed_values import GRIDS
+from sparseforge_ds.packed_format.packed_values import GRIDS
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
 from tests.unit.extras.packed24.test_linear24 import rounded

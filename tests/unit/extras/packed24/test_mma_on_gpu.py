@@ -13,8 +13,8 @@ from sparseforge_ds.extras.packed24 import mma_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, ProductPlan, Tiling, mma24, ranked
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.mask.packed_values import GRIDS
-from sparseforge_ds.mask.packing import pack24
+from sparseforge_ds.packed_format.packed_values import GRIDS
+from sparseforge_ds.packed_format.packing import pack24
 from tests.tiny_models import tiny_llama, token_batch
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
 from tests.unit.extras.packed24.test_linear24 import rounded

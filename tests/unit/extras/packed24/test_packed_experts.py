@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import use_experts_implementation
 
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts, pack_experts, packed_kind
-from sparseforge_ds.mask.packing import POSITIONS, has_packed_weights, pack24
+from sparseforge_ds.packed_format.packing import POSITIONS, has_packed_weights, pack24
 
 EXPERTS, HIDDEN, INNER = 5, 20, 12
 VARIANTS: dict[str, dict[str, bool]] = {

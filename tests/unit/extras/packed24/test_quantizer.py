@@ -24,9 +24,9 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.quantizer import Packed24Config, Packed24Quantizer
 from sparseforge_ds.extras.packed24.unpacking import Packed24Conv1D
-from sparseforge_ds.mask.packed_values import Grid
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.pretrained import find_model
+from sparseforge_ds.packed_format.packed_values import Grid
 from tests.sparse_folders import bits, write_dense, write_sparse
 
 IDS = torch.arange(3, 19)[None]

@@ -130,7 +130,7 @@ def test_without_triton_the_reference_is_taken_and_says_so_once(
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 64, 128, 300])
 @pytest.mark.parametrize("grid", [None, "int8", "fp8_e4m3"])
 def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> None:
-    from sparseforge_ds.mask.packing import unpack24
+    from sparseforge_ds.packed_format.packing import unpack24
     from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
     made = packed(130, 172, dtype) if grid is None else rounded(130, 172, grid)

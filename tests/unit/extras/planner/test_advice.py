@@ -22,8 +22,8 @@ from sparseforge_ds.extras.planner.advice import (
     with_layers,
 )
 from sparseforge_ds.extras.planner.machine import GPUS
-from sparseforge_ds.mask.packing import pack24
 from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.packed_format.packing import pack24
 from tests.conftest import ROOT
 from tests.unit.extras.planner.published_configs import qwen3_14b
 

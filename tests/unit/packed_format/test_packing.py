@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.packing import pack24, packed24_axis, packed24_shapes, unpack24
 from sparseforge_ds.mask.pattern import NM, top_n
+from sparseforge_ds.packed_format.packing import pack24, packed24_axis, packed24_shapes, unpack24
 
 
 def sparse_weight(shape: tuple[int, ...], input_axis: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparseforge_ds.mask.packed_values import (
+from sparseforge_ds.mask.quantization import quantized
+from sparseforge_ds.model.peak_memory import PeakMemoryCounter
+from sparseforge_ds.packed_format.packed_values import (
     DTYPE_NAMES,
     GRIDS,
     LARGEST,
@@ -21,10 +23,8 @@ from sparseforge_ds.mask.packed_values import (
     scaled,
     unpaired,
 )
-from sparseforge_ds.mask.packing import check24, pack24, packed24_axis, packed24_shapes, unpack24
-from sparseforge_ds.mask.quantization import quantized
-from sparseforge_ds.model.peak_memory import PeakMemoryCounter
-from tests.unit.mask.test_packing import sparse_weight
+from sparseforge_ds.packed_format.packing import check24, pack24, packed24_axis, packed24_shapes, unpack24
+from tests.unit.packed_format.test_packing import sparse_weight
 
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 

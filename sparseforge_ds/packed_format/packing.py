@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.mask.packed_values import (
+from sparseforge_ds.packed_format.packed_values import (
     DTYPE_NAMES,
     GROUP_UNIT,
     PAIRS,
