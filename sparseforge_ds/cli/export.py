@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.cli.verify import describe_values
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.source import Source
@@ -92,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """Export a model, and print what was made and how it was proved."""
     with large_imports():
         from sparseforge_ds.export.formats import choose_grid, export
+        from sparseforge_ds.export.model_folder import describe_values
         from sparseforge_ds.export.open import open_source
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.unused import describe_unused

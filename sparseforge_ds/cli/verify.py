@@ -12,7 +12,6 @@ from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
-    from sparseforge_ds.packed_format.packed_values import Grid
 
 _EPILOG = """\
 A folder of consolidate or export has a sparsity.json with the pattern of each weight. In any other folder every
@@ -67,18 +66,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def describe_values(grid: Grid, errors: dict[str, float]) -> str:
-    """Return a line on rounded values: their grid, and what rounding changed, as a share of each weight."""
-    line = f"values: {grid}"
-    if not errors:
-        return line
-    worst = max(errors, key=lambda name: errors[name])
-    mean = (sum(error**2 for error in errors.values()) / len(errors)) ** 0.5
-    return f"{line}; rounding changed a weight by {mean:.2%} (root mean square), at most {errors[worst]:.2%} ({worst})"
-
-
 def _print_table(report: FolderReport) -> None:
     """Print a row for every weight, totals, and everything odd about the folder."""
+    from sparseforge_ds.export.model_folder import describe_values
+
     # A row for every weight.
     width = max((len(row.name) for row in report.rows), default=6)
     print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")

@@ -22,11 +22,13 @@ from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
+from sparseforge_ds.export.model_folder import describe_values
 from sparseforge_ds.export.source import recorded_config
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import HUB_ID, published_name
 from sparseforge_ds.model.stored_config import is_packed_config
+from sparseforge_ds.packed_format.packed_values import require_grid
 
 NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
@@ -200,7 +202,7 @@ def make_card(
         shifted=settings is not None and settings.moves_weights_into_branches,
         learned=settings is not None and settings.low_rank is not None and settings.low_rank.learned,
         rank=adapter_rank(folder) if branched and not packed else 0,
-        training=_training(record, sections),
+        training=_training(record, sections, config),
         evaluation=[_row(result) for result in all_results],
         folder=name or "THIS_FOLDER",
         link=_link,
@@ -341,7 +343,24 @@ def _quantization(settings: Any) -> str | None:
     return f"{settings.get('bits')} bits, a scale for {'an output' if group is None else f'{group} kept weights'}"
 
 
-def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+def _rounding(record: dict[str, Any], stored: dict[str, Any]) -> dict[str, str]:
+    """Return rows about the values of a packed model that were rounded after training; `stored` is its config.json."""
+    settings = stored.get("quantization_config")
+    grid = require_grid(settings.get("values"), settings.get("group")) if isinstance(settings, dict) else None
+    errors = {name: row.get("error") for name, row in record["weights"].items()}
+    if grid is None or not all(map(_is_number, errors.values())):
+        return {}
+    rows = {"rounded after training, to nearest": describe_values(grid, errors).removeprefix("values: ")}
+    compared = record.get("compared")
+    if isinstance(compared, dict) and _is_number(compared.get("kl")):
+        measured_on = f"{compared.get('tokens')} tokens of {Path(str(compared.get('text'))).name}"
+        rows["KL to the model without rounding"] = f"{compared['kl']:.5f} nats a token on {measured_on}"
+    return rows
+
+
+def _training(
+    record: dict[str, Any], sections: dict[str, dict[str, Any]], stored: dict[str, Any]
+) -> list[tuple[str, str]]:
     """Return the rows of the table of settings, as Markdown."""
     run = sections["run"]
     config = sections["config"]
@@ -358,6 +377,7 @@ def _training(record: dict[str, Any], sections: dict[str, dict[str, Any]]) -> li
         "pattern": record.get("pattern"),
         "importance": None if pruned else config.get("importance"),
         "quantization": _quantization(config.get("quantize")),
+        **({} if config.get("quantize") or not is_packed_config(stored) else _rounding(record, stored)),
         "first mask": pruned.get("mask"),
         "epochs": pruned.get("epochs"),
         "rate, relative to the weights": pruned.get("rate"),

@@ -275,3 +275,13 @@ def _stored_specs(source: Source, format: Format, grid: Grid | None) -> dict[str
             if grid is not None:
                 specs[name + SCALE] = TensorSpec(scale_shape(values, axis, grid), grid.scale_dtype)
     return specs
+
+
+def describe_values(grid: Grid, errors: dict[str, float]) -> str:
+    """Return a line on rounded values: their grid, and what rounding changed, as a share of each weight."""
+    line = f"values: {grid}"
+    if not errors:
+        return line
+    worst = max(errors, key=lambda name: errors[name])
+    mean = (sum(error**2 for error in errors.values()) / len(errors)) ** 0.5
+    return f"{line}; rounding changed a weight by {mean:.2%} (root mean square), at most {errors[worst]:.2%} ({worst})"
