@@ -146,6 +146,34 @@ def require_grid(values: object, group: object = None) -> Grid | None:
     return None if values is None else Grid(values, group)
 
 
+def bits_a_weight(grid: Grid | None = None, kept: int | None = None) -> float:
+    """Return the bits that a packed 2:4 weight takes: half a value, a bit of position, and its share of a scale.
+
+    Args:
+        grid: of rounded values; None for values of 16 bits.
+        kept: values of a row, which share a scale where no group does; None leaves that scale out.
+    """
+    if grid is None:
+        return 16 / 2 + 1
+    value_bits = 8 * grid.dtype.itemsize / values_per_element(grid.dtype)
+    group = grid.group or kept
+    return value_bits / 2 + 1 + (0 if group is None else 8 * grid.scale_dtype.itemsize / (2 * group))
+
+
+def parse_grid(text: str) -> Grid:
+    """Return the grid of `int4:64`, int4 with a scale for 64 kept values, or of `int8`, with one a row.
+
+    Raises:
+        ValueError: it is neither a name of `GRIDS` nor one with a group.
+    """
+    name, separator, group = text.partition(":")
+    if name not in GRIDS or (separator and not (name == "int4" and group.isdecimal() and 0 < int(group) < 2**31)):
+        raise ValueError(
+            f"{text!r} is no form of values; use {', '.join(GRIDS)}, or int4:N for groups of N kept values"
+        )
+    return Grid(name, int(group) if separator else None)
+
+
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, input_axis: int) -> Tensor:
     """Return stored values times their scales, one in an element: a product in fp32, rounded once more to `dtype`."""
     exact = unpaired(values, input_axis).float()

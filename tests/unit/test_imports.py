@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, str] = {
     "extras.fsdp2": "zero",
     "extras.basis": "mask config checkpoint zero model export",
     "extras.packed24": "extension_locks transformers_internals packed_format model evaluate",
-    "extras.planner": "transformers_internals mask config zero model data export train start prune",
+    "extras.planner": "transformers_internals mask packed_format config zero model data export train start prune",
     "extras.studies": "mask config checkpoint model data start export evaluate prune train",
     "cli": "ranks mask packed_format config checkpoint model export evaluate prune train",
 }

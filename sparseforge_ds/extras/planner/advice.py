@@ -20,6 +20,7 @@ from sparseforge_ds.extras.planner.machine import GPUS, Gpu
 from sparseforge_ds.extras.planner.operations import kinds_of_layers
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.packed_format.packed_values import Grid, bits_a_weight
 
 MEASURED_SHAPES = ((14336, 4096), (4096, 14336), (17408, 5120))
 """Outputs and inputs of the products that were measured."""
@@ -46,14 +47,14 @@ _HALF = 16
 
 FORMATS = {
     ("dense", 16): 16.0,
-    ("2:4", 16): 9.0,
+    ("2:4", 16): bits_a_weight(),
     ("dense", 8): 8.0,
-    ("2:4", 8): 5.0,
+    ("2:4", 8): bits_a_weight(Grid("int8")),
     ("dense", 4): 4.25,
-    ("2:4", 4): 3.25,
+    ("2:4", 4): bits_a_weight(Grid("int4", 64)),
 }
-"""Bits a weight by kind and bits of a value. A 2:4 weight has half a value and one bit of its position; at 4 bits, 64
-weights share a scale of 16 bits. Scales of 8-bit rows are too few to count."""
+"""Bits a weight by kind and bits of a value. At 4 bits, 64 values that are stored share a scale of 16 bits, which are
+128 weights of a 2:4 model. Scales of 8-bit rows are too few to count."""
 
 
 @dataclass(frozen=True)
@@ -151,21 +152,21 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 def advise(model: ModelBytes, gpu: Gpu, batch: int) -> list[Advice]:
     """Return the formats with their memory and the speed that their bytes allow, as in `FORMATS`."""
     seconds = {}
-    for (kind, bits), bits_a_weight in FORMATS.items():
+    for (kind, bits), weight_bits in FORMATS.items():
         rate = gpu.bandwidth * 1e9 * share_of_bandwidth(kind, batch)
         dense_rate = gpu.bandwidth * 1e9 * share_of_bandwidth("dense", batch)
-        seconds[kind, bits] = model.read_of_pruned(bits_a_weight) / rate + model.read_of_others / dense_rate
+        seconds[kind, bits] = model.read_of_pruned(weight_bits) / rate + model.read_of_others / dense_rate
     return [
         Advice(
             kind=kind,
             bits=bits,
-            bits_a_weight=bits_a_weight,
-            resident_bytes=model.resident_bytes(bits_a_weight),
+            bits_a_weight=weight_bits,
+            resident_bytes=model.resident_bytes(weight_bits),
             seconds=seconds[kind, bits],
             over_16_bits=seconds["dense", _HALF] / seconds[kind, bits],
             over_same_bits=seconds["dense", bits] / seconds[kind, bits],
         )
-        for (kind, bits), bits_a_weight in FORMATS.items()
+        for (kind, bits), weight_bits in FORMATS.items()
     ]
 
 

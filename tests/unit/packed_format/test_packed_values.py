@@ -18,6 +18,7 @@ from sparseforge_ds.packed_format.packed_values import (
     LARGEST,
     PAIRS,
     Grid,
+    bits_a_weight,
     require_grid,
     round_values,
     scaled,
@@ -62,7 +63,7 @@ def test_int4_is_what_training_publishes(shape: tuple[int, ...], input_axis: int
     assert codes.dtype == torch.uint8 and scale.dtype == torch.bfloat16
     assert scale.shape[input_axis] == (1 if group is None else 96 // group)
     bits = 8 * (codes.nbytes + positions.nbytes + scale.nbytes) / weight.numel()
-    assert bits == 3 + 8 / (group or 96)
+    assert bits == 3 + 8 / (group or 96) == bits_a_weight(Grid("int4", group), 96)
     rows = weight.transpose(-1, input_axis)
     trained = quantized(rows.reshape(-1, 2 * (group or 96)), bits=4).view(rows.shape).transpose(-1, input_axis)
     dense = unpack24(codes, positions, scale, torch.float32)
@@ -132,6 +133,9 @@ def test_unpacked_it_is_near_and_pruned_entries_are_exactly_zero(
     values, positions = pack24(weight, input_axis)
     codes, scale = round_values(values, input_axis, Grid(grid))
     assert scale.shape == torch.Size([1 if axis == len(shape) + input_axis else n for axis, n in enumerate(shape)])
+    stored = codes.nbytes + positions.nbytes + scale.nbytes
+    padding = positions.nbytes - weight.numel() / 8  # half a byte a row
+    assert 8 * (stored - padding) / weight.numel() == pytest.approx(bits_a_weight(Grid(grid), shape[input_axis] // 2))
     dense = unpack24(codes, positions, scale, torch.bfloat16)
     assert dense.dtype == torch.bfloat16
     assert bool((dense[weight == 0].view(torch.int16) == 0).all())
@@ -175,6 +179,11 @@ def test_damaged_values_and_scales_are_refused(grid: str) -> None:
     without = "values of a packed weight are float64, float32, bfloat16 or float16, these"
     with pytest.raises(ValueError, match=without):
         unpack24(codes, positions)
+
+
+def test_bits_a_weight_that_pages_name() -> None:
+    assert bits_a_weight() == 9 and bits_a_weight(Grid("int8")) == bits_a_weight(Grid("fp8_e4m3")) == 5
+    assert [bits_a_weight(Grid("int4", group)) for group in (None, 64, 32, 16)] == [3, 3.125, 3.25, 3.5]
 
 
 @pytest.mark.parametrize("values", ["int3", 8, ["int8"], {}, ""])

@@ -23,6 +23,7 @@ from sparseforge_ds.extras.planner.advice import (
 )
 from sparseforge_ds.extras.planner.machine import GPUS
 from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.packed_format.packed_values import Grid, round_values
 from sparseforge_ds.packed_format.packing import pack24
 from tests.conftest import ROOT
 from tests.unit.extras.planner.published_configs import qwen3_14b
@@ -107,7 +108,11 @@ def test_bits_of_a_packed_weight_are_those_of_the_format() -> None:
     import torch
 
     weight = torch.tensor([[1.0, 2.0, 0.0, 0.0] * 4] * 2, dtype=torch.bfloat16)
-    assert sum(part.nbytes for part in pack24(weight, -1)) * 8 / weight.numel() == FORMATS["2:4", 16]
+    values, positions = pack24(weight, -1)
+    assert (values.nbytes + positions.nbytes) * 8 / weight.numel() == FORMATS["2:4", 16]
+    wide, places = values.repeat(1, 8), positions.repeat(1, 8)  # 64 values a row
+    parts = (*round_values(wide, -1, Grid("int4", 64)), places)
+    assert sum(part.nbytes for part in parts) * 8 / (2 * wide.numel()) == FORMATS["2:4", 4] == 3.125
 
 
 def test_every_card_has_a_bandwidth_and_2_4_gains_nothing_in_large_batches() -> None:
