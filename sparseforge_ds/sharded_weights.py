@@ -194,8 +194,8 @@ class ShardedWeights:
             misfits += (~is_full_G).sum().to(misfits.device)
         if self.layout.all_reduce(misfits).item():
             raise ValueError(
-                f"the checkpoint's masks are frozen, but {misfits.item()} groups of its weights are not "
-                f"{self.pattern}: it was not written by a sparseforge run, or is damaged; use another one"
+                f"the checkpoint's masks are frozen, but groups of its weights are not {self.pattern}: it was not "
+                "written by a sparseforge run, or is damaged; use another one"
             )
 
     def add_update(

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,7 +34,7 @@ from sparseforge_ds.model.hub_access import published_name
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
 from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result
-from sparseforge_ds.start.blocks import DecoderBlock, body_of, capture_inputs, decoder_blocks, run_block
+from sparseforge_ds.start.blocks import DecoderBlock, are_equal, body_of, capture_inputs, decoder_blocks, run_block
 from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, passes_of, solve_block
 
@@ -65,7 +64,7 @@ class Pruned:
     blocks: tuple[SolvedBlock, ...]
     """Blocks that this call pruned, without their masks."""
     tokens: int
-    """Tokens of all sequences."""
+    """Tokens of the sequences that fill a micro-batch, which are those that it read."""
     seconds: float
     """Time of this call."""
     record: dict[str, Any]
@@ -117,12 +116,15 @@ def prune(
             solved = _Run(dense, blocks, sequences_NS, start, config, device, dtype, progress).prune_blocks()
     finally:
         if not progress.done:
-            shutil.rmtree(part)
+            progress.remove()
         elif len(progress.done) < len(blocks):
             done = f"{len(progress.done)} of {len(blocks)} blocks are done"
             tqdm.write(f"{part}: {done}; the same command goes on from there")
     # The export has the pruned blocks, and the rest as it is in the dense files.
-    source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": sequences_NS.numel()}
+    sequences, length = sequences_NS.shape
+    size, _ = micro_batches(sequences, length, dense.hidden, start)
+    tokens = sequences // size * size * length
+    source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": tokens}
     record = {
         "finished": True,
         "step": None,
@@ -132,8 +134,8 @@ def prune(
         "run": {
             "model": published_name(str(folder)),
             "dataset": [published_name(settings.text)] if settings.text else [],
-            "seq_length": sequences_NS.shape[1],
-            "tokens": sequences_NS.numel(),
+            "seq_length": length,
+            "tokens": tokens,
         },
     }
     results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
@@ -141,8 +143,8 @@ def prune(
         written = write_model(results, unfinished, max_shard_bytes=max_shard_bytes, workers=workers)
         write_json(unfinished / "sparsity.json", written)
         write_card(unfinished)
-    shutil.rmtree(part)
-    return Pruned(tuple(solved), sequences_NS.numel(), time.monotonic() - began, written)
+    progress.remove()
+    return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
 
 
 def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) -> tuple[int, int]:
@@ -191,17 +193,15 @@ class _Run:
         self.start = start
         self.config = config
         self.device = device
-        self.dtype = dtype
         self.progress = progress
         # Sequences that fill no micro-batch are left out.
-        hidden = int(dense.config.get_text_config().hidden_size)
         sequences, length = sequences_NS.shape
-        size, self.per_step = micro_batches(sequences, length, hidden, start)
+        size, self.per_step = micro_batches(sequences, length, dense.hidden, start)
         count = len(sequences_NS) // size
         self.batches_NBS = sequences_NS[: count * size].view(count, size, -1)
         self.half = dtype != torch.float32
         stream_dtype = torch.bfloat16 if self.half else torch.float32
-        shape = (*self.batches_NBS.shape, hidden)
+        shape = (*self.batches_NBS.shape, dense.hidden)
         self.streams = make_streams(shape, stream_dtype, device, progress.folder)
 
     def prune_blocks(self) -> list[SolvedBlock]:
@@ -240,7 +240,7 @@ class _Run:
                         SolveOptions(
                             per_step=self.per_step,
                             seed=self.config.seed + number,
-                            stored=self.dtype,
+                            stored=self.dense.stored_dtypes(prefix),
                             progress=bar.update,
                         ),
                     )
@@ -260,7 +260,13 @@ class _Run:
         for number, inputs in enumerate(capture_inputs(self.dense.module, self.blocks, batches)):
             for stream in self.streams[:2]:
                 stream[number] = inputs.hidden_BSH
-            arguments = inputs.arguments  # all sequences have one length, so their arguments are the same
+            # All sequences have one length: arguments that differ are made of the tokens.
+            arguments = arguments or inputs.arguments
+            if not all(map(are_equal, inputs.arguments, arguments)):
+                raise ValueError(
+                    f"{self.dense.folder}: its blocks are called with arguments that depend on the tokens, which a "
+                    "block alone does not get; use a run with a start"
+                )
         self.dense.unload(body)
         return arguments
 
@@ -294,10 +300,15 @@ class _Progress:
             identity: settings that decide the result.
 
         Raises:
-            ValueError: the folder was begun with other settings, or another process is at work in it.
+            ValueError: the folder was begun with other settings, has other files, or another process is at work in it.
         """
         self.folder = folder
         path = folder / "settings.json"
+        if folder.is_dir() and not path.is_file() and (others := self._others()):
+            raise ValueError(
+                f"{folder}: has files that no prune has written ({others[0].name}), and would take unfinished results; "
+                "move it, or give another OUT"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / "lock").open("w")  # the lock ends with the process, also if that is killed
         try:
@@ -312,9 +323,24 @@ class _Progress:
                 )
         else:
             write_json(path, identity)
-        for stale in (*folder.glob("*.tmp"), *folder.glob("*.stream")):
+        for stale in (*folder.glob("block_*.tmp"), *folder.glob("*.stream")):
             stale.unlink()
         self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_*.safetensors")}
+
+    def _own(self) -> set[Path]:
+        """Return the files that a prune writes there."""
+        patterns = ("lock", "settings.json*", "block_*", "*.stream")
+        return {path for pattern in patterns for path in self.folder.glob(pattern)}
+
+    def _others(self) -> list[Path]:
+        return sorted(set(self.folder.iterdir()) - self._own())
+
+    def remove(self) -> None:
+        """Remove what a prune has written, and the folder if it had nothing else."""
+        for path in self._own():
+            path.unlink()
+        if not self._others():
+            self.folder.rmdir()
 
     def save(self, number: int, tensors: dict[str, Tensor], result: SolvedBlock) -> None:
         """Write a block, which is done when its file has its final name."""

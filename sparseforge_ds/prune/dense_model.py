@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.checkpoint.tensors import TensorFolder, fingerprint_weights
 from sparseforge_ds.export.adapter import CONFIG
 from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
@@ -75,6 +74,11 @@ class DenseModel:
         for part in self.parts.values():
             self._parts_of.setdefault(part.memory_name, []).append(part)
 
+    @property
+    def hidden(self) -> int:
+        """Channels of a hidden state."""
+        return int(self.config.get_text_config().hidden_size)
+
     def load(self, prefix: str, device: torch.device, but: str | None = None, read: Reader | None = None) -> None:
         """Fill all parameters and buffers whose names begin with `prefix`, and not with `but`, in fp32.
 
@@ -119,6 +123,11 @@ class DenseModel:
         parts = [part for name in parameters for part in self._parts_of[name]]
         return {part.name: self._part(parameters[part.memory_name], part) for part in parts}
 
+    def stored_dtypes(self, prefix: str) -> dict[str, torch.dtype]:
+        """Return the dtype that the files have of each parameter below a prefix, by its name without it."""
+        names = [name for name, _ in self.module.named_parameters() if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.dtype([name]) for name in names}
+
     def _part(self, value: Tensor, part: StoredPart) -> Tensor:
         count = torch.Size(part.shape).numel()
         flat = value.detach().reshape(-1)[part.start : part.start + count]
@@ -149,10 +158,8 @@ class DenseModel:
         return narrowest
 
     def identity(self) -> str:
-        """Return a hash of config.json, and of the names, shapes, dtypes and sizes of all tensors and files."""
-        files = {file: (self.folder / file).stat().st_size for file in sorted(set(self.tensors.files.values()))}
-        specs = {name: [list(spec.shape), str(spec.dtype)] for name, spec in self.specs.items()}
-        content = json.dumps([config_sha256(self.stored_config), files, specs], sort_keys=True)
+        """Return a hash of config.json, and of the names, shapes, dtypes and samples of all tensors."""
+        content = config_sha256(self.stored_config) + fingerprint_weights(self.folder)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _match(self) -> dict[str, StoredPart]:

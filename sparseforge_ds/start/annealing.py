@@ -112,8 +112,9 @@ class Annealing:
         if starved_E is not None:
             fixed_M = starved_E.repeat_interleave(weight.matrices // len(starved_E))
             soft.fixed = fixed_M.tolist()
-            mask_MN = soft.mask.view(weight.matrices, -1)
-            mask_MN.copy_(torch.where(fixed_M[:, None], kept.view_as(mask_MN).float(), mask_MN))
+            for mask in (soft.mask, soft.effective):
+                mask_MN = mask.view(weight.matrices, -1)
+                mask_MN.copy_(torch.where(fixed_M[:, None], kept.view_as(mask_MN).float(), mask_MN))
         return soft
 
     @contextmanager

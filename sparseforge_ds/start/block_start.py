@@ -10,12 +10,12 @@ Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
 from collections.abc import Collection, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,9 +27,10 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
+from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
-from sparseforge_ds.start.blocks import run_block, shared_arguments
+from sparseforge_ds.start.blocks import argument_names, run_block, shared_arguments
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
 from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
@@ -131,13 +132,7 @@ class BlockStart:
         wanted = 0
         with inputs.listening(layout.engine.module):
             for batch in count():
-                passes = batches.passes(batch)
-                inputs.per_step = inputs.per_step or len(passes)
-                if len(passes) != inputs.per_step:
-                    raise ValueError(
-                        f"the probe gave forge.start {inputs.per_step} micro-batches at first and {len(passes)} in "
-                        f"batch {batch}; give as many in every one"
-                    )
+                passes = all_or_raise(partial(_passes, batches, batch, inputs), layout.all_gather_object)
                 for closure in passes:
                     self.probe.loss(closure)
                 # Tokens and sequences of the batch on all ranks; the first batch says how many are read.
@@ -265,6 +260,18 @@ class BlockStart:
                 self.weights.layout.all_reduce(tensor)
 
 
+def _passes(batches: ProbeBatches, batch: int, inputs: _Inputs) -> list[Closure]:
+    """Return the passes of a batch, as many as the first one had."""
+    passes = list(batches.passes(batch))
+    inputs.per_step = inputs.per_step or len(passes)
+    if len(passes) != inputs.per_step:
+        raise ValueError(
+            f"the probe gave forge.start {inputs.per_step} micro-batches at first and {len(passes)} in batch {batch}; "
+            "give as many in every one"
+        )
+    return passes
+
+
 class _Inputs:
     """Arguments of the decoder blocks, one call a micro-batch, and their streams of hidden states."""
 
@@ -317,7 +324,7 @@ class _Inputs:
             self.dense.to_host()
 
     def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        names = argument_names(module)
         by_name = dict(zip(names, args, strict=False)) | kwargs
         hidden = by_name.pop(names[0])
         if number == 0:

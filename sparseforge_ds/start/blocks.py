@@ -5,6 +5,7 @@ Legend of shape suffixes: B sequences of a batch, S their tokens, H hidden size.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -154,7 +155,7 @@ def _in_place_of(modules: Sequence[nn.Module], hook: Callable[[Tensor, dict[str,
     """Replace the modules' forward in the block by hook(hidden states, other arguments by name)."""
 
     def forward(module: nn.Module) -> Callable[..., Any]:
-        names = [name for name in type(module).forward.__code__.co_varnames if name != "self"]
+        names = argument_names(module)
 
         def call_hook(*args: Any, **kwargs: Any) -> Any:
             arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -171,24 +172,30 @@ def _in_place_of(modules: Sequence[nn.Module], hook: Callable[[Tensor, dict[str,
             vars(module).pop("forward", None)
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """Return the names of the arguments of a module's forward; the first has the hidden states."""
+    return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+
+
 def shared_arguments(arguments: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
     """Return an equal set of arguments from `known`, or this one, which is added to it."""
     for other in known[-_KNOWN:]:
-        if _equal(arguments, other):
+        if are_equal(arguments, other):
             return other
     known.append(arguments)
     return arguments
 
 
-def _equal(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
+    """Return True for equal arguments of a block: tensors by their values, collections by what they hold."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+        return a.keys() == b.keys() and all(are_equal(value, b[key]) for key, value in a.items())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(are_equal, a, b))
     return type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b)
 
 

@@ -11,7 +11,7 @@ Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -75,8 +75,8 @@ class SolveOptions:
     """Number of ranks that `reduce` sums over."""
     seed: int = 0
     """Seed of the order in which steps read their micro-batches; the same on all ranks."""
-    stored: torch.dtype = torch.float32
-    """Dtype that parameters are rounded to at the end, because they will be stored in it."""
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Dtypes that parameters are rounded to at the end, by name in the block: those that they will be stored in."""
     progress: Callable[[int], object] = lambda _passes: None
     """Function that is told of the work that was done, in forward passes of one micro-batch; see `passes_of`."""
     reconstruction: ReconstructionConfig | None = None
@@ -146,11 +146,26 @@ class _Solver:
             solved.error_before = self._error()
             solved.masks = self._train(masks, starved) if self.settings.epochs else masks
         # The pruned stream moves on through the weights as they will be stored.
-        for parameter in self.block.parameters():
-            parameter.data.copy_(parameter.data.to(self.options.stored))
+        for name, dtype in self.options.stored.items():
+            parameter = self.block.get_parameter(name)
+            parameter.data.copy_(parameter.data.to(dtype))
         solved.error = self._error()
+        self._require_closer(solved)
         self._advance(self.pruned)
         return solved
+
+    def _require_closer(self, solved: SolvedBlock) -> None:
+        """Raise ValueError, on all ranks, where training has diverged or inputs were not finite."""
+        before = solved.error_before
+        # A block whose output were 0 would have an error of 1.
+        bound = 1.0 if math.isnan(before) else max(1.0, before)
+        if math.isfinite(solved.error) and (solved.error <= bound or not self.settings.epochs):
+            return
+        first = "" if math.isnan(before) else f" from {before:.3g} with its first mask"
+        raise ValueError(
+            f"the error of the block's output came{first} to {solved.error:.3g} of its square; take a rate below "
+            f"{self.settings.rate:g} for the start, bf16 or fp32, and a model without infinite weights"
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -218,6 +233,11 @@ class _Solver:
         count = len(self.pruned)
         steps_an_epoch = max(1, count // self.options.per_step)
         steps = settings.epochs * steps_an_epoch
+        if masks is None and steps < 2:
+            raise ValueError(
+                f"annealed masks move between Adam steps, and these tokens make {steps} for each block; give more with "
+                '"tokens" or "epochs" of the start, or smaller steps with its "batch"'
+            )
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
         parameters = [*matrices, *(self._vectors() if settings.norms else [])]
         # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
@@ -255,11 +275,12 @@ class _Solver:
                 masks = frozen
                 annealing = None
                 fixed = self._fixed(masks, starved)
+                # What is pruned becomes 0, and Adam's momentum of the soft phase does not move it away again.
+                for matrix, kept, fixed_elements in zip(matrices, masks.values(), fixed, strict=True):
+                    matrix.data.masked_fill_(~kept, 0.0)
+                    optimizer.state[matrix]["exp_avg"].masked_fill_(fixed_elements, 0.0)
         assert masks is not None
         self.block.requires_grad_(False)
-        for name, kept in masks.items():
-            value = self.block.get_parameter(name).data
-            value.copy_(torch.where(kept, value, 0.0))
         return masks
 
     def _vectors(self) -> list[nn.Parameter]:

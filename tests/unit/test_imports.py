@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, str] = {
     "data": "ranks config checkpoint model",
     "mask_metrics": "mask zero model",
     "sharded_weights": "mask config zero model mask_metrics",
-    "start": "mask config zero model sharded_weights",
+    "start": "ranks mask config zero model sharded_weights",
     "branches": "mask zero model sharded_weights",
     "curvature": "mask config zero model sharded_weights",
     "methods": "mask config zero model start sharded_weights curvature",

@@ -86,6 +86,12 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert "another process is at work" in capsys.readouterr().err
     assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
     assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
+    weights = folder / "model.safetensors"
+    dense = weights.read_bytes()
+    weights.write_bytes(dense[:-2] + b"\0\0")  # another model with files as large
+    assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
+    assert "begun with other settings (prune.model was" in capsys.readouterr().err
+    weights.write_bytes(dense)
     done = tmp_path / "out.part" / "block_00000.safetensors"
     content = done.read_bytes()
     done.write_bytes(content[: len(content) // 2])
@@ -104,6 +110,18 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert saved == [1, 2] and not (tmp_path / "out.part").exists()
     for name in ("model.safetensors", "sparsity.json", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_folder_of_the_user_with_the_name_of_unfinished_results_stays(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "dense")
+    part = tmp_path / "out.part"
+    part.mkdir()
+    (part / "notes.tmp").write_text("mine")
+    assert main(["prune", str(folder), str(tmp_path / "out"), "--text", str(text), *_QUICK]) == 2
+    assert "out.part: has files that no prune has written (notes.tmp)" in capsys.readouterr().err
+    assert [path.name for path in part.iterdir()] == ["notes.tmp"]
 
 
 def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

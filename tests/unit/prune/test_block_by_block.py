@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.prune import block_by_block
 from sparseforge_ds.prune.block_by_block import PruneSettings, micro_batches, prune
 from sparseforge_ds.prune.hidden_streams import make_streams
 from sparseforge_ds.prune.sequences import read_sequences
+from sparseforge_ds.start.blocks import Inputs, capture_inputs
+from tests.tiny_folders import write_model
 
 
 @torch.no_grad()
@@ -32,6 +39,25 @@ def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> No
         assert all(block.error <= block.error_before for block in pruned.blocks)
         assert not any(block.masks for block in pruned.blocks)  # in a large model they would take as much as a block
     assert divergence[1] < 0.75 * divergence[0]
+
+
+def test_sequences_that_fill_no_micro_batch_are_not_counted(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "dense")
+    sequences_NS = torch.arange(40).view(5, 8)
+    result = prune(folder, tmp_path / "out", sequences_NS, PruneSettings(SparseForgeConfig(), StartConfig(batch=2)))
+    assert result.tokens == result.record["run"]["tokens"] == result.record["source"]["tokens"] == 32
+
+
+def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_tokens(model: nn.Module, blocks: Any, batches: list) -> Iterator[Inputs]:
+        for inputs, batch in zip(capture_inputs(model, blocks, batches), batches, strict=True):
+            yield replace(inputs, arguments=tuple(block | {"tokens": batch["input_ids"]} for block in inputs.arguments))
+
+    monkeypatch.setattr(block_by_block, "capture_inputs", with_tokens)
+    settings = PruneSettings(SparseForgeConfig(), StartConfig(batch=1))
+    with pytest.raises(ValueError, match="arguments that depend on the tokens"):
+        prune(write_model(tmp_path / "dense"), tmp_path / "out", torch.arange(16).view(2, 8), settings)
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_tokens_are_divided_into_steps() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.start.blocks import capture_inputs, decoder_blocks, run_block
+from sparseforge_ds.start.blocks import argument_names, capture_inputs, decoder_blocks, run_block
 from tests.tiny_models import BUILDERS, tiny_llama, token_batch
 
 
@@ -67,6 +69,15 @@ def test_blocks_without_pruned_weights_are_there_too() -> None:
     assert [block.name for block in blocks] == [f"model.layers.{number}" for number in range(3)]
     assert [len(block.weights) for block in blocks] == [7, 0, 7]
     assert blocks[2].weights[0].name == "self_attn.q_proj.weight"
+
+
+def test_arguments_of_a_wrapped_forward_have_their_names() -> None:
+    class Wrapped(nn.Module):
+        @wraps(nn.MultiheadAttention.forward)
+        def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+            return args[0] * len(kwargs)
+
+    assert argument_names(Wrapped())[:2] == ["query", "key"]
 
 
 def test_a_model_that_changes_its_hidden_states_between_blocks_is_refused() -> None:

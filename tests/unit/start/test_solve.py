@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -155,9 +156,16 @@ def test_gradients_of_two_ranks_are_those_of_one() -> None:
 
 def test_parameters_are_rounded_to_what_is_stored() -> None:
     model = tiny_llama()
-    _solve_all(model, StartConfig(epochs=1), stored=torch.bfloat16)
-    layers = model.model.layers.state_dict().values()
-    assert all(torch.equal(value, value.bfloat16().float()) for value in layers)
+    for parameter in model.model.layers.parameters():
+        parameter.data.mul_(1 + 2**-10)  # no value of bf16
+    dense = copy.deepcopy(model.model.layers[0].state_dict())
+    dtypes = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in dense}
+    _solve_all(model, StartConfig(epochs=1, norms=False), stored=dtypes)
+    for layer in model.model.layers:
+        for name, value in layer.state_dict().items():
+            assert torch.equal(value, value.bfloat16().float()) == ("norm" not in name), name
+    norm = "input_layernorm.weight"
+    assert torch.equal(model.model.layers[0].state_dict()[norm], dense[norm])
 
 
 def test_masks_that_a_model_cannot_have_are_refused() -> None:
@@ -167,7 +175,13 @@ def test_masks_that_a_model_cannot_have_are_refused() -> None:
         _solve_all(tiny_llama(), StartConfig(mask="sparsegpt"), "block16")
     with pytest.raises(ValueError, match=r"start\.epochs 0.*another mask"):
         _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=0))
+    with pytest.raises(ValueError, match=r"these tokens make 1 for each block; give more"):
+        _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=1), per_step=BATCHES)
+    with pytest.raises(ValueError, match=r"block's output came from 0\.\d+ .*take a rate below 100"):
+        _solve_all(tiny_llama(), StartConfig(rate=100))
     broken = tiny_llama()
     broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
         _solve_all(broken, StartConfig())
+    with pytest.raises(ValueError, match="to nan of its square"):
+        _solve_all(broken, StartConfig(mask="magnitude", epochs=0))
