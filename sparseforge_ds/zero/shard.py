@@ -98,6 +98,8 @@ class ShardLayout(ABC):
         """Shard of each weight in the optimizer, by name; in the same order on every rank."""
         self.low_precision: dict[str, Any] = {}
         """Parameters that the forward sees, by name."""
+        self._kept_of_all: dict[int, Tensor] = {}
+        """Packed bits of the frozen masks of all ranks, by flat, where every rank has all gradients."""
         self._read()
         self.index_of: dict[int, int] = {id(flat): index for index, flat in enumerate(self.flats)}
         """Index of a flat in `flats`, by id(flat)."""
@@ -116,7 +118,14 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def mask_gradients(self, mask: MaskGradient) -> None:
-        """Call `mask` on the averaged gradients of this step, from which DeepSpeed takes the norm. Collective."""
+        """Call `mask` on the averaged gradients of this step, from which DeepSpeed takes the norm. Collective.
+
+        From the first call on `mask` stands for one frozen mask, until `forget_masks`.
+        """
+
+    def forget_masks(self) -> None:
+        """Drop what `mask_gradients` keeps of frozen masks: others may be loaded."""
+        self._kept_of_all.clear()
 
     def before_norm(self, act: Callable[[], None]) -> bool:
         """Call `act` in every step, when gradients are averaged and before DeepSpeed takes their norm.

@@ -100,6 +100,7 @@ class ShardState:
         """Forget all masks: W is the present master, and nothing is masked."""
         self._waiting.clear()
         self.kept.clear()
+        self.layout.forget_masks()
         self.frozen = self.released = False
 
     def adopt_into_optimizer_state(self, index: int) -> None:
@@ -309,6 +310,7 @@ class ShardState:
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Put the remembered tensors into the optimizer's state, in the dtype in which they were saved."""
+        self.layout.forget_masks()
         for number, index in self._numbered(optimizer):
             flat = self.layout.flats[index]
             loaded = self._loading.get(number, {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,6 +126,61 @@ def test_only_kept_weights_count_in_the_norm() -> None:
             if name != "0-fp32":  # where DeepSpeed logs none
                 assert float(result["logged"]) == pytest.approx(result["kept"], rel=rough), (name, result)
             assert result["stepped"] == pytest.approx(CLIP, rel=max(rough, 1e-3)), (name, result)
+
+
+def stepped_gradients(engine: Any, case: Case, step: int) -> list[Any]:
+    """Return what the inner optimizer is given in a step, which changes nothing."""
+    inner = engine.basic_optimizer
+    grads: list[Any] = []
+    with mock.patch.object(
+        inner, "step", lambda: grads.extend(p.grad for g in inner.param_groups for p in g["params"])
+    ):
+        train_step(engine, case, step)
+    return grads
+
+
+def gathers(case: Case, folder: str) -> dict[str, Any]:
+    """Return the gathers of each step, and the pruned weights that had a gradient after another run was loaded."""
+    results: dict[str, Any] = {}
+    for name in ("saved", "loaded"):
+        engine, forge = build(case)
+        layout = forge.sharded.layout
+        if name == "loaded":  # masks of other weights
+            for flat in layout.flats:
+                flat.data.copy_(flat.flip(0))
+            layout.push()
+        forge.start(probe_of(engine, case, 0))
+        results[name] = []
+        with mock.patch.object(layout, "all_gather", wraps=layout.all_gather) as gather:
+            for step in range(3):
+                gather.reset_mock()
+                train_step(engine, case, step)
+                results[name].append(gather.call_count)
+                forge.step(probe_of(engine, case, step))
+        if name == "saved":
+            engine.save_checkpoint(folder, tag="end")
+            continue
+        results["differ"] = [gathered(forge, "mask")]
+        engine.load_checkpoint(folder, tag="end")
+        results["differ"].append(gathered(forge, "mask"))
+        weights = published(engine)
+        grads = stepped_gradients(engine, case, 3)
+        results["unmasked"] = [
+            shard.name
+            for shard in forge.sharded.shards.values()
+            if (shard.slice_of_flat(grads[shard.flat])[forge.sharded.state.mask(shard) == 0]).count_nonzero()
+        ]
+        results["norm"] = float(engine.get_global_grad_norm())
+        results["kept"] = expected_norm(weights, results["differ"][1], case, 3)
+    return results
+
+
+def test_bits_of_frozen_masks_are_gathered_once_and_again_after_a_load(tmp_path: Path) -> None:
+    for result in run_distributed(gathers, 2, CASES["1-fp32-sums"], str(tmp_path)):
+        assert result["saved"] == result["loaded"] == [1, 0, 0]
+        own, loaded = result["differ"]
+        assert any(not torch.equal(own[name], loaded[name]) for name in own)
+        assert result["unmasked"] == [] and result["norm"] == pytest.approx(result["kept"], rel=2e-2)
 
 
 # 20 x 27 and 27 x 20 begin at elements of a partition that are no multiple of 8, and cut groups.
