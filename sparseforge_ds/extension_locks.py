@@ -17,6 +17,8 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_default_build_root
 
 _LOG = logging.getLogger(__name__)
+OWN = "sparseforge_"
+"""First letters of the names of this package's extensions."""
 _GIVEN_UP = 300.0
 """Seconds without a change in its folder after which a compiler counts as killed; one source file takes one or two."""
 _REMIND = 60.0
@@ -28,16 +30,19 @@ _BRIEF = 3.0
 def clear_extension_locks() -> None:
     """Wait for the compilers at work in torch's folder of extensions, and remove the locks that killed ones left.
 
-    One process of every machine calls it before DeepSpeed does anything. It looks at times of files only, so that it
-    does not matter whose process the compiler is, or on which machine.
+    One process of every machine calls it before DeepSpeed does anything. Extensions of this package are left out, since
+    training does not need them. It looks at times of files only, so that it does not matter whose process the compiler
+    is, or on which machine.
 
     Raises:
         OSError: a lock that was left cannot be removed.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if not any(root.rglob("*.so")):
+    if all(map(_is_own, root.rglob("*.so"))):
         _LOG.info("set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two")
-    clear_locks(root)
+    for lock in root.rglob("lock"):
+        if not _is_own(lock):
+            clear_lock(lock)
 
 
 @cache
@@ -47,25 +52,29 @@ def clear_before_training() -> None:
         clear_extension_locks()
 
 
-def clear_locks(root: Path) -> None:
-    """`clear_extension_locks` for one folder and those below it."""
-    for lock in root.rglob("lock"):
-        began = time.monotonic()
-        reminded = -_REMIND
-        while (idle := _idle_seconds(lock)) is not None:
-            waited = time.monotonic() - began
-            if idle >= _GIVEN_UP:
-                lock.unlink(missing_ok=True)
-                _LOG.warning("removed %s, left by a process that was killed while it compiled", lock)
-                break
-            if waited >= _BRIEF and waited - reminded >= _REMIND:
-                _LOG.warning(
-                    "waiting for a process that compiles, or was killed while it did: %s is removed when nothing has "
-                    "changed beside it for %d s; if nothing compiles there: rm %s",
-                    *(lock, _GIVEN_UP, lock),
-                )
-                reminded = waited
-            time.sleep(_POLL)
+def _is_own(file: Path) -> bool:
+    """Return True for a file in the folder of one of our own extensions."""
+    return file.parent.name.startswith(OWN)
+
+
+def clear_lock(lock: Path) -> None:
+    """Wait until a lock is gone, or remove it once its compiler counts as killed."""
+    began = time.monotonic()
+    reminded = -_REMIND
+    while (idle := _idle_seconds(lock)) is not None:
+        waited = time.monotonic() - began
+        if idle >= _GIVEN_UP:
+            lock.unlink(missing_ok=True)
+            _LOG.warning("removed %s, left by a process that was killed while it compiled", lock)
+            break
+        if waited >= _BRIEF and waited - reminded >= _REMIND:
+            _LOG.warning(
+                "waiting for a process that compiles, or was killed while it did: %s is removed when nothing has "
+                "changed beside it for %d s; if nothing compiles there: rm %s",
+                *(lock, _GIVEN_UP, lock),
+            )
+            reminded = waited
+        time.sleep(_POLL)
 
 
 def _idle_seconds(lock: Path) -> float | None:

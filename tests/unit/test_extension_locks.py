@@ -97,8 +97,16 @@ def test_a_compiler_that_dies_while_others_wait(root, caplog, monkeypatch):
     assert "removed" in caplog.messages[-1]
 
 
+def test_training_does_not_wait_for_the_compiler_of_a_packed_product(root, caplog):
+    folder = root / "py311_cpu" / "sparseforge_linear24"
+    folder.mkdir()
+    lock = touch(folder / "lock", 0)
+    clear_extension_locks()
+    assert lock.exists() and not caplog.messages
+
+
 def test_the_first_start_on_a_machine_is_announced(root, caplog):
-    (root / "py311_cpu" / "some_op" / "some_op.so").unlink()
+    (root / "py311_cpu" / "some_op").rename(root / "py311_cpu" / "sparseforge_linear24")  # not DeepSpeed's
     clear_extension_locks()
     assert caplog.messages == [
         "set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two"

@@ -11,10 +11,10 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from sparseforge_ds.extension_locks import clear_locks
+from sparseforge_ds.extension_locks import OWN, clear_lock
 
 _LOG = logging.getLogger(__name__)
-_NAME = "sparseforge_linear24"
+_NAME = f"{OWN}linear24"
 
 
 @cache
@@ -32,7 +32,7 @@ def load_cpu_kernel() -> bool:
         if not any(folder.glob("*.so")):
             # A warning, since few commands show notes and the wait is 10 s or more.
             _LOG.warning("linear24: compiling the CPU kernel, once on this machine, in %s", folder)
-        clear_locks(folder)
+        clear_lock(folder / "lock")
         load(
             name=_NAME,
             sources=[str(Path(__file__).with_name("linear24.cpp"))],
