@@ -9,7 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${1:?usage: bash benchmarks/gpu_day.sh OUT [PART ...]}"
 shift
-wanted=" ${*:-fused tests cost frozen linear bench optimizer} "
+wanted=" ${*:-fused tests cost frozen linear overlap bench optimizer} "
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 device="${GPU_DAY_DEVICE:-cuda}"
@@ -52,6 +52,9 @@ else
     part bench 150 python3 -m sparseforge_ds bench --shapes llama-2-7b --layers 8 --batches 1 8 --workload 128x128 --out "$out/bench"
     part linear 60 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 32 64 128 \
         --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 34816x5120
+    # Weights on their way before the kernel ahead has ended: beside the same rows and shapes of `linear`.
+    part overlap 40 env SPARSEFORGE_OVERLAP=1 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 \
+        --shapes 4096x4096 12288x4096 22016x4096 4096x11008
     # 4: DeepSpeed's FusedAdam through the whole life of a mask.
     part optimizer 120 python3 -m pytest -q -x -m gpu -p no:cacheprovider tests/zero/test_own_optimizers.py -k whole_life
 fi

@@ -22,6 +22,8 @@ _SHARED_MEMORY_LIMIT = 97
 """CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN."""
 _NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT: the thread has not used the GPU yet."""
+_OVERLAPS = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED: a kernel may be loaded while this thread captures a graph."""
 
@@ -150,10 +152,36 @@ class LaunchShape(NamedTuple):
     """Bytes of dynamic shared memory per block."""
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with an int for a value."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("dimensions", ctypes.c_uint * 6),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class Launch:
     """A kernel with the arguments that stay the same from call to call."""
 
-    def __init__(self, module: Module, name: str, shape: LaunchShape, pointers: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        shape: LaunchShape,
+        pointers: int,
+        sizes: Sequence[int],
+        overlaps: bool = False,
+    ) -> None:
         """Prepare a launch.
 
         Args:
@@ -162,33 +190,57 @@ class Launch:
             shape: blocks, threads and memory.
             pointers: number of pointers, the kernel's first arguments.
             sizes: integers, the kernel's other arguments.
+            overlaps: True to begin before the kernel ahead in the stream has ended, which the kernel itself awaits.
 
         Raises:
             RuntimeError: the module has no such kernel.
         """
         self._device = module.device
-        self._launch = _driver().cuLaunchKernel
+        self._launch = _driver().cuLaunchKernelEx if overlaps else _driver().cuLaunchKernel
         # The driver takes an array of addresses, one for each argument.
         self._pointers = (ctypes.c_uint64 * pointers)()
         self._sizes = (ctypes.c_int * len(sizes))(*sizes)
         addresses = [ctypes.addressof(self._pointers) + 8 * i for i in range(pointers)]
         addresses += [ctypes.addressof(self._sizes) + 4 * i for i in range(len(sizes))]
         self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
-        dimensions = (*shape.blocks, 1, shape.threads, 1, 1, shape.shared_memory)
-        self._fixed = (module.function(name), *(ctypes.c_uint(size) for size in dimensions))
+        self._function = module.function(name)
+        self._dimensions = tuple(ctypes.c_uint(size) for size in (*shape.blocks, 1, shape.threads, 1, 1))
+        self._memory = ctypes.c_uint(shape.shared_memory)
+        self._config: _Config | None = None
+        if overlaps:
+            attribute = ctypes.pointer(_Attribute(_OVERLAPS, 0, 1))
+            grid = (ctypes.c_uint * 6)(*self._dimensions)
+            self._config = _Config(grid, self._memory, None, attribute, 1)
         self._lock = Lock()  # guards the arguments until the driver has copied them
 
-    def __call__(self, stream: int, *pointers: int) -> None:
+    def __call__(self, stream: int, *pointers: int, in_order: bool = False) -> None:
         """Launch the kernel on a stream of its device, which must be the current one.
+
+        Args:
+            stream: the stream.
+            pointers: the kernel's first arguments.
+            in_order: True to begin behind the kernel ahead in any case.
 
         Raises:
             RuntimeError: the driver refuses.
         """
         with self._lock:
             self._pointers[:] = list(pointers)
-            code = self._launch(*self._fixed, ctypes.c_void_p(stream), self._addresses, None)
+            if self._config is not None:
+                self._config.count = 0 if in_order else 1
+            code = self._start(stream)
             if code == _NO_CONTEXT:
                 _bind(self._device)
-                code = self._launch(*self._fixed, ctypes.c_void_p(stream), self._addresses, None)
+                code = self._start(stream)
         if code:
             _check(code, "launch a kernel")
+
+    def _start(self, stream: int) -> int:
+        """Launch the kernel, and return the driver's code."""
+        if self._config is not None:
+            self._config.stream = stream
+            code: int = self._launch(ctypes.byref(self._config), self._function, self._addresses, None)
+            return code
+        fixed = (self._function, *self._dimensions, self._memory)
+        code = self._launch(*fixed, ctypes.c_void_p(stream), self._addresses, None)
+        return code

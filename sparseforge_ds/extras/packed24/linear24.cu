@@ -19,7 +19,8 @@
 //
 // Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs
 // a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8, FP8 (e4m3) or INT4: rounded values; SPAN, with INT4:
-// blocks that share a scale, or 0; ORDERED: the compiler knows mma.sp::ordered_metadata.
+// blocks that share a scale, or 0; ORDERED: the compiler knows mma.sp::ordered_metadata; OVERLAP: the launch lets a
+// block begin before the kernel ahead of it in the stream has ended (compute capability 9.0 on).
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -118,6 +119,13 @@ __device__ __forceinline__ void copy4(char* to, const char* from, bool there) {
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
+// What follows sees all that kernels ahead in the stream have written, and the next kernel may begin.
+__device__ __forceinline__ void after_kernels_ahead() {
+#ifdef OVERLAP
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 #define SHARED_MEMORY extern __shared__ __align__(128) char shared[];
 #endif
 
@@ -364,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   };
 #pragma unroll
   for (int u = 0; u < U; u++) fetch_next(u);
+  after_kernels_ahead();  // they make x, and none of them the weights
   fill(shared, x, rows, inputs, first, mine, warp, lane);
   __syncthreads();
 
@@ -421,6 +430,7 @@ extern "C" __global__ void __launch_bounds__(256)
     sum24(const float* __restrict__ part, const Scale* __restrict__ scale, const u16* __restrict__ bias,
           u16* __restrict__ y, int n, int out, int parts) {
   if (SPAN) scale = nullptr;  // the weights were scaled
+  after_kernels_ahead();
   const int width = out % 4 ? 1 : 4, i = (blockIdx.x * 256 + threadIdx.x) * width;
   if (i >= n) return;
   if (width == 1) {

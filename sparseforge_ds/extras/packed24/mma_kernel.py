@@ -8,6 +8,7 @@ process first needs a tiling. Other products go to `triton_kernel`.
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -204,19 +205,22 @@ class ProductPlan:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         macros = (*tiling.macros(inputs).items(), *([("HALF", 1)] if dtype == torch.float16 else []))
         macros += stored.macros()
+        overlaps = may_overlap(torch.cuda.get_device_capability(device))
+        macros += (("OVERLAP", 1),) if overlaps else ()
         module = _module(macros, device)
         shape = LaunchShape(
             tiling.blocks(outputs, processors),
             tiling.threads,
             tiling.shared_memory(inputs, stored.slot_bytes()),
         )
-        self.multiply = Launch(module, "linear24", shape, 7, (rows, outputs, inputs))
+        self.multiply = Launch(module, "linear24", shape, 7, (rows, outputs, inputs), overlaps)
         # Parts of the inputs are added by a second kernel.
         self.add: Launch | None = None
         if tiling.parts > 1:
             count = rows * outputs
             blocks = (_divide_up(count, _SUM_THREADS * (1 if outputs % 4 else 4)), 1)
-            self.add = Launch(module, "sum24", LaunchShape(blocks, _SUM_THREADS), 4, (count, outputs, tiling.parts))
+            shape = LaunchShape(blocks, _SUM_THREADS)
+            self.add = Launch(module, "sum24", shape, 4, (count, outputs, tiling.parts), overlaps)
         self.size = tiling.parts * rows * outputs
         self.device = device
 
@@ -236,22 +240,33 @@ class ProductPlan:
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         # Copies must live until the launch.
         x = aligned(x)
+        weights = (values, positions, scale)
         values = aligned(values)
         positions = aligned(positions)
         bias = None if bias is None else bias.contiguous()
         scale = None if scale is None else aligned(scale)
+        in_order = any(copy is not weight for copy, weight in zip((values, positions, scale), weights, strict=True))
         # Both kernels end with scales, bias and y.
         bias_pointer = 0 if bias is None else bias.data_ptr()
         scale_pointer = 0 if scale is None else scale.data_ptr()
         ending = (scale_pointer, bias_pointer, y.data_ptr())
         pointers = (values.data_ptr(), positions.data_ptr(), x.data_ptr(), *ending)
         if self.add is None:
-            self.multiply(stream, *pointers, 0)
+            self.multiply(stream, *pointers, 0, in_order=in_order)
         else:
             parts = x.new_empty(self.size, dtype=torch.float32)
-            self.multiply(stream, *pointers, parts.data_ptr())
+            self.multiply(stream, *pointers, parts.data_ptr(), in_order=in_order)
             self.add(stream, parts.data_ptr(), *ending)
         return None
+
+
+def may_overlap(capability: tuple[int, int]) -> bool:
+    """Return True if a kernel may read weights before the kernel ahead of it has ended (programmatic launches).
+
+    It is tried by SPARSEFORGE_OVERLAP=1, from compute capability 9.0 on. A weight must not be written by the very
+    kernel ahead of its product.
+    """
+    return os.environ.get("SPARSEFORGE_OVERLAP") == "1" and capability >= (9, 0)
 
 
 def mma24(

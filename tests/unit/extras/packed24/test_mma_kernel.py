@@ -7,14 +7,25 @@ import ctypes
 import logging
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.extras.packed24 import mma_kernel
-from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, Stored, Tiling, choose_tiling, mma24, ranked
+from sparseforge_ds.extras.packed24 import cuda_driver, mma_kernel
+from sparseforge_ds.extras.packed24.mma_kernel import (
+    MOST_ROWS,
+    ProductPlan,
+    Stored,
+    Tiling,
+    choose_tiling,
+    mma24,
+    ranked,
+)
 from sparseforge_ds.packed_format.packed_values import GRIDS
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
@@ -103,6 +114,103 @@ def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL,
         memory = tiling.shared_memory(inputs, stored.slot_bytes())
         getattr(emulation, f"run{case}")(*pointers, rows, outputs, inputs, blocks, memory)
         assert within_bound(y, x, values, positions, bias, scale)
+
+
+class Driver:
+    """Stand-in for NVIDIA's driver that notes the launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def cuLaunchKernel(self, _function: Any, *arguments: Any) -> int:  # noqa: N802
+        """Note a plain launch."""
+        self.launches.append(tuple(number.value for number in arguments[:8]))
+        return 0
+
+    def cuLaunchKernelEx(self, reference: Any, *_: Any) -> int:  # noqa: N802
+        """Note a launch with attributes."""
+        config = reference._obj
+        attributes = [(config.attributes[i].id, config.attributes[i].value) for i in range(config.count)]
+        self.launches.append((*config.dimensions, config.shared_memory, config.stream, attributes))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "capability", "is_on"),
+    [("1", (9, 0), True), ("1", (12, 0), True), ("1", (8, 9), False), (None, (9, 0), False)],
+)
+def test_launches_overlap_where_that_is_asked_for_and_known(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, capability: tuple[int, int], is_on: bool
+) -> None:
+    driver = Driver()
+    monkeypatch.delenv("SPARSEFORGE_OVERLAP", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("SPARSEFORGE_OVERLAP", setting)
+    compiled: list[tuple[tuple[str, int], ...]] = []
+    module = SimpleNamespace(device=0, function=lambda name: ctypes.c_void_p(1))
+    monkeypatch.setattr(mma_kernel, "_module", lambda macros, device: (compiled.append(macros), module)[1])
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    properties = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    plan = ProductPlan(Tiling(1, 2, 1, 1, 2, 2, 2), 1, 40, 1024, torch.bfloat16, 0)
+    values, positions = packed(40, 1024, torch.bfloat16)
+    x = torch.zeros(1, 1024, dtype=torch.bfloat16)
+    plan(x, values, positions, None, x.new_empty(1, 40))
+    # Weights in a copy are written by the kernel ahead.
+    plan(x, torch.cat([values[0, :1], values.flatten()])[1:].view_as(values), positions, None, x.new_empty(1, 40))
+    (macros,) = compiled
+    assert (("OVERLAP", 1) in macros) == is_on
+    memory = Tiling(1, 2, 1, 1, 2, 2, 2).shared_memory(1024)
+    plain = [(2, 2, 1, 64, 1, 1, memory, 7), (1, 1, 1, 256, 1, 1, 0, 7)]
+    overlapping = [(*launch, [(6, 1)]) for launch in plain]
+    in_order = [(*plain[0], []), overlapping[1]]
+    assert driver.launches == ([*overlapping, *in_order] if is_on else plain * 2)
+
+
+def test_the_configuration_of_a_launch_is_laid_out_as_the_drivers_header_says(tmp_path: Path) -> None:
+    triton = find_spec("triton")
+    if shutil.which("g++") is None or triton is None or triton.origin is None:
+        pytest.skip("needs g++, and Triton, which has the header of NVIDIA's driver")
+    lines = ["#include <cstddef>", '#include "cuda.h"']
+    for name, structure, fields in (
+        (
+            "CUlaunchConfig",
+            cuda_driver._Config,
+            {"shared_memory": "sharedMemBytes", "stream": "hStream", "attributes": "attrs", "count": "numAttrs"},
+        ),
+        ("CUlaunchAttribute", cuda_driver._Attribute, {"id": "id", "value": "value"}),
+    ):
+        lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});")
+        lines += [
+            f"static_assert(offsetof({name}, {theirs}) == {getattr(structure, ours).offset});"
+            for ours, theirs in fields.items()
+        ]
+    lines.append("static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6);")
+    (tmp_path / "layout.cpp").write_text("\n".join(lines))
+    include = Path(triton.origin).parent / "backends" / "nvidia" / "include"
+    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", str(tmp_path / "layout.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_weights_are_on_their_way_before_kernels_ahead_are_awaited(tmp_path: Path) -> None:
+    """Compile for compute capability 9.0, where there is NVIDIA's compiler."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed; it comes with the CUDA toolkit")
+    macros = {**Tiling(1, 8, 1, 1, 2, 3, 1).macros(1024), "OVERLAP": 1, "ORDERED": 1}
+    lines = [f"#define {name} {value}" for name, value in macros.items()]
+    (tmp_path / "kernel.cu").write_text("\n".join([*lines, SOURCE.read_text()]))
+    command = ["nvcc", "-ptx", "-arch=sm_90", "-std=c++17", "-o", "kernel.ptx", "kernel.cu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (multiply, add) = sorted(
+        (tmp_path / "kernel.ptx").read_text().split(".entry ")[1:], key=lambda text: "sum24" in text[:9]
+    )
+    assert multiply.index("cp.async") < multiply.index("griddepcontrol.wait") < multiply.index("ld.global")
+    assert add.index("griddepcontrol.wait") < add.index("ld.global")
 
 
 @pytest.mark.parametrize("gpu", list(GPUS))
