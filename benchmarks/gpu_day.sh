@@ -50,8 +50,9 @@ else
     part frozen 90 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
     # 3: a packed model at work, in CUDA graphs.
     part bench 150 python3 -m sparseforge_ds bench --shapes llama-2-7b --layers 8 --batches 1 8 --workload 128x128 --out "$out/bench"
+    # 12288 outputs beside three times 4096, and 22016 beside twice 11008: what q, k, v and gate, up gain as one product.
     part linear 60 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 32 64 128 \
-        --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 34816x5120
+        --shapes 4096x4096 12288x4096 11008x4096 22016x4096 4096x11008 7168x5120 34816x5120
     # Weights on their way before the kernel ahead has ended: beside the same rows and shapes of `linear`.
     part overlap 40 env SPARSEFORGE_OVERLAP=1 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 \
         --shapes 4096x4096 12288x4096 22016x4096 4096x11008
