@@ -103,8 +103,10 @@ class Preemption(AbstractContextManager["Preemption"]):
         press_time = 0.0
         # torchrun turns the second Ctrl-C into SIGTERM.
         repeats = (signal.SIGINT, signal.SIGTERM) if "TORCHELASTIC_RUN_ID" in os.environ else (signal.SIGINT,)
+        arrivals = select.poll()  # select() refuses a descriptor above 1023, which a run with many files open has
+        arrivals.register(self._reader, select.POLLIN)
         while True:
-            if select.select([self._reader], [], [], _LOOK)[0]:
+            if arrivals.poll(_LOOK * 1000):
                 received = self._reader.recv(1)
                 if not received:
                     break

@@ -62,8 +62,11 @@ def test_ctrl_c_leaves_a_job_in_the_background_alone():
 
 
 BEFORE_TRAINING = """
-import time
+import os, resource, time
 from sparseforge_ds.train.preemption import Preemption
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+files = [os.dup(0) for _ in range(1100)]  # a run with many shards and texts open
 with Preemption():
     print("ready", flush=True)
     {wait}
