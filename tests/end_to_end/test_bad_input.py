@@ -514,6 +514,8 @@ def test_a_loss_that_stays_infinite(inputs):
 )
 def test_gradients_that_overflow_for_ever(inputs, scale):
     inputs.content["fp16"] = {"enabled": True, **scale}
+    inputs.content["train_batch_size"] = 2
+    inputs.flags["seq_length"] = "8"
     message = inputs.refused()
     assert "gradients have overflowed in 100 steps in a row" in message and "a smaller fp16.loss_scale" in message
     assert "gradients have overflowed" in json.loads((inputs.run / "result.json").read_text())["diverged"]

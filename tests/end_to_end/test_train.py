@@ -101,15 +101,15 @@ def differences(first: Any, second: Any, where: str = "") -> list[str]:
 def test_the_shipped_command_writes_a_complete_run(tmp_path):
     """Train with the launcher, the shipped JSON, the embedded model and its text, on two ranks."""
     run = tmp_path / "run"
-    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "8", "--output_dir", str(run))
+    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "4", "--output_dir", str(run))
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     for part in (
         "stdlib_llama (llama",
         "100.0% of the linear weights",
         "frozen",
-        "start: 16,384 tokens, 128 steps of each of 5 blocks",
-        "step 8/8",
-        "done: 8 steps, 16,384 tokens",
+        "start: 8,192 tokens, 64 steps of each of 5 blocks",
+        "step 4/4",
+        "done: 4 steps, 8,192 tokens",
     ):
         assert part in outcome.stdout
     assert "WARNING" not in outcome.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
@@ -120,10 +120,10 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
     assert record["weights"][0].keys() == {"name", "shape", "input_axis"}
     assert json.loads((run / "ds_config.json").read_text())["sparseforge"] == record["config"]
     assert (run / "model" / "config.json").is_file()
-    assert (run / "checkpoints" / "latest").read_text() == "step_000008"
+    assert (run / "checkpoints" / "latest").read_text() == "step_000004"
     assert not list(run.rglob("*.tmp"))
     result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["tokens"]) == (8, 16_384)
+    assert (result["steps"], result["tokens"]) == (4, 8_192)
     assert math.isfinite(result["last_step"]["loss/total"])
 
 
