@@ -32,6 +32,8 @@ EXTRAS = (
 """Tests that need `sparseforge_ds/extras`, and nothing else does: they have the `extras` marker."""
 
 torch.set_num_threads(1)
+# What a killed process has written is there without it. Only a machine that stops loses files; no test stops one.
+os.fsync = lambda _: None
 hypothesis.settings.register_profile("suite", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("suite")
 if not torch.cuda.is_available():

@@ -7,6 +7,7 @@ engines exist in the forked ranks only.
 import functools
 import gc
 import logging
+import os
 import warnings
 
 import cpuinfo
@@ -59,5 +60,6 @@ def quiet() -> None:
 
 
 quiet()
+os.fsync = lambda _: None  # as in tests/conftest.py
 gc.collect()
 gc.freeze()  # a collection in a rank need not walk, and thereby copy, what all ranks share
