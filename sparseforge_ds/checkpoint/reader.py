@@ -182,6 +182,9 @@ class Checkpoint:
             raise ValueError(f"{self.folder}: the ranks hold {name} in different dtypes; use another checkpoint")
         if not masters and self._in_fragments(name):
             masters = {read_field(self._first, Tensor, "frozen_param_fragments", name).dtype}
+        # Mask bits that some piece has too few of, or lacks, are no state of another kind.
+        if KEPT not in keys and any(KEPT in flats.states[slot.group] for slot, flats in pieces):
+            raise ValueError(f"{self.folder}: the mask bits of {name} are damaged; use another checkpoint")
         # The first piece tells of all other states.
         state = pieces[0][1].states[slots[0].group] if pieces else {}
         scalars = number_states(state)

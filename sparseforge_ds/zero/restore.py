@@ -66,9 +66,8 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     for name, buffer in _buffers(layout).items():
         buffer.copy_(content.buffers[name])
     # The optimizer's state, with ours in it.
-    state.reset()
-    state.released = masks == "frozen"
-    layout.load_optimizer(content.states, content.settings)
+    has_begun = checkpoint.step > checkpoint.skipped
+    state.load(content.states, content.settings, is_frozen=masks == "frozen", has_begun=has_begun)
     # Loss scale, scheduler and counters.
     engine = layout.engine
     if checkpoint.loss_scale is not None:
@@ -166,7 +165,7 @@ class _Reader:
             if indivisible := entries[self.source[name]].indivisible:
                 raise ValueError(
                     f"{self.folder}: the optimizer state {indivisible[0]!r} of {name} has not one value per element "
-                    "and is no number; continue with an optimizer like AdamW"
+                    "and is no number: it is damaged, or of an optimizer unlike AdamW; use another checkpoint"
                 )
         for name in self.layout.untrained():
             if self.source[name] in self.group_of:

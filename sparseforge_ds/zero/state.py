@@ -62,6 +62,7 @@ class ShardState:
             self._by_flat.setdefault(shard.flat, []).append(shard)
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[int, dict[str, Tensor]] = {}
+        self._is_loading = False
         layout.inner.register_state_dict_post_hook(self._add_kept)
         layout.inner.register_load_state_dict_pre_hook(self._before_load)
         layout.inner.register_load_state_dict_post_hook(self._after_load)
@@ -294,11 +295,41 @@ class ShardState:
         for number, flat in enumerate(flats):
             yield number, self.layout.index_of[id(flat)]
 
+    def load(
+        self, states: list[dict[str, Any]], settings: list[dict[str, Any]], is_frozen: bool, has_begun: bool
+    ) -> None:
+        """Replace the whole state of the inner optimizer, ours included.
+
+        Args:
+            states: state of each master partition, with tensors laid out like it; an empty dict for none.
+            settings: new values of each param group's hyperparameters.
+            is_frozen: True if `kept` is all that is left of masks.
+            has_begun: False before the first step, for which W waits outside of the optimizer.
+        """
+        self.reset()
+        self.released = is_frozen
+        if not has_begun:
+            waiting = {i: {key: state.pop(key) for key in self.keys if key in state} for i, state in enumerate(states)}
+            self._waiting = {index: tensors for index, tensors in waiting.items() if tensors}
+        self._is_loading = True
+        try:
+            self.layout.load_optimizer(states, settings)
+        finally:
+            self._is_loading = False
+
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Remember the loaded tensors, and return the state dict without `kept`.
 
         torch would cast ours, and moments of fp32 weights, to the master's dtype.
+
+        Raises:
+            ValueError: it is not `load` that loads; steps, weights and phase would stay those of before.
         """
+        if not self._is_loading:
+            raise ValueError(
+                f"{type(optimizer).__name__}.load_state_dict loads a part of a run with masks, without its weights and "
+                "its step; use engine.load_checkpoint or forge.restore"
+            )
         states = {number: state for number, state in state_dict["state"].items() if isinstance(state, dict)}
         self._loading = {
             number: {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -316,49 +347,13 @@ class ShardState:
             loaded = self._loading.get(number, {})
             kept = loaded.pop(KEPT, None)
             if kept is not None and index in self._by_flat:
-                if kept.dtype != torch.uint8 or kept.numel() != -(-flat.numel() // 8):
-                    raise ValueError(
-                        f"the optimizer's state has {kept.numel()} bytes of mask bits ({kept.dtype}) for "
-                        f"{flat.numel()} weights: it is damaged; use another checkpoint"
-                    )
                 self.kept[index] = kept.to(device=flat.device)
             ours = set(loaded) & set(self.keys) if index in self._by_flat else set()
-            self._check_loaded(index, flat, loaded, ours)
             for key in ours:
                 optimizer.state[flat][key] = loaded[key].to(device=flat.device)
-            if index in self._by_flat:
-                self._waiting.pop(index, None)
             # Undo torch's cast of moments whose dtype is not the master's.
             if index in self._by_flat or self.state_dtype(index, "") != flat.dtype:
                 for key in set(loaded) - ours:
                     if optimizer.state[flat][key].dtype != loaded[key].dtype:
                         optimizer.state[flat][key] = loaded[key].to(device=flat.device)
         self._loading = {}
-
-    def _check_loaded(self, index: int, flat: Tensor, loaded: dict[str, Tensor], ours: set[str]) -> None:
-        """Reject loaded states that do not fit this method or this engine's partition.
-
-        Args:
-            index: master partition.
-            flat: its master.
-            loaded: all tensors that were loaded for it, by key.
-            ours: keys of `loaded` that are states of ours.
-        """
-        # Without a mask, masks are frozen or the state is none of ours; the caller of the load knows.
-        if "mask" in ours:
-            if missing := set(self.keys) - ours:
-                raise ValueError(
-                    f"the checkpoint holds no {', '.join(sorted(missing))} for master partition {index}: it was "
-                    "not written by a sparseforge run with this importance; start a fresh run with --model instead"
-                )
-            if loaded["mask"].dtype != self.mask_dtype:
-                raise ValueError(
-                    f"the checkpoint's masks are {loaded['mask'].dtype}, this method's {self.mask_dtype}: "
-                    "use forge.restore, or resume with the method of the saved run"
-                )
-        for key in ours:
-            if loaded[key].numel() != flat.numel():
-                raise ValueError(
-                    f"the checkpoint's {key} of master partition {index} has {loaded[key].numel()} elements, "
-                    f"this engine {flat.numel()}: use forge.restore, which fits any world size and ZeRO stage"
-                )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from tests.distributed import run_distributed
-from tests.zero.case import MODELS, Case, added_up, build, probe_of, states, train_step
+from tests.zero.case import MODELS, Case, added_up, build, gathered, probe_of, states, train_step
 
 # What other sums of gradients make of up to 9 steps. In fp32, 6e-8 was seen in masks and in weights: no target moved.
 FP32_MASK, FP32_DENSE = 1e-6, 1e-6
@@ -384,6 +384,31 @@ def test_a_run_saved_before_its_first_step_is_restored(tmp_path: Path) -> None:
     for name, (begun, apart) in run_distributed(before_the_first_step, 2, str(tmp_path))[0].items():
         assert not begun
         assert apart < (LOW_DENSE if BEFORE[name].dtype == "bf16" else FP32_DENSE), name
+
+
+def behind_a_fixed_start(folder: str) -> list[bool]:
+    """Return whether a run saved behind its start, masters in fp32, keeps its masks where masters have 16 bits."""
+    case = Case(stage=2, dtype="bf16", config={"method": "naive_retrain", "importance": "magnitude"})
+    engine, forge = build(case, model_of(case, fresh=False))
+    forge.start(probe_of(engine, case, 0))
+    engine.save_checkpoint(folder, tag="start")
+    masks, dense = gathered(forge, "mask"), gathered(forge, "dense")
+    other = replace(case, stage=3, more=BF16_MASTERS)
+    engine, forge = build(other, model_of(other, fresh=True))
+    engine.load_checkpoint(folder, tag="start")
+    loaded = gathered(forge, "dense")
+    go_on(engine, forge, other, 0, 2)
+    ended = gathered(forge, "mask")
+    moments = [key for state in engine.basic_optimizer.state.values() for key in state if key == "exp_avg"]
+    return [
+        all(torch.equal(loaded[name], value) for name, value in dense.items()),
+        all(torch.equal(ended[name], value) for name, value in masks.items()),
+        len(moments) == len(forge.sharded.layout.flats),
+    ]
+
+
+def test_a_fixed_start_goes_on_with_masters_of_16_bits(tmp_path: Path) -> None:
+    assert run_distributed(behind_a_fixed_start, 2, str(tmp_path)) == [[True] * 3] * 2
 
 
 OWN: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}}
