@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -93,7 +94,9 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(saved_state.VERSIONS, "deepspeed", "0.99.0")
-        patch.setattr(saved_state._LOG, "warning", lambda line, *values: messages.append(line % values))
+        patch.setattr(
+            logging.getLogger(saved_state.__name__), "warning", lambda line, *values: messages.append(line % values)
+        )
         engine.load_checkpoint(folder)
     return [Path(item).name for item in loaded], messages
 

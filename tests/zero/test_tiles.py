@@ -5,6 +5,7 @@ The interpreter holds for a whole process, so that the ranks are started from on
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, NamedTuple
 from unittest import mock
@@ -107,7 +108,10 @@ def run_twice(names: list[str]) -> dict[str, Runs]:
             moved.append((tiled, by_magnitude))
             move(tiled, factors, by_magnitude, *args)
 
-        with mock.patch.object(TiledShards, "move", noting), mock.patch.object(tiles._LOG, "info") as info:
+        with (
+            mock.patch.object(TiledShards, "move", noting),
+            mock.patch.object(logging.getLogger(tiles.__name__), "info") as info,
+        ):
             tiled = run(CASES[name])
         tiles_off = mock.patch.object(soft_mask, "tiled_shards", lambda weights: None)
         with compiled(False) if is_interpreted else tiles_off:

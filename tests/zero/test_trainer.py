@@ -631,7 +631,7 @@ def probed(trainer: Any) -> tuple[float, float, int]:
     (begin,) = (inputs["position_ids"][0] == 0).nonzero(as_tuple=True)
     sums = []
     with torch.no_grad():
-        text = StepBatches([inputs], trainer._prepare_inputs, Objective(trainer.deepspeed, None, trainer._config))
+        text = StepBatches([inputs], trainer._prepare_inputs, Objective(trainer.deepspeed, None, trainer.forge.config))
         (closure,) = text.passes(0)
         together = float(closure()) * text.divisor(0)
         for document in inputs["input_ids"][0].tensor_split(begin[1:].tolist()):

@@ -26,6 +26,7 @@ from transformers import (
     default_data_collator,
 )
 
+from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_batches import trainer_micro_batch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
@@ -124,25 +125,24 @@ def losses_of(folder: str) -> dict[str, Any]:
         source = "probe" if name in ("masked", "t5", "sequence") else "training"
         trainer = trainer_of(Path(folder, "out"), model, rows, teacher, source)
         probes: list[float] = []
-        if source == "probe":
-            stepping = trainer._step_batches
 
-            def step_text(stepping: Any = stepping, probes: list[float] = probes) -> Any:
-                text = stepping()
-                with torch.no_grad():
-                    mean = torch.stack([closure() for closure in text.passes(0)]).mean()
-                torch.distributed.all_reduce(mean)
-                probes.append(mean.item() / torch.distributed.get_world_size())
-                return text
+        def step(forge: SparseForge, text: Any, probes: list[float] = probes, step: Any = SparseForge.step) -> Any:
+            with torch.no_grad():
+                mean = torch.stack([closure() for closure in text.passes(0)]).mean()
+            torch.distributed.all_reduce(mean)
+            probes.append(mean.item() / torch.distributed.get_world_size())
+            return step(forge, text)
 
-            trainer._step_batches = step_text
-        trainer.train()
+        with pytest.MonkeyPatch.context() as patch:
+            if source == "probe":
+                patch.setattr(SparseForge, "step", step)
+            trainer.train()
         first = next(entry for entry in trainer.state.log_history if "loss" in entry)
         results[name] = (
             own,
             first["loss/cross_entropy"],
             first["loss/kl"],
-            probes[1:2],
+            probes[:1],
         )  # behind both micro-batches of the step
         results[f"{name} trains"] = trainer.forge.step_count
     results["refused"] = refusals(Path(folder))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.verification import check_folder
-from sparseforge_ds.prune.block_by_block import _Progress
+from sparseforge_ds.prune import block_by_block
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
 from tests.tiny_models import BUILDERS, tiny_gpt2
 
@@ -67,15 +67,17 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     folder = write_model(tmp_path / "dense", _model("llama", num_hidden_layers=3).bfloat16())
     words = ["prune", str(folder), "--text", str(text), "--mask", mask, *_QUICK]
     assert main([*words[:2], str(tmp_path / "whole"), *words[2:]]) == 0
-    save = _Progress.save
+    solve_block = block_by_block.solve_block
+    solved: list[str] = []
 
-    def stop_at_the_second(self: _Progress, number: int, *rest: Any) -> None:
-        if number == 1:
+    def stop_at_the_second(module: Any, *inputs: Any) -> Any:
+        if solved:
             raise KeyboardInterrupt
-        save(self, number, *rest)
+        solved.append(f"block {module.self_attn.layer_idx}")
+        return solve_block(module, *inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Progress, "save", stop_at_the_second)
+        patch.setattr(block_by_block, "solve_block", stop_at_the_second)
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 130
     assert not (tmp_path / "out").exists() and (tmp_path / "out.part").is_dir()
     assert "out.part: 1 of 3 blocks are done; the same command goes on from there" in capsys.readouterr().out
@@ -98,16 +100,15 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
     done.write_bytes(content)
-    saved: list[int] = []
 
-    def count(self: _Progress, number: int, *rest: Any) -> None:
-        saved.append(number)
-        save(self, number, *rest)
+    def note(module: Any, *inputs: Any) -> Any:
+        solved.append(f"block {module.self_attn.layer_idx}")
+        return solve_block(module, *inputs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Progress, "save", count)
+        patch.setattr(block_by_block, "solve_block", note)
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 0
-    assert saved == [1, 2] and not (tmp_path / "out.part").exists()
+    assert solved == ["block 0", "block 1", "block 2"] and not (tmp_path / "out.part").exists()
     for name in ("model.safetensors", "sparsity.json", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

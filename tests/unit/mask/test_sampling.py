@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from sparseforge_ds.mask.sampling import _open, choice, first_logits, gumbel, logit_gradient, normal, patterns
+from sparseforge_ds.mask import sampling
+from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
 
 CPU = torch.device("cpu")
 
@@ -29,9 +30,11 @@ def test_noise_depends_on_the_group_alone() -> None:
     assert (drawn.mean().item(), drawn.std().item()) == (pytest.approx(0, abs=0.02), pytest.approx(1, abs=0.02))
 
 
-def test_noise_is_finite_at_both_ends_of_what_is_drawn() -> None:
-    ends = torch.tensor([0.0, 1 - 2.0**-24])
-    assert (-(-_open(ends).log()).log()).isfinite().all()
+def test_noise_is_finite_at_both_ends_of_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = torch.tensor([0.0, 0.0, 1 - 2.0**-24, 1 - 2.0**-24])
+    monkeypatch.setattr(sampling, "uniform", lambda key, start, stop, device: ends)
+    assert gumbel(0, 0, 1, 4, CPU).isfinite().all()
+    assert normal(0, 0, 1, 2, CPU).isfinite().all()
 
 
 def test_gradient_is_that_of_autograd() -> None:

@@ -3,23 +3,58 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from typing_extensions import override
 
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
+from sparseforge_ds.ranks import AgreedError, Ranks, all_or_raise
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.random_state import random_file
 
 
-class TwoRanks:
-    """Rank 0 of two, as far as looking for a checkpoint goes."""
+class TwoRanks(Ranks):
+    """Two ranks in one process: what both shall do is done for one after the other."""
 
-    rank = 0
-    world_size = 2
-    first = True
+    def __init__(self):
+        super().__init__()
+        self.world_size = 2
+        self.answers = []
+
+    @override
+    def all_or_raise(self, work):
+        self.answers = []
+        try:
+            for self.rank in range(2):
+                self.answers.append(all_or_raise(work, lambda problem: [problem]))
+        finally:
+            self.rank = 0
+        return self.answers[0]
+
+    @override
+    def gather(self, value):
+        """Return the answers of both ranks to what they did last."""
+        return self.answers
+
+
+class Engine:
+    """DeepSpeed's engine at ZeRO-3, as far as files go; the disk loses the file `lost`."""
+
+    def __init__(self, lost=None):
+        self.lost = lost
+
+    def save_checkpoint(self, folder, tag, client_state, save_latest):
+        for rank, kind in itertools.product(range(2), ("model", "optim")):
+            file = Path(folder, tag, f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+            file.parent.mkdir(exist_ok=True)
+            if file.name != self.lost:
+                torch.save({"rank": rank, **client_state}, file)
 
 
 def write_checkpoint(parent, step, name=None):
@@ -178,19 +213,18 @@ def test_leftovers_of_a_crash_are_removed(checkpoints):
     assert names(checkpoints) == ["step_000100", "step_000200"]
 
 
-def prune(checkpoints, tag, keep):
+def save_and_remove_old(checkpoints, step, keep):
     checkpoints.keep = keep
-    checkpoints._announce(tag)
-    checkpoints._tidy()
-    assert (checkpoints.folder / "latest").read_text() == tag
+    checkpoints.save(Engine(), step, {})
+    checkpoints.remove_old()
+    assert (checkpoints.folder / "latest").read_text() == f"step_{step:06d}"
     return tags(checkpoints)
 
 
 def test_the_newest_checkpoints_stay(checkpoints):
-    write_checkpoint(checkpoints.folder, 300)
-    assert prune(checkpoints, "step_000300", 0) == ["step_000100", "step_000200", "step_000300"]
-    assert prune(checkpoints, "step_000300", 2) == ["step_000200", "step_000300"]
-    assert prune(checkpoints, "step_000300", 1) == ["step_000300"]
+    assert save_and_remove_old(checkpoints, 300, 0) == ["step_000100", "step_000200", "step_000300"]
+    assert save_and_remove_old(checkpoints, 400, 2) == ["step_000300", "step_000400"]
+    assert save_and_remove_old(checkpoints, 500, 1) == ["step_000500"]
 
 
 def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_good(checkpoints):
@@ -208,8 +242,7 @@ def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints, gone):
         shutil.rmtree(checkpoints.folder / "step_000200")
     else:
         (checkpoints.folder / "step_000200" / "checkpoint.json").write_text("{")
-    write_checkpoint(checkpoints.folder, 400)
-    assert prune(checkpoints, "step_000400", 3) == ["step_000100", "step_000300", "step_000400"]
+    assert save_and_remove_old(checkpoints, 400, 3) == ["step_000100", "step_000300", "step_000400"]
 
 
 def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, caplog):
@@ -219,23 +252,26 @@ def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, ca
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    assert prune(checkpoints, "step_000200", 1) == ["step_000100.old.tmp", "step_000200"]
-    assert "step_000100.old.tmp cannot be removed now" in caplog.text
+    unremoved = ["step_000100.old.tmp", "step_000200.old.tmp"]
+    assert save_and_remove_old(checkpoints, 300, 1) == [*unremoved, "step_000300"]
+    assert all(f"{name} cannot be removed now" in caplog.text for name in unremoved)
     checkpoints.recover()
     monkeypatch.undo()
     checkpoints.recover()
-    assert tags(checkpoints) == ["step_000200"]
+    assert tags(checkpoints) == ["step_000300"]
 
 
 @pytest.mark.parametrize("missing", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "random_00001.json"])
-def test_a_save_without_the_file_of_a_rank_is_not_complete(checkpoints, missing):
-    folder = checkpoints.folder / "step_000300.tmp"
-    folder.mkdir()
-    for rank in range(2):
-        for kind in ("model", "optim"):
-            (folder / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt").write_bytes(b"x" * (rank + 1))
-        (folder / random_file(rank)).write_text("{}")
-    assert len(checkpoints._require_all_files(folder)) == 6
-    (folder / missing).unlink()
-    with pytest.raises(ValueError, match="has 1 (optimizer|random) files of 2"):
-        checkpoints._require_all_files(folder)
+def test_a_save_without_the_file_of_a_rank_is_not_complete(checkpoints, missing, monkeypatch):
+    checkpoints.save(Engine(), 300, {})
+    assert len(checkpoints.newest().files) == 6
+    with monkeypatch.context() as patch:
+
+        def write(path, *content, **options):
+            if path.name != missing:
+                write_json(path, *content, **options)
+
+        patch.setattr("sparseforge_ds.train.checkpoints.write_json", write)
+        with pytest.raises(AgreedError, match="has 1 (optimizer|random) files of 2"):
+            checkpoints.save(Engine(lost=missing), 400, {})
+    assert tags(checkpoints) == ["step_000100", "step_000200", "step_000300"]

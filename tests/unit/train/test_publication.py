@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sparseforge_ds.checkpoint.folder import find_checkpoint, list_checkpoints
 from sparseforge_ds.checkpoint.manifest import Manifest
@@ -20,6 +21,7 @@ from tests.unit.train.test_checkpoints import TwoRanks, write_checkpoint
 
 ACTIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
 KILLED = 9
+MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 def die_before(action: int, work: Callable[[], Any]) -> bool:
@@ -47,18 +49,21 @@ def die_before(action: int, work: Callable[[], Any]) -> bool:
 
 
 def checkpoints_in(folder: Path) -> Checkpoints:
-    return Checkpoints(folder, TwoRanks(), stage=3, keep=1)  # type: ignore[arg-type]
+    return Checkpoints(folder, TwoRanks(), stage=0, keep=1)
+
+
+class Engine:
+    """DeepSpeed's engine, whose file is written already."""
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
+        assert Path(folder, tag, MODEL_FILE).is_file()
 
 
 def publish(folder: Path) -> None:
-    """Publish step 300 as rank 0 does when every file of it is written and checked."""
-    temporary = folder / "step_000300.tmp"
-    written = Manifest.read(temporary)
-    (temporary / "checkpoint.json").unlink()
+    """Publish step 300 once DeepSpeed has written its file, and remove what is older."""
     checkpoints = checkpoints_in(folder)
-    checkpoints._publish("step_000300", written)
-    checkpoints._announce("step_000300")
-    checkpoints._tidy()
+    checkpoints.save(Engine(), 300, {})
+    checkpoints.remove_old()
 
 
 def content_of(folder: Path) -> dict[str, bytes | None]:
@@ -95,7 +100,9 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
     start = tmp_path / "start"
     start.mkdir()
     before(start)
-    write_checkpoint(start, 300, name="step_000300.tmp")
+    unfinished = start / "step_000300.tmp"
+    unfinished.mkdir()
+    torch.save({"step": 300, "weight": torch.arange(8.0)}, unfinished / MODEL_FILE)
     old = None if before is nothing_before else 200
     results: list[int | None] = []
     recovered: list[dict[str, bytes | None]] = []

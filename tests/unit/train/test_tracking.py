@@ -69,7 +69,15 @@ def test_unknown_and_missing_trackers_are_named():
     with pytest.raises(ValueError, match=f"--report_to {missing}: it is not installed; install it, or leave it out"):
         check_trackers([missing])
     check_trackers(["none"])
-    assert Trackers(["none"], Path("nowhere"), "project", 0)._trackers == []
+
+
+def test_without_a_tracker_nothing_is_written(tmp_path):
+    trackers = Trackers(["none"], tmp_path / "run", "project", 0)
+    trackers.settings({"seed": 3}, "  model  a", 0)
+    trackers.log(1, {"loss": 1.0})
+    trackers.histogram(1, "mask/a", [1, 2], [0.0, 0.5, 1.0])
+    trackers.close()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tracker_that_cannot_be_started_is_named(tmp_path, monkeypatch, notebook):

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.evaluate.scored_text import read_documents
 from sparseforge_ds.extras.studies.settings import CompareConfig, read_comparison
-from sparseforge_ds.extras.studies.texts import _also_in_training, read_texts
+from sparseforge_ds.extras.studies.texts import read_texts
 from tests.unit.extras.studies.test_settings import write
 
 
@@ -66,8 +65,9 @@ def test_a_training_text_may_have_conversations(tmp_path: Path) -> None:
 
 
 def test_the_embedded_training_text_is_compared_too(tmp_path: Path) -> None:
-    held_out = {"path": "stdlib:train", "documents": [0, 2]}
-    config = read_comparison(write(tmp_path, train_text="stdlib", validation_text=held_out))
-    assert _also_in_training(config, {"validation": read_documents("stdlib:train", "text", 2)}) == [
-        "2 of 2 documents of the validation text are in the training text too."
-    ]
+    parts = {
+        f"{name}_text": {"path": f"stdlib:{part}", "documents": [0, 2]}
+        for name, part in (("validation", "train"), ("test", "heldout"))
+    }
+    config = read_comparison(write(tmp_path, train_text="stdlib", **parts))
+    assert read_texts(config).notes == ["2 of 2 documents of the validation text are in the training text too."]
