@@ -207,7 +207,7 @@ class ProductPlan:
         macros += stored.macros()
         overlaps = may_overlap(torch.cuda.get_device_capability(device))
         macros += (("OVERLAP", 1),) if overlaps else ()
-        module = _module(macros, device)
+        module = load_module(macros, device)
         shape = LaunchShape(
             tiling.blocks(outputs, processors),
             tiling.threads,
@@ -297,11 +297,7 @@ def mma24(
         if inputs % (groups * UNIT) or scale.numel() % 2:  # a block has one scale, and two are loaded
             return None
         stored = Stored(values.dtype, inputs // groups // UNIT)
-    # A plan is made once for a shape, number of rows, dtypes and device.
-    key = (size // inputs, outputs, inputs, x.dtype, x.get_device(), stored)
-    if key not in _PLANS:
-        _PLANS[key] = _plan(*key)
-    plan = _PLANS[key]
+    plan = plan_product(size // inputs, outputs, inputs, x.dtype, x.get_device(), stored)
     if plan is None:
         return None
     y = x.new_empty((*x.shape[:-1], outputs))
@@ -309,13 +305,11 @@ def mma24(
     return y
 
 
-_PLANS: dict[tuple[int, int, int, torch.dtype, int, Stored], ProductPlan | None] = {}
-
-
-def _plan(
+@cache
+def plan_product(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: int, stored: Stored = AS_X
 ) -> ProductPlan | None:
-    """Plan a product, or return None, after a warning if the GPU should have the kernel."""
+    """Plan a product once a process, or return None, after a warning if the GPU should have the kernel."""
     if not outputs or dtype not in (torch.bfloat16, torch.float16) or torch.version.cuda is None:
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -342,7 +336,7 @@ def _warn(reason: str) -> None:
 
 
 @cache
-def _module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
+def load_module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
     """Compile and load `linear24.cu`, once a process for the same macros."""
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"-D{name}={value}" for name, value in macros]

@@ -7,6 +7,8 @@ import ctypes
 import logging
 import shutil
 import subprocess
+import uuid
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,39 +247,50 @@ def on_meta(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[T
     return torch.empty(rows, inputs, dtype=dtype, device="meta"), values, positions, None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask once a product if a device has the instruction, and only for products that it could take."""
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(mma_kernel, "_PLANS", {})
-    monkeypatch.setattr(mma_kernel, "_plan", lambda *key: asked.append(key[:3]))
-    for rows, inputs in ((1, 4096), (1, 4096), (MOST_ROWS, 192), (MOST_ROWS + 1, 192), (0, 192), (1, 4100), (2, 32)):
-        assert mma24(*on_meta(rows, 48, inputs, dtype)) is None
-    assert asked == [(1, 48, 4096), (MOST_ROWS, 48, 192)]
-
-
-def test_other_dtypes_and_builds_of_torch_are_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
+    """Pretend to have a GPU, and list its answers about itself; it is too old for the kernel."""
+    gpu = SimpleNamespace(major=7, multi_processor_count=132)
+    answers: list[SimpleNamespace] = []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert mma_kernel._plan(1, 48, 64, torch.float32, 0) is None
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: answers.append(gpu) or gpu)
+    mma_kernel.plan_product.cache_clear()
+    yield answers
+    mma_kernel.plan_product.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, asked: list[SimpleNamespace]) -> None:
+    """Ask once a product if a device has the instruction, and only for products that it could take."""
+    products = ((1, 4096), (1, 4096), (MOST_ROWS, 192), (MOST_ROWS + 1, 192), (0, 192), (1, 4100), (2, 32))
+    counts = []
+    for rows, inputs in products:
+        assert mma24(*on_meta(rows, 48, inputs, dtype)) is None
+        counts.append(len(asked))
+    assert counts == [1, 1, 2, 2, 2, 2, 2]
+
+
+def test_other_dtypes_and_builds_of_torch_are_not_its_own(
+    asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mma24(*on_meta(1, 48, 64, torch.float32)) is None
     monkeypatch.setattr(torch.version, "cuda", None)  # as AMD's and CPU builds have it
-    assert mma_kernel._plan(1, 48, 64, torch.bfloat16, 0) is None
+    assert mma24(*on_meta(1, 48, 64, torch.bfloat16)) is None
+    assert not asked
 
 
 def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    reason = f"libnvrtc.so.13: cannot open shared object file, {uuid.uuid4()}"
+
     def gone(*_: object) -> None:
-        raise OSError("libnvrtc.so.13: cannot open shared object file")
+        raise OSError(reason)
 
-    class Hopper:
-        major, multi_processor_count = 9, 132
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Hopper())
+    hopper = SimpleNamespace(major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
     monkeypatch.setattr(mma_kernel, "shared_memory_limit", gone)
-    mma_kernel._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
         for rows in (1, 9):
-            assert mma_kernel._plan(rows, 48, 64, torch.bfloat16, 0) is None
-    mma_kernel._warn.cache_clear()
-    assert len(caplog.records) == 1 and "libnvrtc.so.13" in caplog.text
+            assert mma24(*on_meta(rows, 48, 64, torch.bfloat16)) is None
+    assert len(caplog.records) == 1 and reason in caplog.text

@@ -93,8 +93,8 @@ def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
 
 @pytest.mark.parametrize("inputs", [4096, 14336])
 def test_first_call_and_all_others_may_be_in_a_graph(inputs: int) -> None:
-    mma_kernel._PLANS.clear()
-    mma_kernel._module.cache_clear()
+    mma_kernel.plan_product.cache_clear()
+    mma_kernel.load_module.cache_clear()
     x, values, positions, bias = on_gpu(3, 256, inputs, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
