@@ -53,7 +53,6 @@ class SequenceParallel:
         self.group: dist.ProcessGroup = parallel_state_sp.get_sequence_parallel_group()
         self._is_whole = False
         """True while every rank is given whole sequences, which are not exchanged."""
-        self._exchanges: dict[tuple[str, int, int, int, int], UlyssesSPAttentionHF] = {}
 
     def divide(self, model: PreTrainedModel) -> None:
         """Let a model work on this rank's part of every sequence from now on.
@@ -65,7 +64,7 @@ class SequenceParallel:
         core = ALL_ATTENTION_FUNCTIONS[name]
         if not getattr(core, "divided", False):
             core = within_documents(core, "flash" in name) if self.document_attention else core
-            ALL_ATTENTION_FUNCTIONS[name] = self._exchanging(name, core)
+            ALL_ATTENTION_FUNCTIONS[name] = self._exchanging(core)
         model.register_forward_pre_hook(self._add_positions, with_kwargs=True)
 
     def _add_positions(self, _model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -77,20 +76,21 @@ class SequenceParallel:
         position_S = torch.arange(self.rank * S, (self.rank + 1) * S, device=token_BS.device)
         return args, {**kwargs, "position_ids": position_S.repeat(B, 1)}
 
-    def _exchanging(self, name: str, core: Callable[..., Any]) -> Callable[..., Any]:
+    def _exchanging(self, core: Callable[..., Any]) -> Callable[..., Any]:
         """Return an attention that exchanges tokens for heads, calls `core` on whole sequences, and exchanges back."""
+        # DeepSpeed's exchange is made for one shape of inputs.
+        exchanges: dict[tuple[int, int, int, int], UlyssesSPAttentionHF] = {}
 
         def attend(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
         ) -> Any:
             if self._is_whole:
                 return core(module, query, key, value, mask, **kwargs)
-            # DeepSpeed's exchange is made for one shape of inputs.
             B, H, S, D = query.shape
             groups = key.shape[1]
-            exchange = self._exchanges.get((name, B, H, groups, D))
+            exchange = exchanges.get((B, H, groups, D))
             if exchange is None:
-                exchange = self._exchanges[name, B, H, groups, D] = UlyssesSPAttentionHF(
+                exchange = exchanges[B, H, groups, D] = UlyssesSPAttentionHF(
                     attn=core,
                     batch_size=B,
                     attn_head_count=H,

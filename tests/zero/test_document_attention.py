@@ -68,7 +68,6 @@ def _own(model: PreTrainedModel, sequence: SequenceParallel) -> Iterator[None]:
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
-        sequence._exchanges.clear()
 
 
 def test_documents_of_shared_sequences_are_apart_by_a_mask_alone() -> None:
