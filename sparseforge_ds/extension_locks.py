@@ -19,11 +19,11 @@ from torch.utils.cpp_extension import get_default_build_root
 _LOG = logging.getLogger(__name__)
 OWN = "sparseforge_"
 """First letters of the names of this package's extensions."""
-_GIVEN_UP = 300.0
+GIVEN_UP_SECONDS = 300.0
 """Seconds without a change in its folder after which a compiler counts as killed; one source file takes one or two."""
 _REMIND = 60.0
 _POLL = 0.5
-_BRIEF = 3.0
+BRIEF_SECONDS = 3.0
 """Seconds for which a lock is nothing to speak of: ranks that load what is compiled hold it too."""
 
 
@@ -63,15 +63,15 @@ def clear_lock(lock: Path) -> None:
     reminded = -_REMIND
     while (idle := _idle_seconds(lock)) is not None:
         waited = time.monotonic() - began
-        if idle >= _GIVEN_UP:
+        if idle >= GIVEN_UP_SECONDS:
             lock.unlink(missing_ok=True)
             _LOG.warning("removed %s, left by a process that was killed while it compiled", lock)
             break
-        if waited >= _BRIEF and waited - reminded >= _REMIND:
+        if waited >= BRIEF_SECONDS and waited - reminded >= _REMIND:
             _LOG.warning(
                 "waiting for a process that compiles, or was killed while it did: %s is removed when nothing has "
                 "changed beside it for %d s; if nothing compiles there: rm %s",
-                *(lock, _GIVEN_UP, lock),
+                *(lock, GIVEN_UP_SECONDS, lock),
             )
             reminded = waited
         time.sleep(_POLL)

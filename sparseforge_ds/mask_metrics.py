@@ -51,16 +51,17 @@ class MaskMetrics:
         """Sums that are known on the host."""
         self._sums: dict[str, list[Tensor]] = {}
         """() fp64 parts of each sum on a device; a report adds all of them up in one kernel."""
-        self._targets: dict[tuple[str, int], Tensor] = {}
+        self.targets: dict[tuple[str, int], Tensor] = {}
+        """Packed targets of the last update, by the name and start of a chunk."""
         self._target_bits: dict[int, Tensor] = {}
-        """Targets of whole partitions, of which those in `_targets` are views."""
+        """Targets of whole partitions, of which some of `targets` are views."""
 
     def _add(self, name: str, value: Tensor) -> None:
         self._sums.setdefault(name, []).append(value)
 
     def forget_targets(self) -> None:
         """Forget the last targets, so that the next update reports no flip rate; a loaded checkpoint has none."""
-        self._targets.clear()
+        self.targets.clear()
         self._target_bits.clear()
 
     def has_target_bits(self, index: int) -> bool:
@@ -79,7 +80,7 @@ class MaskMetrics:
             bits = self._target_bits[index] = torch.zeros_like(kept)
             for chunk in tiled_chunks:
                 bytes_of_chunk = octets(slice(chunk.offset, chunk.offset + chunk.numel))
-                self._targets[chunk.name, chunk.start] = bits[bytes_of_chunk]
+                self.targets[chunk.name, chunk.start] = bits[bytes_of_chunk]
         return self._target_bits[index]
 
     def add_tiles(self, sums: Tensor, elements: int, are_compared: bool) -> None:
@@ -119,9 +120,9 @@ class MaskMetrics:
             kept_bits: (ceil(numel / 8),) into which `kept` is packed, if given.
         """
         key = (shard.name, shard.start)
-        before = self._targets.get(key)
+        before = self.targets.get(key)
         stats = mask_stats(mask, target, None if kept_bits is None else kept, before)
-        self._targets[key] = stats.target
+        self.targets[key] = stats.target
         if kept_bits is not None:
             assert stats.kept is not None
             kept_bits.copy_(stats.kept)

@@ -17,7 +17,7 @@ class Ancestor(NamedTuple):
     """Its words; none where they cannot be read."""
 
 
-def _note_parent_of(child: int) -> Ancestor:
+def note_parent_of(child: int) -> Ancestor:
     """Return the parent of a process, or who adopted the process if the parent is ending right now.
 
     A process that ends loses its command line some hundredths of a second before its children get another parent.
@@ -44,5 +44,5 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-PARENT = _note_parent_of(os.getpid())
-GRANDPARENT = _note_parent_of(PARENT.pid)
+PARENT = note_parent_of(os.getpid())
+GRANDPARENT = note_parent_of(PARENT.pid)

@@ -74,7 +74,7 @@ def run_distributed(
     device = device or os.environ.get("SPARSEFORGE_TEST_DEVICE", "cpu")
     context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     if device != "cuda":
-        _start_forkserver()
+        start_forkserver()
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         torch.save((args, kwargs), folder / "call.pt")
@@ -89,13 +89,13 @@ def run_distributed(
         try:
             for rank in range(world_size):
                 process = context.Process(
-                    target=_rank_main, args=(rank, environment, device, target, timeout, folder), daemon=True
+                    target=rank_main, args=(rank, environment, device, target, timeout, folder), daemon=True
                 )
                 process.start()
                 processes.append(process)
             _wait(processes, timeout, folder)
         finally:
-            _kill(processes)
+            kill(processes)
             for rank in range(world_size):
                 _echo(folder, rank)
         return [torch.load(folder / f"{rank}.result.pt", weights_only=False) for rank in range(world_size)]
@@ -130,7 +130,7 @@ def _raise_failure(processes: list[BaseProcess], folder: Path) -> None:
     raise pickle.loads(first["exception"]) from cause
 
 
-def _rank_main(
+def rank_main(
     rank: int,
     environment: dict[str, str],
     device: str,
@@ -213,7 +213,7 @@ def _to_cpu(value: Any) -> Any:
     return value
 
 
-def _start_forkserver() -> None:
+def start_forkserver() -> None:
     """Start the server once, with the packages imported, so that a rank costs a fork instead of seconds of import."""
     multiprocessing.set_forkserver_preload(["tests.rank_preload"])
     wanted = {
@@ -244,7 +244,7 @@ def _stack(process: BaseProcess, folder: Path, rank: int) -> str:
     return f"rank {rank}:\n{path.read_text() if path.exists() else '(not started)'}"
 
 
-def _kill(processes: list[BaseProcess]) -> None:
+def kill(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
             process.kill()

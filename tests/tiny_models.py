@@ -56,7 +56,7 @@ register()
 
 VOCABULARY = 64
 
-_LLAMA_LIKE: dict[str, Any] = {
+LLAMA_LIKE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -75,13 +75,13 @@ _LLAMA_LIKE: dict[str, Any] = {
 def tiny_llama(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Llama with grouped-query attention and an untied head; `overrides` go to LlamaConfig."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**_LLAMA_LIKE, **overrides}))
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA_LIKE, **overrides}))
 
 
 def tiny_qwen3(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Qwen3 with q/k norms and a tied head; `overrides` go to Qwen3Config."""
     torch.manual_seed(seed)
-    config = {**_LLAMA_LIKE, "head_dim": 8, "tie_word_embeddings": True, **overrides}
+    config = {**LLAMA_LIKE, "head_dim": 8, "tie_word_embeddings": True, **overrides}
     return Qwen3ForCausalLM(Qwen3Config(**config))
 
 
@@ -107,12 +107,12 @@ def tiny_gpt2(seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def tiny_opt(seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """OPT with biases, a tied head, and project_in and project_out around a narrower embedding (as in 350M)."""
     sizes = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0, "init_std": 0.1, "tie_word_embeddings": True}
-    return _of(OPTConfig, seed, {**_LLAMA_LIKE, **sizes, **overrides})
+    return random_model(OPTConfig, seed, {**LLAMA_LIKE, **sizes, **overrides})
 
 
 def tiny_mixture(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build a mixture of experts of any family; `overrides` go to its config class."""
-    return _of(config, seed, {**_LLAMA_LIKE, **_MIXTURES[config], **overrides})
+    return random_model(config, seed, {**LLAMA_LIKE, **_MIXTURES[config], **overrides})
 
 
 _EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
@@ -183,10 +183,10 @@ _DENSE: dict[type[PreTrainedConfig], dict[str, Any]] = {
 
 def tiny_dense(config: type[PreTrainedConfig], seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Build a model without experts of one of those families; `overrides` go to its config class."""
-    return _of(config, seed, {**_LLAMA_LIKE, **_DENSE[config], **overrides})
+    return random_model(config, seed, {**LLAMA_LIKE, **_DENSE[config], **overrides})
 
 
-def _of(config: type[PreTrainedConfig], seed: int, settings: dict[str, Any]) -> PreTrainedModel:
+def random_model(config: type[PreTrainedConfig], seed: int, settings: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config(**settings))
 

@@ -58,7 +58,7 @@ def decompose_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     for name, branch in added.items():
         weight = weights.prunable[name]
         left_RK, right_CK = _search(weights, name, halo)
-        factors = [_same(layout, factor) for factor in _balanced(left_RK, right_CK, weight.input_axis == -1)]
+        factors = [_same(layout, factor) for factor in balanced_factors(left_RK, right_CK, weight.input_axis == -1)]
         for which, factor in zip(BRANCH, factors, strict=True):
             write(layout, weight, which, factor)
         b_OK, p_KI = (_seen(weights, name, branch, *value) for value in zip(BRANCH, factors, strict=True))
@@ -164,7 +164,7 @@ def _same(layout: ShardLayout, matrix: Tensor) -> Tensor:
     return matrix
 
 
-def _balanced(left_RK: Tensor, right_CK: Tensor, input_last: bool) -> tuple[Tensor, Tensor]:
+def balanced_factors(left_RK: Tensor, right_CK: Tensor, input_last: bool) -> tuple[Tensor, Tensor]:
     """Return B (out, K) and P (K, in) of the product, with its singular values shared so that both learn at one rate.
 
     Where one is 0 but for rounding, P has a unit vector and B is 0, as a LoRA adapter starts: else neither would learn.

@@ -108,7 +108,7 @@ class OutputHutchinson(SumsEstimator):
 
         def displacement(name: str, output_TO: Tensor) -> Tensor:
             if name not in kept:
-                size_T = _square(output_TO).mean(dim=1).sqrt()
+                size_T = squares_in_fp32(output_TO).mean(dim=1).sqrt()
                 kept[name] = _Between((self.radius * size_T).clamp_(min=_LEAST).to(output_TO.dtype))
             elif len(kept[name].radius_T) != len(output_TO):
                 raise ValueError(_CALLED_AGAIN.format(name))
@@ -121,7 +121,7 @@ class OutputHutchinson(SumsEstimator):
             scale_T = 1 / (2 * context.probe.backward_scale * layer.radius_T.float())
             slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
             slope_T = slope_TO.sum(dim=1)
-            square_TI = _square(input_TI)
+            square_TI = squares_in_fp32(input_TI)
             output_O, input_I = context.sums_of(name, sums)
             if layer.slope_T is None:
                 layer.slope_T = slope_T
@@ -135,6 +135,6 @@ class OutputHutchinson(SumsEstimator):
             context.probe.activations((closure,))
 
 
-def _square(values: Tensor) -> Tensor:
+def squares_in_fp32(values: Tensor) -> Tensor:
     """Return the squares in fp32, in the only copy of the values that is made."""
     return values.to(torch.float32, copy=True).square_()

@@ -121,7 +121,7 @@ class Batches:
         divisor = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         micro_batches = []
         for position in batch[:: layout.sequences_at_once]:
-            sequences = replace(make_micro_batch(self._rows(position), divisor), top=self._top_logits(position))
+            sequences = replace(make_micro_batch(self.rows_at(position), divisor), top=self._top_logits(position))
             if layout.sequence_parallel > 1:
                 sequences = sequences.take_tokens(layout.token_slice(self.seq_length), layout.sequence_parallel)
             micro_batches.append(sequences)
@@ -145,10 +145,10 @@ class Batches:
         Raises:
             AgreedError: the text cannot be read any further.
         """
-        return _ids(self._rows(position))
+        return _ids(self.rows_at(position))
 
-    def _rows(self, position: int) -> np.ndarray:
-        """Return the tokens of `batch_at`, with their flags."""
+    def rows_at(self, position: int) -> np.ndarray:
+        """Return the (B, S) tokens of `batch_at`, with their flags."""
         micro_batch = self.layout.micro_batch
         self.prepare(position, self.layout.sequences_at_once)
         first = position + self.layout.group * micro_batch

@@ -33,7 +33,7 @@ from sparseforge_ds.data.windows import ids_of_tokens
 
 AHEAD = 2
 """Chunks that are made before they are needed."""
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 """Time after which a rank that waits for a chunk says so."""
 _log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Producer:
                 return record
             if self._failure is not None:
                 raise ValueError(self._failure)
-            if self._connection.poll(_PATIENCE_SECONDS):
+            if self._connection.poll(PATIENCE_SECONDS):
                 self._receive()
             else:
                 _log.info(

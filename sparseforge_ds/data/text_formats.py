@@ -32,7 +32,7 @@ _INDEXED = ".idx"
 _SUFFIXES = (*_COLUMNS, _INDEXED, *(kind + compression for kind in _LINES for compression in ("", *_COMPRESSED)))
 KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.join(_COLUMNS)}, {_INDEXED} (Megatron)"
 """Kinds of files that can be read, for messages."""
-_PIECE = 2**18
+PIECE_CHARACTERS = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
 _TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
 """Fields of a record that is tokenised already; the first one is required."""
@@ -42,7 +42,7 @@ _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
 """Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenised at once,
 with up to 160 times as much memory: 2.6 GB."""
-_WAITS = (1.0, 5.0, 30.0, 120.0, 300.0)
+RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt to read a file of the hub, after those that huggingface_hub makes by itself."""
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,9 @@ def iter_documents(
     while True:
         try:
             # After a failure, documents that were yielded before are skipped.
-            for document in itertools.islice(_iter_documents(file, text_field, sample_by, longest_text), done, None):
+            for document in itertools.islice(
+                iter_documents_once(file, text_field, sample_by, longest_text), done, None
+            ):
                 if loss_on == "completion" and _is_plain(document):
                     raise ValueError(
                         f"{file}, document {done + 1}: is plain text, which --loss_on completion cannot divide; give "
@@ -133,10 +135,10 @@ def iter_documents(
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, pyarrow.ArrowException, *gone) as error:
             raise _unreadable(file, done, error) from error
         except (OSError, errors.HTTPError) as error:
-            if "://" not in file or failures == len(_WAITS):
+            if "://" not in file or failures == len(RETRY_SECONDS):
                 raise _unreadable(file, done, error) from error
             _log.info("%s, after %d documents: %s; trying again", file, done, error)
-            time.sleep(_WAITS[failures])
+            time.sleep(RETRY_SECONDS[failures])
             failures += 1
 
 
@@ -146,7 +148,8 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
     return ValueError(f"{where}: not readable ({error}); {cure}")
 
 
-def _iter_documents(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
+def iter_documents_once(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
+    """Yield the documents of one file as `iter_documents` does; errors of the network are the caller's."""
     kind = file_kind(file)[0]
     if kind == _INDEXED:
         yield from iter_megatron(file, LARGEST_DOCUMENT)
@@ -257,7 +260,7 @@ def _iter_json(file: str, kind: str, text_field: str) -> Iterator[Document]:
 def _is_array(file: str) -> bool:
     """Return True if the first character of a file that is no white space opens an array."""
     with _open_text(file) as content:
-        while piece := content.read(_PIECE):
+        while piece := content.read(PIECE_CHARACTERS):
             if text := piece.lstrip():
                 return bool(text[0] == "[")
     return False
@@ -282,7 +285,7 @@ def _records_of_array(file: str) -> Iterator[Any]:
                 if text[at] not in expected:
                     raise _no_array(file, number, f"{text[at]!r} in the place of {' or '.join(expected)}")
                 if text[at] == "]":
-                    if text[at + 1 :].strip() or content.read(_PIECE).strip():
+                    if text[at + 1 :].strip() or content.read(PIECE_CHARACTERS).strip():
                         raise _no_array(file, number, "something follows its end")
                     return
                 expected = ""
@@ -313,7 +316,7 @@ def _records_of_array(file: str) -> Iterator[Any]:
             at = 0
             if len(text) > LARGEST_DOCUMENT:
                 raise _too_long(f"{file}, record {number}")
-            piece = content.read(max(_PIECE, len(text)))
+            piece = content.read(max(PIECE_CHARACTERS, len(text)))
             if not piece:
                 raise _no_array(file, number, why)
             text += piece

@@ -31,7 +31,7 @@ from sparseforge_ds.data.tokenization import cache_key, no_text_error, token_dty
 from sparseforge_ds.data.windows import ids_of_tokens, trained_flags
 
 _LOG = logging.getLogger(__name__)
-_BLOCK = 2**20
+CHECKSUM_BLOCK = 2**20
 """Bytes of a block, which has one checksum."""
 _SAMPLED = 62
 """Blocks that a start compares, beside the first and the last."""
@@ -147,7 +147,7 @@ def ensure_token_cache(
 
 
 class _Checksums:
-    """CRC-32 of each block of `_BLOCK` bytes of a stream of bytes."""
+    """CRC-32 of each block of `CHECKSUM_BLOCK` bytes of a stream of bytes."""
 
     def __init__(self) -> None:
         self._finished: list[str] = []
@@ -157,11 +157,11 @@ class _Checksums:
         """Take the next bytes of the stream."""
         rest = memoryview(content)
         while rest:
-            part = rest[: _BLOCK - self._length]
+            part = rest[: CHECKSUM_BLOCK - self._length]
             rest = rest[len(part) :]
             self._crc = zlib.crc32(part, self._crc)
             self._length += len(part)
-            if self._length == _BLOCK:
+            if self._length == CHECKSUM_BLOCK:
                 self._finished.append(f"{self._crc:08x}")
                 self._crc = self._length = 0
 
@@ -183,7 +183,7 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
         checksums = content.pop("checksums", None)
         cache = TokenCache(**{**content, "path": str(path), "facts": facts})
         size = cache.tokens * np.dtype(cache.dtype).itemsize
-        has_checksums = isinstance(checksums, list) and len(checksums) == -(-size // _BLOCK)
+        has_checksums = isinstance(checksums, list) and len(checksums) == -(-size // CHECKSUM_BLOCK)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{record} is damaged ({error!r:.100})") from None
     if not has_checksums:
@@ -195,8 +195,8 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
     middle = random.SystemRandom().sample(range(1, len(checksums) - 1), min(_SAMPLED, max(len(checksums) - 2, 0)))
     with path.open("rb") as file:
         for block in sorted({0, *middle, len(checksums) - 1}):
-            file.seek(block * _BLOCK)
-            if f"{zlib.crc32(file.read(_BLOCK)):08x}" != checksums[block]:
+            file.seek(block * CHECKSUM_BLOCK)
+            if f"{zlib.crc32(file.read(CHECKSUM_BLOCK)):08x}" != checksums[block]:
                 raise ValueError(f"{path} has other bytes in block {block} than were written")
     return cache
 

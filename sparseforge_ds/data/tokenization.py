@@ -20,8 +20,8 @@ from sparseforge_ds.data.windows import document_starts, ids_of_tokens, trained_
 from sparseforge_ds.model.chat_template import Span
 from sparseforge_ds.model.tokenizer import run_tokenizer
 
-_DOCUMENTS_AT_A_TIME = 256
-_CHARACTERS_AT_A_TIME = 2**22
+DOCUMENTS_AT_A_TIME = 256
+CHARACTERS_AT_A_TIME = 2**22
 """Documents are tokenised together until one of these two limits is reached, so that a batch of books fits memory."""
 
 
@@ -216,10 +216,10 @@ def _take_documents(documents: Iterator[Document]) -> list[Document]:
     """Return the next documents, as many as are tokenised together; none at the end."""
     batch: list[Document] = []
     characters = 0
-    for document in itertools.islice(documents, _DOCUMENTS_AT_A_TIME):
+    for document in itertools.islice(documents, DOCUMENTS_AT_A_TIME):
         batch.append(document)
         characters += len(document)
-        if characters >= _CHARACTERS_AT_A_TIME:
+        if characters >= CHARACTERS_AT_A_TIME:
             break
     return batch
 

@@ -66,7 +66,7 @@ def load_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     for name in names:
         file = _harness_file(name)
-        if file is not None and _runs_code(file):
+        if file is not None and runs_code(file):
             _require_confirmed(name, confirm_run_unsafe_code)
     with TemporaryDirectory() as folder:
         task_files = Path(folder)
@@ -80,12 +80,12 @@ def load_tasks(
     return loaded
 
 
-def _runs_code(file: Path) -> bool:
+def runs_code(file: Path) -> bool:
     """Return True if a task file, or one that it includes, is marked as running code."""
     text = file.read_text()
     include = re.search(r"^include: *(\S+)", text, re.MULTILINE)
     included = None if include is None else file.parent / include[1]
-    return bool(_UNSAFE.search(text)) or (included is not None and included.is_file() and _runs_code(included))
+    return bool(_UNSAFE.search(text)) or (included is not None and included.is_file() and runs_code(included))
 
 
 def _require_confirmed(task: str, is_confirmed: bool) -> None:

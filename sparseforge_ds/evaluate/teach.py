@@ -25,7 +25,7 @@ from sparseforge_ds.model.top_logits import largest_logits
 
 _BLOCK = 2**24
 """Most logits that are in fp32 at a time."""
-_SAVED_EVERY = 64
+SAVED_EVERY = 64
 """Batches after which a killed process continues."""
 
 
@@ -104,7 +104,7 @@ def teach(
         for number, start in enumerate(range(first, windows, settings.batch_size), start=1):
             token_BS = torch.from_numpy(window_WS[start : start + settings.batch_size].astype(np.int64))
             logits.write(*_answers(model, token_BS, settings))
-            if number % _SAVED_EVERY == 0:
+            if number % SAVED_EVERY == 0:
                 logits.save()
             bar.update(len(token_BS))
     logits.save()

@@ -178,7 +178,7 @@ class RunSource(Source):
             },
             "coverage": description.get("coverage") or {},
             "config": self.config.to_dict(),
-            "run": _describe_run(description, self.checkpoint.client_state.get("train"), self.step),
+            "run": describe_run(description, self.checkpoint.client_state.get("train"), self.step),
         }
 
     @override
@@ -301,7 +301,7 @@ class RunSource(Source):
         return self.checkpoint.weight(scale_name).float()[output]
 
 
-def _describe_run(description: dict[str, Any], train: object, step: int) -> dict[str, Any]:
+def describe_run(description: dict[str, Any], train: object, step: int) -> dict[str, Any]:
     """Return the entry `run` of `sparsity.json`, which has no paths of this machine; empty for a foreign run.
 
     Args:

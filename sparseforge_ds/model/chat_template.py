@@ -19,7 +19,7 @@ Span = tuple[int, int]
 """Index of the first character, and of the one behind the last."""
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 """Errors that expressions of a template raise, as Python code would: 1 / 0, or a macro that calls itself."""
-_SECONDS = 5.0
+TEMPLATE_SECONDS = 5.0
 """Processor time that a template may take for an empty conversation."""
 _CHARACTERS_PER_SECOND = 2**19
 """Characters of the conversation that allow one second more."""
@@ -91,7 +91,7 @@ def _limits(conversation: object) -> Iterator[int]:
         The most characters that the text may have.
     """
     size = len(str(conversation))
-    seconds = _SECONDS + size / _CHARACTERS_PER_SECOND
+    seconds = TEMPLATE_SECONDS + size / _CHARACTERS_PER_SECOND
 
     def stop(*_: object) -> None:
         raise ValueError(f"it runs for more than {seconds:.2g} s")

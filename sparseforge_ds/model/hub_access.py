@@ -21,11 +21,11 @@ def why_unreachable() -> str | None:
     """Return the reason why the hub cannot be asked, or None if it answers anything at all."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE says that the hub is not to be asked"
-    return _asked()
+    return ask_hub()
 
 
 @cache
-def _asked() -> str | None:
+def ask_hub() -> str | None:
     """Ask the hub for its first page, and return the reason if it does not answer."""
     failures: list[str] = []
     answered = threading.Event()

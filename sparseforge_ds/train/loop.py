@@ -133,7 +133,7 @@ def train(
         if due or masks_due or step_log.asked_to_stop or evaluation.due(step) or step >= spec.steps:
             step_log.read()
         if step > before:
-            _log_masks(context, monitor, step)
+            log_masks(context, monitor, step)
 
         # Score the model, but not while somebody waits for the end: the resumed run makes up for it.
         stopping = step_log.asked_to_stop and watch.loss_is_finite and step < spec.steps
@@ -281,7 +281,7 @@ def _start_batches(context: TrainContext) -> RunProbeBatches:
     return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
 
 
-def _log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:
+def log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:
     """Log histograms and the soft-to-hard gap, each at its own interval since it costs time. Collective."""
     intervals = context.spec.config.monitor
     if intervals.histograms_every and step % intervals.histograms_every == 0:

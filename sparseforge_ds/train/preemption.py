@@ -58,7 +58,7 @@ class Preemption(AbstractContextManager["Preemption"]):
         self._noted = 0
         self._training = False
         self._parents = _launchers()
-        self._is_orphan = _began_as_an_orphan()
+        self._is_orphan = began_as_an_orphan()
         self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Preemption:
@@ -163,7 +163,7 @@ def _launchers() -> list[tuple[int, int]]:
     return [own_pair, (PARENT.pid, GRANDPARENT.pid)] if _is_deepspeed(GRANDPARENT) else [own_pair]
 
 
-def _began_as_an_orphan() -> bool:
+def began_as_an_orphan() -> bool:
     """Return whether the launcher was gone before this process noted it, so that process 1 has adopted its children."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun may be process 1 of a container; whatever it is called there, it is a Python program.

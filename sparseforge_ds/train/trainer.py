@@ -138,7 +138,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
 
     # Tell the result, and what to do with the run.
     ranks.on_first(lambda: write_json(result_file, result))
-    _LOG.info(_closing_lines(spec.folder, result, "tensorboard" in spec.arguments.report_to))
+    _LOG.info(closing_lines(spec.folder, result, "tensorboard" in spec.arguments.report_to))
     ranks.leave()
 
 
@@ -259,7 +259,7 @@ def _tracked_settings(spec: RunSpec) -> dict[str, Any]:
     return flatten({**flags(spec.arguments), **engine, **batch, "sparseforge": spec.config.to_dict()})
 
 
-def _closing_lines(folder: Path, result: dict[str, Any], has_tensorboard: bool) -> str:
+def closing_lines(folder: Path, result: dict[str, Any], has_tensorboard: bool) -> str:
     """Return the last lines of a run: its totals, and the commands that look at it and export it."""
     log, run, model = (shlex.quote(str(path)) for path in (folder / "tensorboard", folder, folder / "export"))
     return (

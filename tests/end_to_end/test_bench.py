@@ -85,14 +85,14 @@ def test_generation_with_a_static_cache_and_compiled_steps(
     BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
     monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
     written: dict[str, list[torch.Tensor]] = {"dense": [], "packed": []}
-    made = graph_speed._GraphRun.compile_step
+    made = graph_speed.GraphRun.compile_step
 
     def seen(run: Any) -> Any:
         name = "packed" if any(isinstance(m, Packed24Linear) for m in run.model.modules()) else "dense"
         step = made(run)
         return lambda ids: written[name].append(ids.clone()) or step(ids)
 
-    monkeypatch.setattr(graph_speed._GraphRun, "compile_step", seen)
+    monkeypatch.setattr(graph_speed.GraphRun, "compile_step", seen)
     monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as on a machine with nothing but what measures
     arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--engine", "graph", "--workload", "8x5", "--batches", "2"]
     assert main(["bench", *arguments, "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0

@@ -23,7 +23,7 @@ from tests.distributed import run_distributed
 from tests.end_to_end.test_layouts import assert_same, flags
 from tests.end_to_end.test_layouts import states as weights
 from tests.end_to_end.test_resume import continued
-from tests.end_to_end.test_train import _main, differences, states, train
+from tests.end_to_end.test_train import differences, run_trainer, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model, write_text
 from tests.tiny_models import tiny_opt
 
@@ -62,7 +62,7 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     (cache,) = (run / "data").glob("*.json")
     record = json.loads(cache.read_text())
     windows = CachedWindows(open_tokens(cache.with_suffix(".bin"), record["dtype"], record["tokens"]), "text", S, 0, 1)
-    row_BS = Batches([windows], [1], BatchLayout(BATCH, 1, 1, 0))._rows(0)
+    row_BS = Batches([windows], [1], BatchLayout(BATCH, 1, 1, 0)).rows_at(0)
     assert document_starts(row_BS).any(1).mean() > 0.3, "few sequences are of one document"
     documents = []
     for row in row_BS:
@@ -98,7 +98,7 @@ def test_a_model_that_mixes_documents_ends_the_run(tmp_path: Path, capfd: pytest
     write_model(tmp_path / "model", tiny_opt(vocab_size=BYTE_VOCABULARY, pad_token_id=0))
     write_text(tmp_path / "text.jsonl")
     asked = flags(tmp_path, {}, 1, 6, tmp_path / "run", document_attention=True)
-    assert run_distributed(_main, 2, asked) == [1, 1]
+    assert run_distributed(run_trainer, 2, asked) == [1, 1]
     output = capfd.readouterr()
     assert "(OPTForCausalLM, attention sdpa) lets the documents of a sequence see each other" in output.out + output.err
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

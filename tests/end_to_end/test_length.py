@@ -10,7 +10,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.run_source import RunSource
 from tests.distributed import run_distributed
-from tests.end_to_end.test_train import _main, differences, flags_of, states, train
+from tests.end_to_end.test_train import differences, flags_of, run_trainer, states, train
 from tests.tiny_folders import deepspeed_json, write_text
 
 
@@ -46,7 +46,7 @@ def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capfd):
     record = (tmp_path / "run" / "sparseforge.json").read_text()
     for fewer in (10, 8):  # more than it was laid out over, and as many
         capfd.readouterr()
-        assert run_distributed(_main, 1, [*flags, "--resume", f"--max_steps={fewer}"]) == [1]
+        assert run_distributed(run_trainer, 1, [*flags, "--resume", f"--max_steps={fewer}"]) == [1]
         assert f"--max_steps {fewer}: the run in {tmp_path / 'run'} is already at step 14" in capfd.readouterr().out
     assert (tmp_path / "run" / "sparseforge.json").read_text() == record
 
@@ -74,7 +74,7 @@ def test_a_schedule_of_transformers_resumes_to_the_bit_and_goes_on_at_its_last_r
     short = flags_of(
         tmp_path, deepspeed_json(1), output_dir=tmp_path / "other", lr_scheduler_type="warmup_stable_decay"
     )
-    assert run_distributed(_main, 1, short) == [1]
+    assert run_distributed(run_trainer, 1, short) == [1]
     assert "required positional argument: 'num_decay_steps'" in capfd.readouterr().out
 
 
@@ -90,7 +90,7 @@ def test_what_cannot_become_longer(tmp_path, capfd):
         for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
             if path.name > kept:
                 shutil.rmtree(path)
-        assert run_distributed(_main, 1, [*flags, "--resume", *more]) == [1]
+        assert run_distributed(run_trainer, 1, [*flags, "--resume", *more]) == [1]
         assert message in capfd.readouterr().out
 
 

@@ -20,7 +20,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from sparseforge_ds.train.launcher import free_port
 from tests.distributed import PATIENCE, ROOT, run_distributed
-from tests.end_to_end.test_train import _main, differences, flags_of, states
+from tests.end_to_end.test_train import differences, flags_of, run_trainer, states
 from tests.tiny_folders import deepspeed_json, write_text
 
 STEPS = 1000
@@ -165,7 +165,7 @@ def _main_until(flags: list[str], saved: str) -> int:
     """Train; rank 1, and no other, gets SIGTERM once a checkpoint is there. The exit code."""
     if os.environ["RANK"] == "1":
         threading.Thread(target=_terminate_after, args=(Path(saved),), daemon=True).start()
-    return _main(flags)
+    return run_trainer(flags)
 
 
 def _terminate_after(saved: Path) -> None:

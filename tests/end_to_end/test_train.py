@@ -46,7 +46,7 @@ def launch(*flags: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _main(command_line: list[str]) -> int:
+def run_trainer(command_line: list[str]) -> int:
     from sparseforge_ds.train.trainer import main
 
     return main(command_line)
@@ -54,7 +54,7 @@ def _main(command_line: list[str]) -> int:
 
 def train(*flags: str, ranks: int = 2) -> None:
     """Run the trainer without the launcher's seconds."""
-    assert run_distributed(_main, ranks, list(flags)) == [0] * ranks
+    assert run_distributed(run_trainer, ranks, list(flags)) == [0] * ranks
 
 
 def flags_of(folder: Path, content: dict[str, Any], **more: Any) -> list[str]:
@@ -207,7 +207,7 @@ def _train_late(command_line: list[str]) -> tuple[list[str], int]:
         mock.patch.object(step_log, "waits_for", lambda device: reads_late),
         mock.patch.object(get_accelerator(), "synchronize") as synchronize,
     ):
-        assert _main([flag for flag in command_line if flag != "--late"]) == 0
+        assert run_trainer([flag for flag in command_line if flag != "--late"]) == 0
     steps = [line for line in lines if line.startswith(("step ", "saved "))]
     return [re.sub(r"[\d,.]+ (tokens/s|s\b|[KMG]iB)|\S+ left", "", line) for line in steps], synchronize.call_count
 

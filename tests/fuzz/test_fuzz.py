@@ -83,7 +83,7 @@ def test_the_judge_knows_a_bad_error(
     monkeypatch.setitem(TARGETS, "run", {"tool": tool})
     case = Case(0, "run", "truncate", "tool", 0)
     good = {("run", "tool"): [Result("right")]}
-    assert worker._judge(case, scene(tmp_path, "run"), tmp_path / "out", good)[0] == kind
+    assert worker.judge(case, scene(tmp_path, "run"), tmp_path / "out", good)[0] == kind
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_judge_knows_a_wrong_result(
     monkeypatch.setitem(TARGETS, "run", {"tool": lambda *_: result})
     case = Case(0, "run", "truncate", "tool", 0)
     good = {("run", "tool"): [Result("right")]}
-    assert worker._judge(case, scene(tmp_path, "run"), tmp_path / "out", good)[0] == kind
+    assert worker.judge(case, scene(tmp_path, "run"), tmp_path / "out", good)[0] == kind
 
 
 def test_what_a_tool_leaves_behind_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

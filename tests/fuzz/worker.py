@@ -45,7 +45,7 @@ def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str]
     scene = Scene(folder, random.Random(case.seed), inputs, case.subject, canary)
     _damage(scene, case.mutation)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    kind, message = _judge(case, scene, outs / "out", good)
+    kind, message = judge(case, scene, outs / "out", good)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     left = sorted(path.name for path in outs.iterdir())
     if canary.exists():
@@ -72,7 +72,7 @@ def _damage(scene: Scene, name: str) -> None:
     raise NotApplicable(f"{name} on {scene.subject}")
 
 
-def _judge(case: Case, scene: Scene, out: Path, good: dict[tuple[str, str], list[Result]]) -> tuple[str, str]:
+def judge(case: Case, scene: Scene, out: Path, good: dict[tuple[str, str], list[Result]]) -> tuple[str, str]:
     try:
         with _limit(SECONDS):
             result = target_of(case)(scene.folder, out, scene.inputs)

@@ -69,7 +69,7 @@ def test_a_trainer_and_a_loop_of_ones_own_remove_it_too(root, monkeypatch, start
 
 def test_a_living_compiler_is_waited_for(root, caplog, monkeypatch):
     """Wait for a compiler whose lock is an hour old, but which has just written a file."""
-    monkeypatch.setattr(extension_locks, "_BRIEF", 0.0)
+    monkeypatch.setattr(extension_locks, "BRIEF_SECONDS", 0.0)
     folder = root / "py311_cpu" / "some_op"
     baton = FileBaton(str(folder / "lock"))
     assert baton.try_acquire()
@@ -90,7 +90,7 @@ def test_a_living_compiler_is_waited_for(root, caplog, monkeypatch):
 
 
 def test_a_compiler_that_dies_while_others_wait(root, caplog, monkeypatch):
-    monkeypatch.setattr(extension_locks, "_GIVEN_UP", 2.0)
+    monkeypatch.setattr(extension_locks, "GIVEN_UP_SECONDS", 2.0)
     lock = touch(root / "py311_cpu" / "some_op" / "lock", 0)
     clear_extension_locks()
     assert not lock.exists()

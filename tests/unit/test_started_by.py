@@ -54,6 +54,6 @@ def test_a_launcher_that_is_being_killed_is_no_longer_the_grandparent():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_parent_of_a_living_process_is_noted_with_its_words():
-    parent = started_by._note_parent_of(os.getpid())
+    parent = started_by.note_parent_of(os.getpid())
     assert parent.pid == os.getppid()
     assert parent.command == tuple(Path(f"/proc/{parent.pid}/cmdline").read_text().split("\0")[:-1])

@@ -111,7 +111,7 @@ class Killed:
 
     def run(self, folder: Path, moment: Callable[[Path], None], victims: list[int]) -> None:
         """Start the ranks, wait for `moment`, kill `victims`, and the others a little later."""
-        distributed._start_forkserver()
+        distributed.start_forkserver()
         context = multiprocessing.get_context("forkserver")
         (folder / "ranks").mkdir(parents=True)
         torch.save((self.args, {}), folder / "ranks" / "call.pt")
@@ -124,7 +124,7 @@ class Killed:
         target = (train_and_save.__module__, train_and_save.__qualname__)
         processes = [
             context.Process(
-                target=distributed._rank_main,
+                target=distributed.rank_main,
                 args=(rank, environment, "cpu", target, distributed.PATIENCE, folder / "ranks"),
                 daemon=True,
             )
@@ -139,7 +139,7 @@ class Killed:
             wait([processes[victim].sentinel for victim in victims], timeout=distributed.PATIENCE)
             time.sleep(0.05)  # what a survivor still does must do no harm
         finally:
-            distributed._kill(processes)
+            distributed.kill(processes)
 
 
 def events(folder: Path) -> list[tuple[float, str]]:
@@ -207,22 +207,23 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
     saves = Checkpoints(Path(folder), ranks, 3, 2)
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
-    check_written = saves._check_written
+    save_checkpoint = engine.save_checkpoint
 
-    def flip_a_bit_first(temporary: Path) -> Any:
+    def save_and_flip_a_bit(folder: str, tag: str, *state: Any, **options: Any) -> None:
+        save_checkpoint(folder, tag, *state, **options)
+        ranks.barrier()
         if ranks.first:
-            path = next(temporary.glob("*zero_pp_rank_1_*optim_states.pt"))
+            path = next(Path(folder, tag).glob("*zero_pp_rank_1_*optim_states.pt"))
             content = bytearray(path.read_bytes())
             content[len(content) // 2] ^= 1
             path.write_bytes(content)
         ranks.barrier()
-        return check_written(temporary)
 
     message, left = "", []
     for step in (1, 2, 3):
         train_step(engine, case, step - 1)
         forge.step(probe_of(engine, case, step - 1))
-        saves._check_written = flip_a_bit_first if step == 2 else check_written  # type: ignore[method-assign]
+        engine.save_checkpoint = save_and_flip_a_bit if step == 2 else save_checkpoint
         try:
             saves.save(engine, step, {"train": {"step": step, "data": {}}})
         except AgreedError as error:

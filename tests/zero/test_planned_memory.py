@@ -105,7 +105,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     of_low = {p.untyped_storage().data_ptr() for p in low}
     kinds["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
     kinds["kept bits"] = size(list(forge.sharded.state.kept.values()))
-    kinds["flip bits"] = size(list(forge.sharded.metrics._targets.values()))
+    kinds["flip bits"] = size(list(forge.sharded.metrics.targets.values()))
     idle = all_bytes(before, expected["all"])
     engine.backward(engine(**my_part(batch_at(9))).loss)
     kinds["all"], kinds["with gradients"] = idle, all_bytes(before, expected["with gradients"])

@@ -13,10 +13,10 @@ from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedMo
 
 from sparseforge_ds.cli.main import main
 from tests.distributed import ROOT, run_distributed
-from tests.tiny_models import _LLAMA_LIKE
+from tests.tiny_models import LLAMA_LIKE
 from tests.zero.case import Case, StepText, build, published, train_step
 
-_TEXT = {**_LLAMA_LIKE, "head_dim": 8}
+_TEXT = {**LLAMA_LIKE, "head_dim": 8}
 _SEEING = {"hidden_size": 16, "intermediate_size": 32}
 CONFIGS: dict[str, Any] = {
     "gemma3": lambda: Gemma3Config(

@@ -49,7 +49,8 @@ def experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale:
 
 
 @experts24.register_kernel("cuda")
-def _on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+def experts24_on_gpu(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Compute `experts24` on NVIDIA's and AMD's GPUs, which are both "cuda" to torch."""
     require_operands("experts24", x, values, positions, ends=ends, scale=scale)
     kernels = triton_kernels() if x.dtype in TRITON_DTYPES else None
     if kernels is None:

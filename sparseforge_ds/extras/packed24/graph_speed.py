@@ -138,7 +138,7 @@ def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Spee
         for batch in workload.batches:
             bar.set_description(f"{length}, batch {batch}")
             torch._dynamo.reset()  # graphs of earlier sizes are not used again
-            runs = {name: _GraphRun(model, batch, length) for name, model in models.items()}
+            runs = {name: GraphRun(model, batch, length) for name, model in models.items()}
             turns: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
             for turn in range(workload.repeats + 2):  # the first two compile and record
                 for name, run in runs.items():
@@ -155,7 +155,7 @@ def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Spee
     return speeds, generations
 
 
-class _GraphRun:
+class GraphRun:
     """One model at one length and batch size, with its cache and its compiled step."""
 
     def __init__(self, model: Any, batch: int, length: Length) -> None:

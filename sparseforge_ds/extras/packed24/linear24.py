@@ -61,7 +61,7 @@ def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | Non
     return torch.nn.functional.linear(x, unpack24(values, positions, scale, x.dtype), bias)
 
 
-def _on_gpu(
+def linear24_on_gpu(
     x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
     """Compute `linear24` on NVIDIA's and AMD's GPUs, which are both "cuda" to torch, by the fastest kernel."""
@@ -174,6 +174,6 @@ _LIBRARY = torch.library.Library("sparseforge", "FRAGMENT")
 _LIBRARY.define("linear24_refused(Tensor x, Tensor values, Tensor positions, Tensor? bias, Tensor? scale) -> ()")
 _LIBRARY.impl("linear24_refused", _refuse, "CompositeImplicitAutograd")
 # `register_kernel` would add its own checks to each call, and keep the compiler out as well.
-_LIBRARY.impl("linear24", torch.compiler.disable(_on_gpu), "CUDA")
+_LIBRARY.impl("linear24", torch.compiler.disable(linear24_on_gpu), "CUDA")
 for _device in ("cpu", "cuda"):
     _autocast(_device)

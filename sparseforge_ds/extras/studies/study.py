@@ -64,7 +64,7 @@ class Study:
         self.text = text
         # Threads of this process and of those that it starts.
         fair_share = max(1, (os.cpu_count() or 1) // (config.workers * config.ranks))
-        threads = config.threads or _threads() or fair_share
+        threads = config.threads or threads_of_environment() or fair_share
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
@@ -170,7 +170,7 @@ class Study:
             else:
                 content = json.dumps(run.deepspeed(self.config), indent=2) + "\n"
                 write_text(folder.with_name(f"{run.name}.json"), content)
-                outcome = self._train(run, folder, model, slot)
+                outcome = self.train_run(run, folder, model, slot)
             record = {"wanted": record["wanted"], **outcome}
             self.records.write(run.name, record)
             shown = "validation {validation_perplexity:.4g}, KL {validation_kl:.4g}"
@@ -189,7 +189,7 @@ class Study:
             shutil.rmtree(model, ignore_errors=True)
         return f"{run.name}: {', '.join(news)}" if news else ""
 
-    def _train(self, run: Run, folder: Path, model: Path, slot: int) -> dict[str, Any]:
+    def train_run(self, run: Run, folder: Path, model: Path, slot: int) -> dict[str, Any]:
         """Train and export one run, measure it on the validation text, and return its outcome."""
         try:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
@@ -243,7 +243,7 @@ class Study:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)
 
 
-def _threads() -> int | None:
+def threads_of_environment() -> int | None:
     """Return the threads that OMP_NUM_THREADS asks for, or None if it is unset."""
     value = os.environ.get("OMP_NUM_THREADS") or None
     if value is not None and not (value.isdecimal() and int(value)):

@@ -82,7 +82,7 @@ class Trainer:
             DivergedRunError: the loss is not finite.
             ValueError: the run failed otherwise.
         """
-        _wait_for(folder / ".lock")
+        wait_for_lock(folder / ".lock")
         resumed = has_checkpoint(folder)
         log = folder.with_name(f"{folder.name}.log")
         # Remains of a start without a checkpoint are of no use.
@@ -122,8 +122,8 @@ class Trainer:
         processes = self._start(target, work, log, slot, ranks)
         while not self._have_ended(processes, 0.5):
             pass
-        result = _read_result(folder)
-        self._check_outcome([process.exitcode for process in processes], result, log, begin)
+        result = read_result(folder)
+        self.check_outcome([process.exitcode for process in processes], result, log, begin)
         return result
 
     def _start(self, target: Callable[..., None], work: Any, log: Path, slot: int, ranks: int) -> list[BaseProcess]:
@@ -153,7 +153,7 @@ class Trainer:
             _end(running)
         return all(process.exitcode is not None for process in processes)
 
-    def _check_outcome(self, codes: list[int | None], result: dict[str, Any], log: Path, begin: int) -> None:
+    def check_outcome(self, codes: list[int | None], result: dict[str, Any], log: Path, begin: int) -> None:
         """Raise the error that explains exit codes other than 0; its words are in the log from byte `begin` on."""
         if all(code == 0 for code in codes):
             return
@@ -246,7 +246,7 @@ def _stop_after(comparison: Connection) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _read_result(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> dict[str, Any]:
     """Read the `result.json` of a run; empty if there is none."""
     path = folder / "result.json"
     return dict(json.loads(path.read_text())) if path.exists() else {}
@@ -257,7 +257,7 @@ def has_checkpoint(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step_*[0-9]"))
 
 
-def _wait_for(lock: Path) -> None:
+def wait_for_lock(lock: Path) -> None:
     """Wait until no process of an earlier start, which may still be saving, locks a run folder."""
     if lock.exists():
         with lock.open() as file:

@@ -119,7 +119,7 @@ def fused(
             device = args[0].device
             operands = [_with_tensors(value, device, str(number)) for number, value in enumerate(args)]
             named = {key: _with_tensors(value, device, key) for key, value in kwargs.items()}
-            recompile_limit, duck_shapes = _settings()
+            recompile_limit, duck_shapes = compiler_settings()
             # Compile even inside hooks, where `zero.layer_hooks.uncompiled` makes the model run in eager mode.
             with recompile_limit, duck_shapes, torch.compiler.set_stance("default"):
                 return one_kernel()(*operands, **named)
@@ -145,7 +145,7 @@ def fused(
 
 
 @cache  # each that is made leaves something behind in torch for good
-def _settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def compiler_settings() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the compiler's settings for our functions: a limit of graphs, and no graph for equal sizes."""
     import torch._dynamo
     import torch.fx.experimental._config

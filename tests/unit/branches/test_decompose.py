@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseforge_ds.branches.decompose import _balanced
+from sparseforge_ds.branches.decompose import balanced_factors
 
 
 @pytest.mark.parametrize("input_last", [True, False])
@@ -14,7 +14,7 @@ def test_factors_of_a_product_that_has_a_lower_rank(input_last: bool) -> None:
     right_CK = (
         torch.randn(16, 4) @ torch.diag(torch.tensor([3.0, 1.0, 0.5, 0.0])) @ torch.linalg.qr(torch.randn(4, 4)).Q
     )
-    b_OK, p_KI = _balanced(left_RK, right_CK, input_last)
+    b_OK, p_KI = balanced_factors(left_RK, right_CK, input_last)
     product = b_OK @ p_KI
     torch.testing.assert_close(product if input_last else product.t(), left_RK @ right_CK.t(), rtol=1e-4, atol=1e-5)
     sizes = sorted((float(b.norm()), float(p.norm())) for b, p in zip(b_OK.t(), p_KI, strict=True))

@@ -270,7 +270,7 @@ HOSTILE = {
 def test_a_hostile_template_is_one_error(kind, monkeypatch):
     """Load a template that calls itself, and templates without an end to their time, text or memory."""
     template, message = HOSTILE[kind]
-    monkeypatch.setattr(chat_template, "_SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
     limit = resource.getrlimit(resource.RLIMIT_AS)
     conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
     with pytest.raises(ValueError, match=f"line 3: the tokenizer's chat template refuses .*{message}.*jinja"):

@@ -130,7 +130,7 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
                 raise huggingface_hub.errors.HTTPError("reset")
             yield f"{i}"
 
-    monkeypatch.setattr(text_formats, "_iter_documents", flaky)
+    monkeypatch.setattr(text_formats, "iter_documents_once", flaky)
     assert list(iter_documents("hf://x", "text")) == [str(i) for i in range(10)]
     assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
     assert caplog.text.count("trying again") == 4
@@ -140,10 +140,10 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
         raise OSError("no route")
 
     waited.clear()
-    monkeypatch.setattr(text_formats, "_iter_documents", dead)
+    monkeypatch.setattr(text_formats, "iter_documents_once", dead)
     with pytest.raises(ValueError, match=r"hf://x, after 1 documents: not readable \(no route\).*--resume"):
         list(iter_documents("hf://x", "text"))
-    assert waited == list(text_formats._WAITS)
+    assert waited == list(text_formats.RETRY_SECONDS)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, gzip.BadGzipFile, EOFError])
@@ -156,7 +156,7 @@ def test_a_file_that_is_gone_or_damaged_is_not_waited_for(monkeypatch, error):
         yield "0"
         raise error(file)
 
-    monkeypatch.setattr(text_formats, "_iter_documents", gone)
+    monkeypatch.setattr(text_formats, "iter_documents_once", gone)
     with pytest.raises(ValueError, match="hf://x, after 1 documents: not readable"):
         list(iter_documents("hf://x", "text"))
 

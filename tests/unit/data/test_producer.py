@@ -84,7 +84,7 @@ def hub_stream(folder):
 )
 def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, write, documents, frame):
     """Change the writer in the middle of documents, batches and files, before and after the end of the text."""
-    monkeypatch.setattr(tokenization, "_DOCUMENTS_AT_A_TIME", documents)
+    monkeypatch.setattr(tokenization, "DOCUMENTS_AT_A_TIME", documents)
     spec = dataclasses.replace(chunk_spec(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
     count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
     for finished in range(count):
@@ -100,7 +100,7 @@ def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, wri
 
 
 def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenization, "_CHARACTERS_AT_A_TIME", 50)
+    monkeypatch.setattr(tokenization, "CHARACTERS_AT_A_TIME", 50)
     sizes: list[int] = []
     encode = tokenization.tokenize
     monkeypatch.setattr(tokenization, "tokenize", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
@@ -211,7 +211,7 @@ def test_an_unwritable_folder_is_reported(tmp_path):
 
 def test_a_slow_text_is_logged(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(producer_module, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(producer_module, "PATIENCE_SECONDS", 0.1)
     with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
         producer.request(0)
         os.kill(producer.process.pid, signal.SIGSTOP)

@@ -228,7 +228,7 @@ def test_an_array_is_read_a_record_at_a_time(tmp_path, monkeypatch):
     records = [{"text": text, "n": [1, {"a": "]"}]} for text in ("a", "b, ]", '"[{', "tr\u00e9s \\ ", "")]
     path = tmp_path / "a.json"
     for indent, piece in itertools.product((None, 1), (1, 2, 3, 7, 50)):
-        monkeypatch.setattr(text_formats, "_PIECE", piece)
+        monkeypatch.setattr(text_formats, "PIECE_CHARACTERS", piece)
         path.write_text(f" {json.dumps(records, indent=indent)}\n", encoding="utf-8")
         assert read(path) == [record["text"] for record in records]
     for odd in ('[{"text": "a"} {"text": "b"}]', '[{"text": "a"},]', '[{"text": "a"}] x', "[,]", '[{"text": "a"}', "["):

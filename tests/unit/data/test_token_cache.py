@@ -144,7 +144,7 @@ def test_a_cache_that_is_not_as_it_was_written_is_made_again(tmp_path, caplog, s
 
 def test_one_wrong_byte_of_a_large_cache_is_found(tmp_path, monkeypatch):
     """Compare all blocks of a file while there are few."""
-    monkeypatch.setattr("sparseforge_ds.data.token_cache._BLOCK", 64)
+    monkeypatch.setattr("sparseforge_ds.data.token_cache.CHECKSUM_BLOCK", 64)
     text = [f"document {number}" for number in range(40)]
     packed = ensure_token_cache(documents(text), byte_tokenizer(), tmp_path)
     (file,) = tmp_path.glob("*.bin")

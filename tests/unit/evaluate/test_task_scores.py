@@ -262,7 +262,7 @@ def test_graded_values_of_one_model_are_not_compared() -> None:
 def test_a_task_that_includes_one_which_runs_code_runs_code(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("unsafe_code: true\n")
     (tmp_path / "more.yaml").write_text("include: base.yaml\ntask: more\n")
-    assert harness._runs_code(tmp_path / "more.yaml")
+    assert harness.runs_code(tmp_path / "more.yaml")
 
 
 def test_tasks_that_run_code_need_leave_and_are_tried_first(

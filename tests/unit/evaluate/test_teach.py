@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config.arguments import RunArguments
@@ -71,17 +71,17 @@ def test_a_killed_process_goes_on_to_the_same_bytes(
     written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    monkeypatch.setattr(teach, "_SAVED_EVERY", 2)
-    answers = teach._answers
+    monkeypatch.setattr(teach, "SAVED_EVERY", 2)
+    forward = LlamaForCausalLM.forward
     calls: list[int] = []
 
-    def die(*args: Any) -> Any:
+    def die(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 6:
             raise KeyboardInterrupt
-        return answers(*args)
+        return forward(*args, **kwargs)
 
-    monkeypatch.setattr(teach, "_answers", die)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", die)
     assert main(command(written, "again")) == 130
     (record,) = (written / "again").glob("*.json")
     done = json.loads(record.read_text())["written"]

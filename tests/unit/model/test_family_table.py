@@ -12,7 +12,7 @@ import sparseforge_ds as sf
 from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.family_table import FAMILIES, Row, register_family
-from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama
+from tests.tiny_models import BUILDERS, LLAMA_LIKE, tiny_llama
 
 BLANK = sf.SparseForgeConfig()
 
@@ -27,7 +27,7 @@ def _as_before() -> Iterator[None]:
 
 
 def test_a_family_can_have_the_rows_of_another() -> None:
-    model = AutoModelForCausalLM.from_config(SeedOssConfig(**_LLAMA_LIKE, head_dim=8))
+    model = AutoModelForCausalLM.from_config(SeedOssConfig(**LLAMA_LIKE, head_dim=8))
     with pytest.raises(ValueError, match="no rows for 'seed_oss'"):
         prunable_weights(model, BLANK)
     sf.register_family("seed_oss", like="llama")

@@ -16,7 +16,16 @@ from sparseforge_ds.model.distill import distillation_loss, next_labels, task_lo
 from sparseforge_ds.model.head import Head, NonlinearHeadError, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
 from sparseforge_ds.transformers_internals import checkpoint_activations
-from tests.tiny_models import _LLAMA_LIKE, BUILDERS, SCALED, VOCABULARY, _of, tiny_llama, tiny_qwen3, token_batch
+from tests.tiny_models import (
+    BUILDERS,
+    LLAMA_LIKE,
+    SCALED,
+    VOCABULARY,
+    random_model,
+    tiny_llama,
+    tiny_qwen3,
+    token_batch,
+)
 
 SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
 
@@ -190,7 +199,7 @@ CAPPED = {
 @pytest.mark.parametrize("family", CAPPED)
 def test_what_scales_or_caps_its_logits_is_said(family: str) -> None:
     config, overrides = CAPPED[family]
-    model = _of(config, 0, {**_LLAMA_LIKE, **overrides})
+    model = random_model(config, 0, {**LLAMA_LIKE, **overrides})
     ids, _ = _batch()
     with pytest.raises(NonlinearHeadError, match="scales or caps the logits"), torch.no_grad():
         hidden_states(model, lambda: model(input_ids=ids, use_cache=False))

@@ -53,9 +53,9 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub_access, "SECONDS", 0.5)
     monkeypatch.setenv("NO_PROXY", "*")
-    hub_access._asked.cache_clear()
+    hub_access.ask_hub.cache_clear()
     yield taken
-    hub_access._asked.cache_clear()
+    hub_access.ask_hub.cache_clear()
     server.shutdown(socket.SHUT_RDWR)
     server.close()
     for item in taken:

@@ -19,13 +19,13 @@ from transformers import (
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
 from sparseforge_ds.model.sequence_parallel import check_divided
-from tests.tiny_models import _LLAMA_LIKE, BUILDERS, tiny_llama, tiny_mixture
+from tests.tiny_models import BUILDERS, LLAMA_LIKE, tiny_llama, tiny_mixture
 
 DIVIDED = ("gpt2", "llama", "mistral", "mixtral", "olmoe", "opt", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 
 
 def tiny(config: type[PretrainedConfig], **more: Any) -> PretrainedConfig:
-    return config(**{**_LLAMA_LIKE, "head_dim": 8, **more})
+    return config(**{**LLAMA_LIKE, "head_dim": 8, **more})
 
 
 @pytest.mark.parametrize("family", DIVIDED)

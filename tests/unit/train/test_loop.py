@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from sparseforge_ds.train.loop import _log_masks
+from sparseforge_ds.train.loop import log_masks
 
 
 def test_the_gap_is_measured_on_what_was_just_read() -> None:
@@ -25,5 +25,5 @@ def test_the_gap_is_measured_on_what_was_just_read() -> None:
     written: list[dict[str, float]] = []
     monitor: Any = SimpleNamespace(write=lambda _, scalars: written.append(scalars))
     for step in (1, 2):
-        _log_masks(context, monitor, step)
+        log_masks(context, monitor, step)
     assert read == [range(20, 24)] and written == [{"mask/soft_to_hard_gap": 0.5}]

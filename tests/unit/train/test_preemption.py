@@ -162,4 +162,4 @@ def test_a_process_knows_if_its_launcher_was_gone_at_its_start(monkeypatch, envi
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preemption, "PARENT", parent)
     monkeypatch.setattr(preemption, "GRANDPARENT", grandparent)
-    assert preemption._began_as_an_orphan() is lost
+    assert preemption.began_as_an_orphan() is lost

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.export.run_source import _describe_run
+from sparseforge_ds.export.run_source import describe_run
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.stored_config import config_sha256
@@ -369,9 +369,9 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
     described = json.loads((tmp_path / "run" / "sparseforge.json").read_text())
     assert described["published"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}
     monkeypatch.chdir("/")
-    assert _describe_run(described, {}, 1)["model"] == "dense" and _describe_run(described, {}, 1)["dataset"] == [
+    assert describe_run(described, {}, 1)["model"] == "dense" and describe_run(described, {}, 1)["dataset"] == [
         "books",
         "text.jsonl",
     ]
     del described["published"]  # a run of an earlier release
-    assert _describe_run(described, {}, 1)["model"] == "models/dense"
+    assert describe_run(described, {}, 1)["model"] == "models/dense"

@@ -42,7 +42,7 @@ def test_flex_attention_stays_compiled(flex: list[str]) -> None:
 
 
 def test_settings_of_the_compiler_are_made_once() -> None:
-    assert fusing._settings() is fusing._settings()
+    assert fusing.compiler_settings() is fusing.compiler_settings()
 
 
 def sums_in_backward(device: str) -> list[Tensor]:

@@ -74,7 +74,7 @@ def find_stream(model: PreTrainedModel, tokens_BS: Tensor) -> Stream:
     for name in norms:
         if f"{name}.bias" in parameters and bool((gains[name] == 0).any()):
             raise ValueError(f"rotate: {name} has gains of 0, by which its bias cannot be divided; permute instead")
-    return Stream({RESIDUAL: residual, **values}, norm_of, gains, _subtracts_mean(next(iter(norms.values())), residual))
+    return Stream({RESIDUAL: residual, **values}, norm_of, gains, subtracts_mean(next(iter(norms.values())), residual))
 
 
 def untie(model: PreTrainedModel) -> bool:
@@ -167,7 +167,7 @@ def _norm_of(weight: str, input_norms: Mapping[str, str], model: PreTrainedModel
     )
 
 
-def _subtracts_mean(norm: nn.Module, residual: Dimension) -> bool:
+def subtracts_mean(norm: nn.Module, residual: Dimension) -> bool:
     """Return True if adding a constant to a norm's input leaves its output as it is."""
     plain: Any = copy.deepcopy(norm).float()  # in 16 bits, or with large gains, rounding would hide the difference
     plain.weight.data.fill_(1.0)

@@ -23,7 +23,10 @@ from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.fuzzed_operands import OPERATORS, OTHERS
 from tests.unit.extras.packed24.test_linear24 import rounded
 
-GPU_OPERATORS: dict[str, Callable[..., Tensor]] = {"linear24": linear24._on_gpu, "experts24": experts24._on_gpu}
+GPU_OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "linear24": linear24.linear24_on_gpu,
+    "experts24": experts24.experts24_on_gpu,
+}
 
 
 def operands(operator: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import pytest
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.records import settled
 from sparseforge_ds.extras.studies.settings import read_comparison
-from sparseforge_ds.extras.studies.study import Study, _threads
+from sparseforge_ds.extras.studies.study import Study, threads_of_environment
 from tests.unit.extras.studies.test_settings import write
 
 
@@ -29,7 +29,7 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     measured = {"validation_perplexity": 3.0, "validation_kl": 0.5}
     study.evaluator = SimpleNamespace(export=lambda _, out: existed.append(out.exists()), measure=lambda *_: measured)
     run = SimpleNamespace(arguments=lambda *_: [])
-    record = study._train(run, tmp_path / "run", model, 0)
+    record = study.train_run(run, tmp_path / "run", model, 0)
     assert record["validation_perplexity"] == 3.0 and existed == [resumed]
     assert record["seconds"] == (None if resumed else 1.0), "those of a last start alone are no training time"
 
@@ -42,14 +42,14 @@ def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:
     study.config = read_comparison(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, False))
     study.evaluator = SimpleNamespace(export=lambda *_: {"zeros": 0.5}, measure=measure)
-    record = study._train(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", tmp_path / "model", 0)
+    record = study.train_run(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", tmp_path / "model", 0)
     assert record["diverged"] == "validation text: the loss is nan" and settled(record)
 
 
 def test_threads_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, threads in (("", None), ("3", 3)):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-        assert _threads() == threads
+        assert threads_of_environment() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(ValueError, match="OMP_NUM_THREADS=many: use an integer >= 1"):
-        _threads()
+        threads_of_environment()

@@ -6,38 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, _read_result, _wait_for
+from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, read_result, wait_for_lock
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
     trainer, log = Trainer(1, 1, None), tmp_path / "run.log"
-    trainer._check_outcome([0, 0], {}, log, 0)
+    trainer.check_outcome([0, 0], {}, log, 0)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
-        trainer._check_outcome([-9, 0], {}, log, 0)
+        trainer.check_outcome([-9, 0], {}, log, 0)
     log.write_text("step 1/9  loss 1\nerror: --seq_length 4096 is too long\nmore\n")
     with pytest.raises(ValueError, match="the run run failed: --seq_length 4096 is too long; its log is .*run.log"):
-        trainer._check_outcome([1, 1], {}, log, 0)
+        trainer.check_outcome([1, 1], {}, log, 0)
     # What an earlier try said does not explain this one.
     with pytest.raises(ValueError, match="the run run failed: its processes ended with 1, 1"):
-        trainer._check_outcome([1, 1], {}, log, log.stat().st_size)
+        trainer.check_outcome([1, 1], {}, log, log.stat().st_size)
     with pytest.raises(DivergedRunError, match="^the loss is nan, at step 3"):
-        trainer._check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log, 0)
+        trainer.check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log, 0)
     with pytest.raises(StoppedError):
-        trainer._check_outcome([143, 143], {}, log, 0)
+        trainer.check_outcome([143, 143], {}, log, 0)
     trainer.stop()
     with pytest.raises(StoppedError):
-        trainer._check_outcome([1, -15], {}, log, 0)
+        trainer.check_outcome([1, -15], {}, log, 0)
 
 
 def test_the_result_of_a_run(tmp_path: Path) -> None:
-    assert _read_result(tmp_path) == {}
+    assert read_result(tmp_path) == {}
     (tmp_path / "result.json").write_text('{"seconds": 3}')
-    assert _read_result(tmp_path) == {"seconds": 3}
+    assert read_result(tmp_path) == {"seconds": 3}
 
 
 def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = tmp_path / ".lock"
-    _wait_for(lock)  # no such file: nobody works there
+    wait_for_lock(lock)  # no such file: nobody works there
     with lock.open("w") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX)
         released = threading.Event()
@@ -47,7 +47,7 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFi
             fcntl.flock(locked, fcntl.LOCK_UN)
 
         threading.Timer(0.3, release).start()
-        _wait_for(lock)
+        wait_for_lock(lock)
         assert released.is_set()
     assert "an earlier start of this run is still saving" in capsys.readouterr().out
 

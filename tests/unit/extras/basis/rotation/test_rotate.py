@@ -10,7 +10,7 @@ from typing_extensions import override
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.basis.permutation.channels import Dimension
 from sparseforge_ds.extras.basis.rotation.rotate import rotate
-from sparseforge_ds.extras.basis.rotation.stream import _subtracts_mean
+from sparseforge_ds.extras.basis.rotation.stream import subtracts_mean
 from tests.tiny_models import token_batch
 from tests.unit.extras.basis.permutation.test_channels import logits
 from tests.unit.extras.basis.rotation.test_transform import built
@@ -65,7 +65,7 @@ def test_whether_a_norm_subtracts_the_mean_depends_on_no_gain_and_no_rounding(dt
     for kind, subtracts in ((nn.LayerNorm, True), (nn.RMSNorm, False)):
         norm = kind(768).to(dtype)
         norm.weight.data.fill_(gain)
-        assert _subtracts_mean(norm, residual) == subtracts
+        assert subtracts_mean(norm, residual) == subtracts
         assert norm.weight.dtype == dtype and norm.weight[0] == torch.tensor(gain, dtype=dtype)
 
 
