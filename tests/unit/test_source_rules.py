@@ -1,0 +1,95 @@
+"""Rules of our source that no linter has: tests name nothing private, and a statement has one assignment."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparseforge_ds.transformers_internals import WHERE
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds").rglob("*.py")}
+TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+NAMES_OF_OTHERS = {"_config", "_model_generate", *WHERE}
+"""Private names that others have too: engines of DeepSpeed, models of lm_eval, and modules of transformers."""
+
+
+def _private_names(tree: ast.Module) -> set[str]:
+    """Return the private functions, classes, constants and attributes that a file defines."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+        for item in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else []:
+            if isinstance(item, (ast.FunctionDef, ast.ClassDef)):
+                names.add(item.name)
+            elif isinstance(item, (ast.Assign, ast.AnnAssign)):
+                names |= {name.id for name in ast.walk(item) if isinstance(name, ast.Name)}
+    return set(filter(_is_private, names))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def _private_names_used(tree: ast.Module, private: set[str]) -> list[str]:
+    """Return where a test imports, reads or replaces a private name of ours, given those that the package defines."""
+    own = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("sparseforge_ds", "tests")
+    ]
+    imported = {alias.asname or alias.name for node in own for alias in node.names}
+    used = [(node.lineno, alias.name) for node in own for alias in node.names if _is_private(alias.name)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = ast.unparse(node.value)
+            is_own = owner in imported or (node.attr in private and owner not in ("self", "cls"))
+            if is_own and node.attr not in NAMES_OF_OTHERS:
+                used.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func).rpartition(".")[2]
+            texts = [text.value for text in node.args if isinstance(text, ast.Constant) and isinstance(text.value, str)]
+            names = [text.rpartition(".")[2] for text in texts] if function in ("setattr", "getattr", "object") else []
+            used += [(node.lineno, name) for name in names if name in private]
+    return [f"line {line}: {name}" for line, name in used]
+
+
+def test_tests_go_through_what_is_public() -> None:
+    """A private name in a test would hold how something is done, not what holds."""
+    private = set().union(*map(_private_names, PACKAGE.values())) - NAMES_OF_OTHERS
+    used = {path: _private_names_used(tree, private) for path, tree in TESTS.items()}
+    assert {str(path.relative_to(ROOT)): lines for path, lines in used.items() if lines} == {}
+
+
+def _shape(node: ast.AST) -> object:
+    """Return what a value looks like, so that `records[0]` is like `expected[1]`, and `f(x)` is like `f(y + 1)`."""
+    if isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)):
+        value = ast.literal_eval(node)
+        return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id
+    return (type(node).__name__, *map(_shape, ast.iter_child_nodes(node)))
+
+
+def _unlike_assignments(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines where values that do not look alike are assigned together."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
+            continue
+        target = node.targets[0]
+        if isinstance(target, ast.Tuple):
+            names = [ast.unparse(name) for name in target.elts]
+            read = {ast.unparse(name) for value in node.value.elts[1:] for name in ast.walk(value)}
+            is_exchange = not read.isdisjoint(names[:-1])
+            are_names = all(isinstance(name, ast.Name) for name in target.elts)
+            if not is_exchange and not (are_names and len(set(map(_shape, node.value.elts))) == 1):
+                yield node.lineno
+
+
+def test_a_statement_has_one_assignment() -> None:
+    """Pairs that belong together look alike, such as two ends or two models; and an exchange needs both at once."""
+    others = [path for folder in ("benchmarks", "docs", "examples", "launch") for path in (ROOT / folder).rglob("*.py")]
+    trees = PACKAGE | TESTS | {path: ast.parse(path.read_text()) for path in others}
+    assert [f"{path}:{line}" for path, tree in trees.items() for line in _unlike_assignments(tree)] == []
