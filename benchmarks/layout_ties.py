@@ -29,7 +29,8 @@ def train(args: argparse.Namespace, folder: Path, stage: int, seed: int) -> Chec
         "zero_optimization": {"stage": stage},
         "sparseforge": {"max_steps": args.steps},
     }
-    config, run = folder / f"zero{stage}.json", folder / f"stage{stage}_seed{seed}"
+    config = folder / f"zero{stage}.json"
+    run = folder / f"stage{stage}_seed{seed}"
     config.write_text(json.dumps(content))
     flags = {"deepspeed": config, "model": args.model, "dataset": args.text, "output_dir": run, "seed": seed}
     flags |= {"seq_length": 64, "learning_rate": args.learning_rate, "save_every": 0, "report_to": "none"}

@@ -92,7 +92,8 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """Seconds of every phase since the last call."""
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        taken = dict(self.seconds)
+        self.seconds = defaultdict(float)
         return taken
 
     def _now(self) -> float:

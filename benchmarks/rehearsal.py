@@ -181,7 +181,8 @@ def depth_of(word: str, arguments: argparse.Namespace) -> int:
         if layers > most:
             raise ValueError(f"--layers {layers}: {arguments.model} has {most}")
     else:
-        layers, too_many = 1, most + 1
+        layers = 1
+        too_many = most + 1
         while too_many - layers > 1:  # doubling first: a plan takes longer, the deeper the model
             middle = min(2 * layers, most) if too_many > most else (layers + too_many) // 2
             if plan(arguments, _config(arguments, middle), arguments.ranks).fits:

@@ -27,7 +27,8 @@ def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
     description = _read(run / "sparseforge.json")
     batch = int(_read(run / "ds_config.json")["train_batch_size"])
     steps, length = description["config"]["max_steps"], description["run"]["seq_length"]
-    coverage, pattern = description["coverage"], description["config"]["pattern"]
+    coverage = description["coverage"]
+    pattern = description["config"]["pattern"]
     above = [f"{found:.3f}   ({found / dense - 1:.1%} above dense)" for found in (one_shot, sparse)]
     return [
         ("held-out perplexity", "dense", f"{dense:.3f}"),

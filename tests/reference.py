@@ -95,7 +95,8 @@ def updated_mask(
     target = [0.0] * len(mask)
     for group in groups:
         order = winners([score[e] for e in group], len(group))
-        last_in, first_out = score[group[order[n - 1]]], score[group[order[n]]]
+        last_in = score[group[order[n - 1]]]
+        first_out = score[group[order[n]]]
         tau = last_in if threshold == "nth" else (last_in + first_out) / 2
         for position, i in enumerate(order):
             e = group[i]
@@ -133,7 +134,8 @@ def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, floa
         return max(0.0, (step - start) / (stop - start))
 
     freeze = round(block["hardening"][1] * max_steps)
-    gamma, every = block["temperature_decay"], block["update_every"]
+    gamma = block["temperature_decay"]
+    every = block["update_every"]
     if every is None:
         every = min(5, max(1, freeze // 15))
     if gamma is None:
@@ -180,7 +182,10 @@ class ReferenceForge:
             step_at_init: do what DeepSpeed's 16-bit stage-0 constructors do: one step with zero gradients.
             loss: scalar loss of a batch.
         """
-        self.model, self.config, self.clip, self.loss = model, config, clip, loss
+        self.model = model
+        self.config = config
+        self.clip = clip
+        self.loss = loss
         self.input_axes = input_axes
         self.master = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
         matrices = [p for p in self.master.values() if p.dim() > 1]
@@ -360,7 +365,8 @@ class ReferenceForge:
     # -- curvature, eq. 2 ---------------------------------------------------------------------------------------------
 
     def _refresh(self, batches: list[Batch]) -> None:
-        kind, part = self.config["importance"], self.config["curvature"]
+        kind = self.config["importance"]
+        part = self.config["curvature"]
         if kind == "magnitude" or self._listens:
             return
         self._take(self.curvature_sample(kind, batches, part["probes"] if self.refreshes else part["first_probes"]))
@@ -431,7 +437,8 @@ class ReferenceForge:
             plus = self._displaced(batch, sign, radius, relative)
             minus = self._displaced(batch, {name: -v for name, v in sign.items()}, radius, relative)
             for name in self.mask:
-                (x_plus, g_plus), (x_minus, g_minus) = plus[name], minus[name]
+                x_plus, g_plus = plus[name]
+                x_minus, g_minus = minus[name]
                 slope = (g_plus - g_minus) * sign[name]
                 slope = slope / (2 * radius[name].double()[:, None]) / len(batches)
                 for t in range(tokens):

@@ -35,8 +35,10 @@ class ReferenceMethod(ReferenceForge):
     def start(self, probes: list[Batch]) -> None:
         """Choose the starting mask."""
         group = self.optimizer.param_groups[0]
-        self.lr, self.weight_decay = group["lr"], group["weight_decay"]
-        self.betas, self.eps = group["betas"], group["eps"]
+        self.lr = group["lr"]
+        self.weight_decay = group["weight_decay"]
+        self.betas = group["betas"]
+        self.eps = group["eps"]
         self.state = {name: {"m": [0.0] * len(mask), "v": [0.0] * len(mask)} for name, mask in self.mask.items()}
         self._refresh(probes)
         for name, groups in self.groups.items():
@@ -182,7 +184,9 @@ class ReferenceSrSte(ReferenceMethod):
 
     def use(self, name: str, gradient: list[float]) -> list[float] | None:
         """See `ReferenceMethod`."""
-        weight, mask, decay = self.weight(name), self.mask[name], self.decay()
+        weight = self.weight(name)
+        mask = self.mask[name]
+        decay = self.decay()
         return [g + decay * (1 - m) * w for g, m, w in zip(gradient, mask, weight, strict=True)]
 
     def after(self, name: str) -> None:
@@ -195,8 +199,11 @@ class ReferenceAst(ReferenceMethod):
 
     def use(self, name: str, gradient: list[float]) -> list[float] | None:
         """See `ReferenceMethod`."""
-        (b1, b2), t, decay = self.betas, self.step_count + 1, self.decay()
-        weight, state = self.weight(name), self.state[name]
+        b1, b2 = self.betas
+        t = self.step_count + 1
+        decay = self.decay()
+        weight = self.weight(name)
+        state = self.state[name]
         for e, g in enumerate(gradient):
             w = weight[e] * (1 - self.lr * self.weight_decay)
             state["m"][e] = b1 * state["m"][e] + (1 - b1) * g
@@ -226,10 +233,12 @@ class ReferenceCast(ReferenceMethod):
     def after(self, name: str) -> None:
         """See `ReferenceMethod`; `step_count` is one further already."""
         self.step_count -= 1
-        decay, frozen = self.decay(), self.step_count >= self.freeze
+        decay = self.decay()
+        frozen = self.step_count >= self.freeze
         self.step_count += 1
         if not frozen:
-            weight, second = self.weight(name), self.optimizer.state[self.master[name]]["exp_avg_sq"].flatten().tolist()
+            weight = self.weight(name)
+            second = self.optimizer.state[self.master[name]]["exp_avg_sq"].flatten().tolist()
             for e, (w, v) in enumerate(zip(weight, second, strict=True)):
                 divisor = math.sqrt(v / (1 - self.betas[1] ** self.step_count)) + self.eps
                 pull = self.lr * decay * (1 - self.mask[name][e]) / divisor
@@ -327,7 +336,8 @@ class ReferenceMaskLLM(ReferenceMethod):
             for g, group in enumerate(groups):
                 row = []
                 for k, pattern in enumerate(self.patterns):
-                    u, angle = drawn[2 * (g * count + k)], drawn[2 * (g * count + k) + 1]
+                    u = drawn[2 * (g * count + k)]
+                    angle = drawn[2 * (g * count + k) + 1]
                     noise = math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * angle)
                     shared = sum(self.mask[name][group[i]] for i in pattern) - self.n**2 / members
                     row.append(part["spread"] * (noise + part["prior"] * shared))
@@ -345,7 +355,8 @@ class ReferenceMaskLLM(ReferenceMethod):
         """Return kappa and tau."""
         share = min(1.0, self.step_count / self.freeze)
         part = self.config["method"]
-        (scale, last_scale), (temperature, last_temperature) = part["scale"], part["temperature"]
+        scale, last_scale = part["scale"]
+        temperature, last_temperature = part["temperature"]
         return scale + (last_scale - scale) * share, temperature + (last_temperature - temperature) * share
 
     def choices(self, name: str) -> list[list[float]]:
@@ -379,10 +390,12 @@ class ReferenceMaskLLM(ReferenceMethod):
     def train_step(self, micro_batches: list[Batch]) -> float:
         """Only logits move."""
         gradients, loss = self.gradients(micro_batches)
-        part, (scale, temperature) = self.config["method"], self.dials()
+        part = self.config["method"]
+        scale, temperature = self.dials()
         reward = part["reward"] * (1 - self.step_count / self.freeze)
         for name in self.mask if self.step_count < self.freeze else ():
-            gradient, weight = gradients[name].flatten().tolist(), self.weight(name)
+            gradient = gradients[name].flatten().tolist()
+            weight = self.weight(name)
             for g, (group, y) in enumerate(zip(self.groups[name], self.choices(name), strict=True)):
                 of_mask = [weight[e] * gradient[e] - 2 * reward * weight[e] ** 2 * self.mask[name][e] for e in group]
                 of_y = [sum(of_mask[i] for i in pattern) for pattern in self.patterns]
@@ -397,7 +410,8 @@ class ReferenceMaskLLM(ReferenceMethod):
 
     def adam(self, name: str, g: int, k: int, moments: list[float], gradient: float) -> None:
         """Do one step of Adam on one logit."""
-        (b1, b2), t = self.betas, self.step_count + 1
+        b1, b2 = self.betas
+        t = self.step_count + 1
         moments[0] = b1 * moments[0] + (1 - b1) * gradient
         moments[1] = b2 * moments[1] + (1 - b2) * gradient**2
         divisor = math.sqrt(moments[1] / (1 - b2**t)) + self.eps

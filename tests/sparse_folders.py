@@ -33,7 +33,8 @@ class ModelSource(Source):
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype, pattern: str = "2:4") -> None:
         config = SparseForgeConfig(pattern=pattern)
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        self.pattern, self.dtype = config.parsed_pattern, dtype
+        self.pattern = config.parsed_pattern
+        self.dtype = dtype
         state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
         positions = published_tensors(
             model.config.model_type, {name: tuple(value.shape) for name, value in state.items()}

@@ -88,7 +88,8 @@ class Cost:
     def less(self, other: Cost) -> Cost:
         """Return the difference to another cost."""
         rest = Cost(self.kernels - other.kernels, self.read - other.read, self.written - other.written)
-        rest.host, rest.held = self.host - other.host, self.held - other.held
+        rest.host = self.host - other.host
+        rest.held = self.held - other.held
         rest.peak = max(self.peak - other.peak, 0)
         for name in ("collectives", "calls", "syncs", "uploads", "copied", "places", "kernels_at"):
             setattr(rest, name, getattr(self, name) - getattr(other, name))
@@ -118,7 +119,8 @@ class Counter(PeakMemoryCounter):
     @contextmanager
     def phase(self) -> Iterator[Cost]:
         """Count the block in a cost of its own."""
-        before, self.cost = self.cost, Cost()
+        before = self.cost
+        self.cost = Cost()
         begun = self.bytes
         self.restart()
         try:
@@ -131,14 +133,16 @@ class Counter(PeakMemoryCounter):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing of what is inside, and follow no memory that is made there."""
-        before, self._paused = self._paused, True
+        before = self._paused
+        self._paused = True
         try:
             yield
         finally:
             self._paused = before
 
     def __enter__(self) -> Counter:
-        counter, torchs_own = self, FakeTensor.tolist
+        counter = self
+        torchs_own = FakeTensor.tolist
 
         def tolist(tensor: FakeTensor) -> Any:
             if not tensor.is_cuda:

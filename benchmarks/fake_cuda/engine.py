@@ -109,7 +109,8 @@ class Partitions:
         if self.rank.stage == 3:
             part = self._part(shape)
             return Shard(name, shape, min(number * part, numel), min((number + 1) * part, numel), flat, begins)
-        first, size = number * self.sizes[flat], self.sizes[flat]
+        first = number * self.sizes[flat]
+        size = self.sizes[flat]
         start = min(max(first - begins, 0), numel)
         stop = max(min(first + size - begins, numel), start)
         return Shard(name, shape, start, stop, flat, max(begins - first, 0) if stop > start else 0)
@@ -119,7 +120,10 @@ class BareOptimizer:
     """Stand-in for DeepSpeed's optimizer, which gives the inner one gradients, at stage 3 a sub-group at a time."""
 
     def __init__(self, inner: torch.optim.Optimizer, flats: Sequence[Tensor], rank: Rank, counter: Counter) -> None:
-        self.inner, self.flats, self.rank, self.counter = inner, flats, rank, counter
+        self.inner = inner
+        self.flats = flats
+        self.rank = rank
+        self.counter = counter
         self.loss_scale = rank.loss_scale
         self.before_norm: Callable[[], None] | None = None
         """Function that the forge calls in every step; see `ShardLayout.before_norm`."""
@@ -166,7 +170,9 @@ class BareEngine:
     _config = SimpleNamespace(_param_dict={})
 
     def __init__(self, module: nn.Module, optimizer: BareOptimizer, partitions: Partitions) -> None:
-        self.module, self.optimizer, self.partitions = module, optimizer, partitions
+        self.module = module
+        self.optimizer = optimizer
+        self.partitions = partitions
         self.basic_optimizer = optimizer.inner
         self.device = CUDA
         self.prunable: list[str] = []
@@ -218,7 +224,8 @@ class BareLayout(ShardLayout):
         """Return the shards of every rank, no error of any rank, or this rank's counts for those of every rank."""
         if value is None or isinstance(value, tuple):
             return [value] * self.engine.partitions.rank.world
-        partitions, everyone = self.engine.partitions, []
+        partitions = self.engine.partitions
+        everyone = []
         for number in range(partitions.rank.world):
             stored = {shard.name: (shard.start, shard.stop) for shard in partitions.shards(number)}
             everyone.append([stored[name] for name in self.engine.prunable])
@@ -228,7 +235,8 @@ class BareLayout(ShardLayout):
     def _read(self) -> None:
         partitions = self.engine.partitions
         parameters = dict(self.engine.module.named_parameters())
-        self.flats, self.group_of_flat = self.optimizer.flats, partitions.group_of_flat
+        self.flats = self.optimizer.flats
+        self.group_of_flat = partitions.group_of_flat
         for shard in partitions.shards(partitions.rank.number):
             self.shards[shard.name] = shard
             self.low_precision[shard.name] = parameters[shard.name]

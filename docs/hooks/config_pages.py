@@ -67,7 +67,8 @@ def objects(kind: type, where: str = "") -> Iterator[tuple[str, type]]:
 
 def keys(kind: type, where: str) -> Iterator[tuple[str, Any, Any, str]]:
     """(dotted key, type, default as JSON, docstring) of the fields of one dataclass."""
-    texts, hints = field_docstrings(kind), _hints(kind)
+    texts = field_docstrings(kind)
+    hints = _hints(kind)
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         hint = hints[field.name]

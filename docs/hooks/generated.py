@@ -77,7 +77,9 @@ def with_site_links(markdown: str, source: str, page: str) -> str:
     """
 
     def bend(link: re.Match[str]) -> str:
-        text, target, anchor = link[1], link[2], link[3] or ""
+        text = link[1]
+        target = link[2]
+        anchor = link[3] or ""
         path = os.path.relpath((ROOT / source).parent / target, ROOT)
         if path in PROJECT_FILES:
             there = PROJECT_FILES[path]

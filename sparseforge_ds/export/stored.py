@@ -111,7 +111,8 @@ class StoredWeights:
         spec = self._tensors.specs[name]
         if name not in self._packed:
             return spec
-        positions, scale = self._tensors.specs[name + POSITIONS], self._tensors.specs.get(name + SCALE)
+        positions = self._tensors.specs[name + POSITIONS]
+        scale = self._tensors.specs.get(name + SCALE)
         try:
             axis = packed24_axis(spec.shape, positions.shape, None if self.grid is None else self.grid.dtype)
             if self.grid is None:

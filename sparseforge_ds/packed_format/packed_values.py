@@ -226,11 +226,14 @@ def require_sound_values(values: Tensor, scale: Tensor) -> None:
     """
     bits = values.view(torch.uint8)
     if values.dtype == PAIRS:
-        count, kind = int((bits & 15 == 8).sum()) + int((bits >> 4 == 8).sum()), "-8"
+        count = int((bits & 15 == 8).sum()) + int((bits >> 4 == 8).sum())
+        kind = "-8"
     elif values.dtype == torch.int8:
-        count, kind = int((bits == 0x80).sum()), "-128"
+        count = int((bits == 0x80).sum())
+        kind = "-128"
     else:
-        count, kind = int(((bits & 0x7F) == 0x7F).sum()), "NaN"
+        count = int(((bits & 0x7F) == 0x7F).sum())
+        kind = "NaN"
     if count:
         raise ValueError(f"{count} values are damaged: {kind}")
     odd = ~((scale > 0) & scale.isfinite())

@@ -69,11 +69,16 @@ def require_stored_dtypes(
     known = STORED_GRIDS[grid.name] if grid is not None and is_rounded else "F64, F32, BF16 or F16"
     model = f"a packed model of {grid.name} values" if grid is not None and is_rounded else "a packed model"
     if values not in known.replace(" or", ",").split(", "):
-        kind, stored = "weight", values
+        kind = "weight"
+        stored = values
     elif positions not in (None, "U8"):
-        kind, stored, known = "positions", positions, "U8"
+        kind = "positions"
+        stored = positions
+        known = "U8"
     elif grid is not None and is_rounded and scale != STORED_SCALES[grid.name]:
-        kind, stored, known = "scales", str(scale), STORED_SCALES[grid.name]
+        kind = "scales"
+        stored = str(scale)
+        known = STORED_SCALES[grid.name]
     else:
         return
     raise ValueError(f"{name}: {kind} stored as {stored}, in {model} only {known}; export or download it again")

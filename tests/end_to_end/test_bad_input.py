@@ -101,7 +101,8 @@ def resumable(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
     inputs = object.__new__(Inputs)
     inputs.__dict__.update(finished.__dict__)
-    inputs.folder, inputs.run = tmp_path, tmp_path / "run"
+    inputs.folder = tmp_path
+    inputs.run = tmp_path / "run"
     inputs.content = json.loads(json.dumps(finished.content))
     inputs.flags = {**finished.flags, "output_dir": str(inputs.run)}
     shutil.rmtree(inputs.run / "checkpoints" / "step_000008")
@@ -429,7 +430,8 @@ def test_a_checkpoint_that_would_execute_something(resumable):
     torch.save({"optimizer_state_dict": Hostile(resumable.folder / "executed")}, file)
     manifest = file.parent / "checkpoint.json"
     record = json.loads(manifest.read_text())
-    record["files"][file.name], record["fingerprints"][file.name] = file.stat().st_size, fingerprint(file)
+    record["files"][file.name] = file.stat().st_size
+    record["fingerprints"][file.name] = fingerprint(file)
     manifest.write_text(json.dumps(record))
     message = resumable.refused("--resume")
     assert file.name in message and "nothing was executed" in message

@@ -19,7 +19,8 @@ PAGE = (ROOT / "docs" / "guides" / "closer.md").read_text()
 def test_everything_that_brings_a_model_closer_goes_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
     assert "--deepspeed closer.json" in PAGE
-    out, run = tmp_path / "permuted", tmp_path / "run"
+    out = tmp_path / "permuted"
+    run = tmp_path / "run"
     assert main(["permute", str(rotated(tmp_path, "llama")), str(out)]) == 0
     capfd.readouterr()
     train(*flags_of(tmp_path, deepspeed_json(3, max_steps=10, **json.loads(block)), model=out))

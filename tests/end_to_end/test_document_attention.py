@@ -27,7 +27,8 @@ from tests.end_to_end.test_train import differences, run_trainer, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model, write_text
 from tests.tiny_models import tiny_opt
 
-S, BATCH = 32, 12
+S = 32
+BATCH = 12
 
 
 def alone(network: Any, documents: list[Tensor]) -> float:
@@ -49,7 +50,8 @@ def scalar(run: Path, tag: str, step: int) -> float:
 
 def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) -> None:
     """Two ranks, and the teacher; perplexity while training; resumed bit for bit; and ranks that share sequences."""
-    run, held_out = tmp_path / "run", tmp_path / "held_out.jsonl"
+    run = tmp_path / "run"
+    held_out = tmp_path / "held_out.jsonl"
     block = {"curvature": {"source": "probe"}}
     common: dict[str, Any] = {"document_attention": True, "log_every": 1}
     flags(tmp_path, block, 3, 3, run)  # writes the model
@@ -74,7 +76,8 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     assert abs(scalar(run, "loss/kl", 1)) < 1e-9, "the teacher sees what the student sees"
 
     lines = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
-    scored, position = [], 0
+    scored = []
+    position = 0
     total = sum(len(line) + 1 for line in lines) // S * S
     for line in lines:
         ids = torch.tensor([256, *byte_tokenizer()(line)["input_ids"]])[: total - position]

@@ -45,7 +45,8 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
     flags = flags_of(tmp_path, deepspeed_json(batch=4))
     train(*flags)
 
-    run, out = tmp_path / "run", tmp_path / "out"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
     logged = scalars(run)
     # Even use of E experts gives E (sum of f P) = 1 a layer, or K of it where all chosen ones count.
     assert all(0.005 < balance < 0.05 for balance in logged["loss/balance"])

@@ -15,7 +15,8 @@ from tests.end_to_end.test_train import differences, flags_of, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
 from tests.tiny_models import tiny_gpt2
 
-STEPS, LAST = 12, "step_000012"
+STEPS = 12
+LAST = "step_000012"
 PLACES = {2: "heating", 6: "hardening", 10: "frozen finetune"}
 """Steps of a run that hardens from step 3 to step 9. An epoch is six steps and a bit, the second place near its end:
 from there stages 0 and 1 go on, of which tests/zero/test_resume.py has every phase."""
@@ -96,7 +97,8 @@ def test_the_random_numbers_matter(tmp_path):
     record = json.loads((folder / "checkpoint.json").read_text())
     for path, content in zip(ranks, reversed(contents), strict=True):
         path.write_bytes(content)
-        record["files"][path.name], record["fingerprints"][path.name] = len(content), fingerprint(path)
+        record["files"][path.name] = len(content)
+        record["fingerprints"][path.name] = fingerprint(path)
     (folder / "checkpoint.json").write_text(json.dumps(record))
     copy = continued(flags, run, 6)
     assert differences(states(run / "checkpoints" / LAST), states(copy / "checkpoints" / LAST)) != []

@@ -60,7 +60,9 @@ def test_a_model_in_16_bits_stays_in_16_bits(tmp_path: Path) -> None:
 
 def test_rotated_permuted_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Start a run from the folder like from any other; its results name the basis, and another one is refused."""
-    out, run, sparse = tmp_path / "permuted", tmp_path / "run", tmp_path / "sparse"
+    out = tmp_path / "permuted"
+    run = tmp_path / "run"
+    sparse = tmp_path / "sparse"
     assert main(["permute", str(rotated(tmp_path, "qwen3")), str(out)]) == 0
     flags = flags_of(tmp_path, deepspeed_json(3, **ONE_STEP), model=out)
     train(*flags)

@@ -39,7 +39,8 @@ def main_on_small_chunks(command_line, dies_at):
                     path.unlink()
         return wait(self, chunk)
 
-    open_batches.ChunkSizes, producer.Producer.wait = small_sizes, die_or_wait
+    open_batches.ChunkSizes = small_sizes
+    producer.Producer.wait = die_or_wait
     return main(command_line)
 
 

@@ -45,7 +45,8 @@ WIDE = {
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the entry points of pyproject.toml, as an installation has them, for the code of this checkout."""
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("plugin")
+    source = tmp_path_factory.mktemp("source")
+    made = tmp_path_factory.mktemp("plugin")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     (source / "sparseforge_ds").mkdir()

@@ -27,7 +27,8 @@ class Launches:
     """Takes the place of a Triton kernel, which cannot be compiled for tensors without memory."""
 
     def __init__(self, name: str, log: list[dict[str, Any]]) -> None:
-        self.name, self.log = name, log
+        self.name = name
+        self.log = log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **constants: Any) -> None:

@@ -117,7 +117,9 @@ def test_a_packed_product_launches_the_kernel_of_its_rows_and_waits_for_nothing(
     assert packed["error"] is None, packed["error"]
     outputs, inputs = packed["shape"]
     for launch in packed["launches"]:
-        rows, groups, parts = launch["rows"], inputs // 4, -(-outputs // launch["OUTPUTS"])
+        rows = launch["rows"]
+        groups = inputs // 4
+        parts = -(-outputs // launch["OUTPUTS"])
         assert launch["result"] == [launch["dtype"], [1, rows, outputs], "cuda:0", True]
         assert not launch["waits"] and not launch["faults"], launch
         if rows > 128:
@@ -151,7 +153,8 @@ def test_packed_experts_are_one_launch_and_wait_for_nothing(runs: dict[str, Any]
 
 def test_a_packed_layer_is_one_call_of_a_traced_graph(runs: dict[str, Any]) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    (outputs, inputs), traced = runs["packed products"]["shape"], runs["packed products"]["traced"]
+    outputs, inputs = runs["packed products"]["shape"]
+    traced = runs["packed products"]["traced"]
     assert traced["calls"] == ["sparseforge.linear24.default", "sparseforge.linear24_input_gradient.default"]
     shapes = [[2, 3, outputs], [2, 3, inputs], [2, 3, outputs]]
     dtypes = ["torch.bfloat16", "torch.bfloat16", "torch.float16"]  # the last one under autocast

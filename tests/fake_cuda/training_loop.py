@@ -130,7 +130,8 @@ def waits() -> dict[str, Any]:
             context: Any = SimpleNamespace(
                 spec=spec, engine=engine, forge=forge, batches=batches, objective=_Objective(model), device=CUDA
             )
-            context.ranks, context.beginning = SimpleNamespace(world_size=3), None
+            context.ranks = SimpleNamespace(world_size=3)
+            context.beginning = None
             nothing: Any = mock.MagicMock(requested=0)
             nothing.due.return_value = False
             monitor = Monitor(None, 0, STEPS, 6, 1)

@@ -69,7 +69,8 @@ class _Worker:
     """A process and the cases that it still has to run."""
 
     def __init__(self, folder: Path, cases: list[Case], inputs: Path) -> None:
-        self.folder, self.inputs = folder, inputs
+        self.folder = folder
+        self.inputs = inputs
         self.left = {case.number: case for case in cases}
         self.outcomes: list[Outcome] = []
         self.starts = 0
@@ -96,7 +97,8 @@ class _Worker:
 
     def _start(self) -> None:
         self.starts += 1
-        cases, self.lines = self.folder / "cases.json", self.folder / f"{self.starts}.jsonl"
+        cases = self.folder / "cases.json"
+        self.lines = self.folder / f"{self.starts}.jsonl"
         cases.write_text(json.dumps([asdict(case) for case in self.left.values()]))
         with open(self.folder / "log", "w") as log:
             self.process = subprocess.Popen(

@@ -40,7 +40,9 @@ class Hang(BaseException):
 
 def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str], list[Result]]) -> dict[str, str]:
     """Run one case and return its kind (refused, reported, same, or a failure of the tool) and the message."""
-    folder, canary, outs = scratch / case.subject, scratch / "canary", scratch / "outs"
+    folder = scratch / case.subject
+    canary = scratch / "canary"
+    outs = scratch / "outs"
     outs.mkdir()
     scene = Scene(folder, random.Random(case.seed), inputs, case.subject, canary)
     _damage(scene, case.mutation)
@@ -49,11 +51,14 @@ def run_case(case: Case, inputs: Path, scratch: Path, good: dict[tuple[str, str]
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     left = sorted(path.name for path in outs.iterdir())
     if canary.exists():
-        kind, message = "EXECUTED", f"the canary exists; {message}"
+        kind = "EXECUTED"
+        message = f"the canary exists; {message}"
     elif grown > RESIDENT:
-        kind, message = "MEMORY", f"the peak grew by {grown >> 20} MiB; {message}"
+        kind = "MEMORY"
+        message = f"the peak grew by {grown >> 20} MiB; {message}"
     elif left and (left != ["out"] or kind == "refused"):
-        kind, message = "LEFTOVER", f"{left} left behind; {message}"
+        kind = "LEFTOVER"
+        message = f"{left} left behind; {message}"
     return {"kind": kind, "message": message, "touched": ", ".join(sorted(scene.touched))}
 
 
@@ -106,7 +111,8 @@ def _judge_message(error: ValueError, scene: Scene) -> tuple[str, str]:
 
 
 def _where(error: BaseException) -> str:
-    traceback, result = error.__traceback__, ""
+    traceback = error.__traceback__
+    result = ""
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if "sparseforge_ds" in code.co_filename:

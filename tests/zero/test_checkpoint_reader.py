@@ -131,7 +131,8 @@ def steps_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("world_size", "name"), [(w, n) for w, names in WORLD_SIZES.items() for n in names])
 def test_weights_are_those_of_the_gathered_model(saved: Any, world_size: int, name: str) -> None:
-    folder, truth = saved[world_size][0], saved[world_size][1][name]
+    folder = saved[world_size][0]
+    truth = saved[world_size][1][name]
     checkpoint = Checkpoint(folder / name)
     assert (checkpoint.stage, checkpoint.world_size, checkpoint.step) == (CASES[name]["stage"], world_size, 2)
     assert checkpoint.aliases == {"head.weight": "emb.weight"}

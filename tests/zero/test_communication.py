@@ -131,7 +131,8 @@ def test_bytes_of_an_update_do_not_grow_with_the_weights(config: dict[str, Any])
     results = run_distributed(calls_of_all, 2, requests)
     for rank in results:
         for i in range(0, len(requests), 2):
-            small, large = rank[i], rank[i + 1]
+            small = rank[i]
+            large = rank[i + 1]
             stage = requests[i][0].stage
             assert not small["cut"] and not large["cut"]
             assert large["parameters"] == 4 * small["parameters"]

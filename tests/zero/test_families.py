@@ -142,7 +142,8 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
     if family.taught:
         checkpoint_activations(model)
     engine, forge = build(replace(case, more=more), model)
-    distillation, teacher = case.sparseforge.distillation, None
+    distillation = case.sparseforge.distillation
+    teacher = None
     if family.taught:
         assert distillation is not None
         teacher = Teacher(family.model(), distillation, {**case.deepspeed(), **more})
@@ -192,7 +193,8 @@ def _train_all(case: Case, families: list[Family]) -> list[dict[str, Any]]:
 
 def _check_frozen(result: dict[str, Any]) -> None:
     """Check that every prunable weight is 2:4 along its input axis, and the dense weight where it is kept."""
-    routers, state = ("gate.weight", "router.weight"), (".conv1d.", ".in_proj_ba.", ".in_proj_b.", ".in_proj_a.")
+    routers = ("gate.weight", "router.weight")
+    state = (".conv1d.", ".in_proj_ba.", ".in_proj_b.", ".in_proj_a.")
     parts = (*routers, "project_", *state)  # OPT's, and of linear attention
     assert all(any(part in name for part in parts) for name in result["left_dense"])
     for weight in result["weights"]:

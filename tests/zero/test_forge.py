@@ -379,7 +379,8 @@ def reports(stage: int, dtype: str) -> dict[str, Any]:
         forge.step(probe_of(engine, case, step))
         if step == 3:
             result["histograms"] = forge.histograms(8)
-            result["masks"], result["metrics"] = gathered(forge, "mask"), dict(forge.metrics)
+            result["masks"] = gathered(forge, "mask")
+            result["metrics"] = dict(forge.metrics)
             result["curvature"] = gathered(forge, "curvature")
         if step == 6:
             result["projected"] = dict(forge.metrics)

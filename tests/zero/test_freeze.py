@@ -133,7 +133,8 @@ def resumed(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Any]]:
         case = replace(case, stage=1 + case.stage % 3 if not case.zero else case.stage)
         engine, forge = build(case)
         forge.restore(Checkpoint(Path(folder, name, "end")))
-        mask, weights = gathered(forge, "mask"), published(engine)
+        mask = gathered(forge, "mask")
+        weights = published(engine)
         gap = forge.soft_to_hard_gap(probe_of(engine, case, 9))
         problems = go_on(engine, forge, case, 9, 10) + ([] if gap == 0 else [f"a gap of {gap} behind the freeze"])
         results[name] = {"mask": mask, "published": weights, "problems": problems}

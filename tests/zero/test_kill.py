@@ -219,7 +219,8 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
             path.write_bytes(content)
         ranks.barrier()
 
-    message, left = "", []
+    message = ""
+    left = []
     for step in (1, 2, 3):
         train_step(engine, case, step - 1)
         forge.step(probe_of(engine, case, step - 1))

@@ -129,7 +129,8 @@ def is_sparse(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> bool:
 
 def test_stages_agree_and_end_sparse(results: dict[str, Any]) -> None:
     for stage0, stage3 in (("stage 0", "stage 3"), ("probed at stage 0", "probed")):
-        (masks, weights), (other_masks, other_weights) = results[stage0], results[stage3]
+        masks, weights = results[stage0]
+        other_masks, other_weights = results[stage3]
         assert is_sparse(masks, weights) and is_sparse(other_masks, other_weights)
         for name, mask in masks.items():
             assert torch.equal(other_masks[name], mask), name

@@ -266,7 +266,8 @@ def test_bf16_is_the_reference_up_to_rounding(world_size: int) -> None:
     names = [(name, stage) for name in BF16 for stage in stages]
     records = run_distributed(run_all, world_size, [replace(BF16[name], stage=stage) for name, stage in names])[0]
     for (name, stage), record in zip(names, records, strict=True):
-        case, where = BF16[name], f"{name}, stage {stage}, world {world_size}"
+        case = BF16[name]
+        where = f"{name}, stage {stage}, world {world_size}"
         assert_updates_repeat(record, case, where)
         assert_published_from_states(record, case, where)
         # DeepSpeed's 16-bit stage-0 constructor steps the optimizer once before the first batch.

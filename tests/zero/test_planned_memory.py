@@ -92,7 +92,8 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     for step in range(5):
         train_step(engine, case, step)
         forge.step(StepText(engine, case, step))
-    inner, flats = engine.basic_optimizer, forge.sharded.layout.flats
+    inner = engine.basic_optimizer
+    flats = forge.sharded.layout.flats
     state = [inner.state[flat] for flat in flats]
     kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
     running = forge.curvature.running
@@ -108,7 +109,8 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     kinds["flip bits"] = size(list(forge.sharded.metrics.targets.values()))
     idle = all_bytes(before, expected["all"])
     engine.backward(engine(**my_part(batch_at(9))).loss)
-    kinds["all"], kinds["with gradients"] = idle, all_bytes(before, expected["with gradients"])
+    kinds["all"] = idle
+    kinds["with gradients"] = all_bytes(before, expected["with gradients"])
     del teacher
     return {name: (expected[name], kinds[name]) for name in expected}
 

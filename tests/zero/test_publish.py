@@ -38,7 +38,8 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
                 stepped[shard.name] = shard.slice_of_flat(dense).clone()  # what the optimizer made of it
         publish(index, dense, *rest)
 
-    before, method.publish = dense_of(forge), watched
+    before = dense_of(forge)
+    method.publish = watched
     train_step(engine, case, forge.step_count)
     method.publish = publish
     problems = []

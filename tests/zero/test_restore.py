@@ -222,7 +222,8 @@ def test_every_layout_is_a_source_and_a_target() -> None:
 
 @pytest.mark.parametrize(("name", "stage", "ranks"), PAIRS)
 def test_a_restored_engine_holds_what_was_saved(runs: Any, continued: Any, name: str, stage: int, ranks: int) -> None:
-    saved, restored = runs[1][name]["at save"], continued[name, stage]["restored"]
+    saved = runs[1][name]["at save"]
+    restored = continued[name, stage]["restored"]
     assert saved["everything"].keys() == restored["everything"].keys()
     unequal = [key for key, value in saved["everything"].items() if not torch.equal(value, restored["everything"][key])]
     assert not unequal
@@ -237,7 +238,8 @@ def test_a_restored_engine_holds_what_was_saved(runs: Any, continued: Any, name:
 def test_a_restored_run_ends_where_the_unbroken_one_does(
     runs: Any, continued: Any, name: str, stage: int, ranks: int
 ) -> None:
-    expected, result = runs[1][name]["later"], continued[name, stage]["later"]
+    expected = runs[1][name]["later"]
+    result = continued[name, stage]["later"]
     assert expected.keys() == result.keys() == set(range(SAVED[name].save + 1, STEPS + 1))
     apart: dict[str, list[Tensor]] = {"mask": [], "dense": []}
     for step, target in expected.items():

@@ -95,7 +95,8 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     kept = forge.pattern
     target = gathered(forge, "mask")  # of a fixed mask nothing is left where it pruned
     for weight in forge.weights:
-        name, k = weight.name, case.sparseforge.low_rank.k
+        name = weight.name
+        k = case.sparseforge.low_rank.k
         was = out_in(full[name], weight)
         expected = torch.stack([best_shift(run, kept.kept, kept.members) for run in was.split(k, dim=1)], dim=1)
         if not torch.allclose(b[name], expected, atol=rounding / 4, rtol=1e-2 if case.dtype == "bf16" else 1e-5):

@@ -238,7 +238,7 @@ def test_the_same_bits_as_with_gradients_that_are_masked_as_they_arise() -> None
 
 
 def test_the_norm_of_many_values_on_a_processor_is_right() -> None:
-    """In fp32 `vector_norm` adds one square after the other, and 2^26 of them come out 0.5% too small."""
+    """Take 2^26 values: `vector_norm` adds one square after the other in fp32, which is 0.5% too small."""
     values = torch.full((2**22,), 1e-3).repeat(16)
     expected = 1e-3 * 2**13
     assert accurate_norm(values).item() == pytest.approx(expected, rel=1e-6)

@@ -45,7 +45,7 @@ def test_it_is_the_same_run() -> None:
 
 @pytest.mark.gpu
 def test_it_is_the_same_run_on_a_gpu() -> None:
-    """A mask code may differ by one, see `kernels.fusing`; from there on the runs go apart by roundings."""
+    """Let a mask code differ by one, see `kernels.fusing`; from there on the runs go apart by roundings."""
     name = "all in tiles"
     runs = run_distributed(run_twice, 1, [name], device="cuda")[0][name]
     assert runs.in_tiles

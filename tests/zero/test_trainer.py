@@ -126,7 +126,8 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def every_stage(folder: str) -> dict[str, Any]:
     """Losses of the runs by name; what is saved is looked at by the test."""
-    root, model = Path(folder), str(Path(folder, "model"))
+    root = Path(folder)
+    model = str(Path(folder, "model"))
     results: dict[str, Any] = {}
     for stage in range(4):
         trainer = trainer_of(root / f"taught{stage}", deepspeed_json(stage), 3, model)
@@ -148,7 +149,8 @@ def every_stage(folder: str) -> dict[str, Any]:
         trainer = trainer_of(root / f"{name} again", config, micro, teacher)
         trainer.train(resume_from_checkpoint=str(root / name / f"checkpoint-{SAVE}"))
         results[f"{name} again"] = losses_of(trainer)
-    config, finished = deepspeed_json(1, optimizer=False), root / "plain1" / f"checkpoint-{STEPS}"
+    config = deepspeed_json(1, optimizer=False)
+    finished = root / "plain1" / f"checkpoint-{STEPS}"
     trainer = trainer_of(root / "longer", config, 2, max_steps=STEPS + 2)
     trainer.train(resume_from_checkpoint=str(finished))
     results["longer"] = trainer.forge.step_count, losses_of(trainer)
@@ -343,7 +345,8 @@ def evaluated(folder: str) -> dict[str, Any]:
     """Try the best checkpoint, early stopping, callbacks, own losses, methods with own passes, and refusals."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
-    root, results = Path(folder), {}
+    root = Path(folder)
+    results = {}
     plain = TrainingArguments(str(root), use_cpu=True, report_to="none")  # before accelerate knows of DeepSpeed
     without = said(lambda: SparseForgeTrainer(model=tiny_llama(), args=plain))
     best = {
@@ -472,7 +475,8 @@ def refusals(root: Path, trained: Any) -> Any:
 
     adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     lora = get_peft_model(tiny_llama(vocab_size=BYTE_VOCABULARY), adapter)
-    config, model = deepspeed_json(2), str(root)
+    config = deepspeed_json(2)
+    model = str(root)
     args = TrainingArguments(str(root), deepspeed=config, use_cpu=True, report_to="none")
     yield "again", said(trained.train)
     yield "peft", said(lambda: SparseForgeTrainer(model=lora, args=args))

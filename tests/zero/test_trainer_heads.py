@@ -46,7 +46,8 @@ def bert(kind: Any, **more: Any) -> PreTrainedModel:
 
 def llama_classifier(labels: int = CLASSES) -> PreTrainedModel:
     config = copy.copy(tiny_llama(vocab_size=VOCABULARY).config)
-    config.num_labels, config.pad_token_id = labels, 0
+    config.num_labels = labels
+    config.pad_token_id = 0
     return LlamaForSequenceClassification(config)
 
 
@@ -151,7 +152,8 @@ def losses_of(folder: str) -> dict[str, Any]:
 
 def refusals(folder: Path) -> dict[str, str]:
     """Return the refusals before a step is made."""
-    reward, masked = llama_classifier(1), bert(BertForMaskedLM)
+    reward = llama_classifier(1)
+    masked = bert(BertForMaskedLM)
     asked = bert(BertForQuestionAnswering)
     three_classes = bert(BertForTokenClassification, num_labels=3)
     cases = {

@@ -86,7 +86,8 @@ def test_a_trainer_whose_ranks_share_sequences_trains_alike(tmp_path: Path, case
 
     The second draws labels beside a teacher; the third starts from a model in evaluation mode, as it was loaded.
     """
-    block, taught = CASES[case], case == "teacher and probes"
+    block = CASES[case]
+    taught = case == "teacher and probes"
     model = tiny_llama(seed=1, vocab_size=BYTE_VOCABULARY)
     teacher = str(write_model(tmp_path / "teacher", model)) if taught else None
     undivided, parts = (

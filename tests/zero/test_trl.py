@@ -186,7 +186,8 @@ def examples_for(name: str) -> list[dict[str, Any]]:
     """Return prompts, with answers or conversations where a trainer takes them."""
     rows = []
     for i in range(8 * SHORT):
-        prompt, answer = f"document {i} ", f"has {i * i}"
+        prompt = f"document {i} "
+        answer = f"has {i * i}"
         more: dict[str, Any] = {}
         if name in ("gkd", "gold"):
             more = {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}

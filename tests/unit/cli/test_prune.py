@@ -189,7 +189,8 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
     assert "no such folder" in error(model=tmp_path / "nothing")
-    name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "odd" / "model.safetensors"
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = tmp_path / "odd" / "model.safetensors"
     odd = write_model(tmp_path / "odd")
     full = load_file(file)
     save_file(full | {name: full[name].to(torch.int16)}, file, {"format": "pt"})

@@ -20,7 +20,8 @@ def _curve(max_steps: int) -> Tensor:
     dense = torch.randn(64, 64, generator=generator)
     curvature = torch.rand(64, 64, generator=generator)
     config = SparseForgeConfig(max_steps=max_steps)
-    schedule, pattern = config.resolved_schedule, config.parsed_pattern
+    schedule = config.resolved_schedule
+    pattern = config.parsed_pattern
     known = curvature.flatten()
     row = scalings(score_moments(dense.flatten(), known)[None], config.curvature.damping)[0]
     mask = torch.ones(dense.numel())

@@ -87,7 +87,8 @@ def test_the_assistants_turns_are_trained_on():
     tokenizer = tokenizer_with(MARKED)
     document = document_from_record({"messages": CHAT}, "text", "a.jsonl, line 1")
     ((ids, trained),) = encode_trained([document], tokenizer)
-    text, turns = "ua|abc|ud|a\N{LATIN SMALL LETTER E WITH ACUTE}|", "bc|\N{LATIN SMALL LETTER E WITH ACUTE}|"
+    text = "ua|abc|ud|a\N{LATIN SMALL LETTER E WITH ACUTE}|"
+    turns = "bc|\N{LATIN SMALL LETTER E WITH ACUTE}|"
     assert ids == tokenizer(text)["input_ids"]
     assert np.array(ids)[trained].tolist() == tokenizer(turns)["input_ids"]
     assert [ids] == tokenize([document], tokenizer)
@@ -197,7 +198,8 @@ def test_a_stream_has_the_marks_of_the_cache_however_often_it_stops(tmp_path):
     packed = ensure_token_cache(
         find_source(path, TextOptions(loss_on="completion")), byte_tokenizer(), tmp_path / "data"
     ).open()
-    endless, row = np.tile(packed, 6), []
+    endless = np.tile(packed, 6)
+    row = []
     for chunk in range(6):
         writer = ChunkWriter(
             chunk_spec(find_source(f"stream:{path}", TextOptions(loss_on="completion")), tmp_path / "chunks")
@@ -215,7 +217,8 @@ S = 10
 
 def batches(trained, micro=2, accumulation=1, world_size=1, rank=0):
     token = np.empty(len(trained), dtype="uint16,?")
-    token["f0"], token["f1"] = np.arange(len(token)), trained
+    token["f0"] = np.arange(len(token))
+    token["f1"] = trained
     return Batches([CachedWindows(token, "text", S, 0, 1)], [1], BatchLayout(micro, accumulation, world_size, rank))
 
 

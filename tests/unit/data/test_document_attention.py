@@ -38,7 +38,8 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
 
 def shown(token: np.ndarray) -> str:
     """Put a bar in front of each document, and upper case for what is trained on; <s> is S and </s> is E."""
-    first, trained = document_starts(token), trained_flags(token)
+    first = document_starts(token)
+    trained = trained_flags(token)
     assert first is not None
     letters = [
         {256: "s", 257: "e"}.get(int(number)) or byte_tokenizer().decode([number]) for number in ids_of_tokens(token)
@@ -100,7 +101,8 @@ def test_documents_of_one_token_are_nothing_to_train_on():
 
 def test_a_run_is_not_continued_with_the_other_attention(tmp_path):
     text = write(tmp_path / "a.jsonl", [{"text": f"document {i}"} for i in range(40)])
-    model, config = write_model(tmp_path / "model"), write_json(tmp_path / "ds.json", deepspeed_json())
+    model = write_model(tmp_path / "model")
+    config = write_json(tmp_path / "ds.json", deepspeed_json())
     states = {}
     for document_attention in (True, False):
         arguments = RunArguments(

@@ -112,7 +112,8 @@ def test_other_splits_are_read_on_request_and_a_folder_is_read_by_them_too(c4, t
 
 
 def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
-    expected, memory = write_dolmino(tmp_path), fsspec.filesystem("memory")
+    expected = write_dolmino(tmp_path)
+    memory = fsspec.filesystem("memory")
     for path, texts in expected.items():
         memory.pipe_file(f"/dolmino/{path}", (tmp_path / path).read_bytes())
         assert list(iter_documents(f"memory://dolmino/{path}", "text")) == texts
@@ -163,7 +164,8 @@ def test_a_file_that_is_gone_or_damaged_is_not_waited_for(monkeypatch, error):
 
 def test_a_run_stays_at_the_revision_that_it_began_with(c4, monkeypatch):
     """Replace the hub's dataset while a run goes on."""
-    newest, asked = ["first"], []
+    newest = ["first"]
+    asked = []
     load = datasets.load_dataset_builder
 
     def load_dataset_builder(path, name, *, revision):

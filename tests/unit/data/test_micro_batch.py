@@ -73,5 +73,6 @@ def test_a_state_of_parts_continues_whole_ones() -> None:
         next(part)
     undivided.load_state_dict(part.state_dict())
     assert undivided.position == part.position == 20
-    (own_part,), (all_of_it,) = part.step(), undivided.step()
+    (own_part,) = part.step()
+    (all_of_it,) = undivided.step()
     assert torch.equal(own_part.token_BS, all_of_it.token_BS[2:, S // 2 :])

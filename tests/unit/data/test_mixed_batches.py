@@ -200,7 +200,8 @@ def test_streams_resume_mid_document_at_every_position_on_other_ranks_without_th
 
 def read_on_ranks(folder, steps, state):
     """Read with a real process group and a process for each stream."""
-    ranks, sources = Ranks(), [packed(0, 30)]
+    ranks = Ranks()
+    sources = [packed(0, 30)]
     for stream in streams(folder):
         sources.append(open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks))
     batches = Batches(sources, (2, 5, 3), BatchLayout(3, 2, ranks.world_size, ranks.rank))

@@ -86,7 +86,8 @@ def test_every_chunk_may_be_written_by_another_writer(tmp_path, monkeypatch, wri
     """Change the writer in the middle of documents, batches and files, before and after the end of the text."""
     monkeypatch.setattr(tokenization, "DOCUMENTS_AT_A_TIME", documents)
     spec = dataclasses.replace(chunk_spec(write(tmp_path / "text"), tmp_path / "data"), frame=frame)
-    count, end = 100, sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
+    count = 100
+    end = sum(SIZES.windows(chunk) for chunk in range(100)) * SIZES.seq_length
     for finished in range(count):
         make(spec, finished + 1)
     chunks = spec.chunks
@@ -155,7 +156,9 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     """Kill the producer again and again while it makes chunks of some milliseconds each."""
     stream = write_stream(tmp_path / "text", texts(4000))
     sizes = ChunkSizes(5, 20_000, 20_000)
-    spec, count, rng = chunk_spec(stream, tmp_path / "data", sizes), 30, random.Random(0)
+    spec = chunk_spec(stream, tmp_path / "data", sizes)
+    count = 30
+    rng = random.Random(0)
     kills, done = 0, 0
     while done <= count:
         producer = Producer(spec)

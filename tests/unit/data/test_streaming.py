@@ -41,7 +41,9 @@ def write_once(folder, documents=None):
 
 def order(count, seed=SEED, sizes=SIZES):
     """(count, S) the windows in the order of the run, as a literal loop."""
-    result, chunk, first = [], 0, 0
+    result = []
+    chunk = 0
+    first = 0
     while len(result) < count:
         for window in np.random.default_rng([seed, chunk]).permutation(sizes.windows(chunk)):
             result.append(first + int(window))
@@ -60,7 +62,8 @@ def test_windows_come_in_the_order_of_their_chunks(tmp_path):
 @pytest.mark.parametrize(("micro", "accumulation", "world_size"), [(12, 1, 1), (3, 2, 2), (1, 4, 3), (50, 1, 1)])
 def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumulation, world_size):
     ranks = [in_place(tmp_path, BatchLayout(micro, accumulation, world_size, rank)) for rank in range(world_size)]
-    expected, size = order(600), micro * accumulation * world_size
+    expected = order(600)
+    size = micro * accumulation * world_size
     for step in range(600 // size):
         rows = torch.cat([next(rank) for _ in range(accumulation) for rank in ranks])
         assert torch.equal(rows, expected[step * size : (step + 1) * size])
@@ -69,7 +72,8 @@ def test_the_global_batch_does_not_depend_on_the_ranks(tmp_path, micro, accumula
 @pytest.mark.parametrize("cache", ["kept", "lost"])
 def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
     """Resume within documents and chunks, around the end of the text, and from the checkpoint alone."""
-    expected, batches = order(1000), in_place(tmp_path, BatchLayout(6, 1, 1, 0))
+    expected = order(1000)
+    batches = in_place(tmp_path, BatchLayout(6, 1, 1, 0))
     for position in range(0, 900, 6):
         state = json.loads(json.dumps(batches.state_dict()))
         if position % (54 if cache == "lost" else 18) == 0:
@@ -89,7 +93,8 @@ def test_it_resumes_at_every_position_also_on_other_ranks(tmp_path, cache):
 
 
 def test_probes_look_ahead_and_back_without_consuming(tmp_path):
-    expected, batches = order(1000), in_place(tmp_path)
+    expected = order(1000)
+    batches = in_place(tmp_path)
     for ahead in range(40):
         assert torch.equal(batches.batch_at(2 * ahead), expected[2 * ahead : 2 * ahead + 2])
     for _ in range(450):
@@ -166,7 +171,8 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
 
 def test_skipped_documents_are_counted_and_logged_also_after_resuming(tmp_path):
     blank = sum(not text.strip() for text in texts())
-    batches, logged = in_place(tmp_path), []
+    batches = in_place(tmp_path)
+    logged = []
     while batches.progress()[0].epochs < 5:
         next(batches)
         logged.append(batches.scalars().get("data/without_text", 0))
@@ -199,7 +205,8 @@ def test_another_frame_is_other_data(tmp_path):
 @contextlib.contextmanager
 def on_ranks(folder, micro):
     """Batches as the trainer makes them, on a rank of a real process group."""
-    ranks, stream = Ranks(), write_once(folder / "text")
+    ranks = Ranks()
+    stream = write_once(folder / "text")
     windows = open_stream(stream, byte_tokenizer(), folder / "data", SIZES, BYTE_VOCABULARY, SEED, ranks)
     try:
         yield Batches([windows], [1], BatchLayout(micro, 1, ranks.world_size, ranks.rank))
@@ -225,7 +232,9 @@ def read_on_ranks(folder, micro, steps, state):
 @pytest.mark.parametrize("cache", ["kept", "lost"])
 def test_ranks_resume_bit_for_bit_at_any_world_size(tmp_path, cache):
     write_once(tmp_path / "text")
-    expected, parts, state = order(12 * 70), [], None
+    expected = order(12 * 70)
+    parts = []
+    state = None
     for world_size, steps in ((2, 11), (2, 20), (1, 14), (3, 25)):
         results = run_distributed(read_on_ranks, world_size, tmp_path, 12 // world_size, steps, state)
         parts += [torch.cat([rows[step] for rows, _ in results]) for step in range(steps)]

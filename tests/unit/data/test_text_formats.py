@@ -104,7 +104,8 @@ def test_a_json_file_may_be_one_array(tmp_path, head):
 )
 @pytest.mark.parametrize("kind", ["parquet", "stream.arrow", "file.arrow"])
 def test_columns_of_every_type_of_text_are_read(tmp_path, column, kind):
-    path, table = tmp_path / kind, pyarrow.table({"n": [1, 2, 3], "text": column})
+    path = tmp_path / kind
+    table = pyarrow.table({"n": [1, 2, 3], "text": column})
     if kind == "parquet":
         path = tmp_path / "a.parquet"
         pyarrow.parquet.write_table(table, path)

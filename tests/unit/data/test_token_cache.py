@@ -19,10 +19,12 @@ TEXTS = ["abc", "", "  \n", "de"]
 
 
 class Texts(TextSource):
-    name, streamed = "test", False
+    name = "test"
+    streamed = False
 
     def __init__(self, read, identity="test"):
-        self.texts, self.facts_of_it = read, {"text": identity}
+        self.texts = read
+        self.facts_of_it = {"text": identity}
 
     @property
     def facts(self):

@@ -181,7 +181,8 @@ def test_any_wrong_byte_of_an_index_gives_one_error_or_ids_of_the_file(tmp_path)
 
 def test_a_file_that_breaks_off_or_is_missing_is_refused(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1, 2]], [[3, 4]]])
-    index, data = path.read_bytes(), path.with_suffix(".bin").read_bytes()
+    index = path.read_bytes()
+    data = path.with_suffix(".bin").read_bytes()
     for size in (0, 20, len(index) - 1):
         path.write_bytes(index[:size])
         with pytest.raises(ValueError, match="a.idx: (is no index|has .* bytes, and its header asks for)"):

@@ -55,7 +55,8 @@ def test_tokens_that_the_model_does_not_know_are_refused(model: str, assets: Pat
 
 
 def test_a_short_text_gives_fewer_windows(tmp_path: Path) -> None:
-    path, model = tmp_path / "text.txt", str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
+    path = tmp_path / "text.txt"
+    model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     path.write_text("one two three four five six seven eight nine ten")
     assert len(calibration_windows(model, CONFIG, str(path), 64, 2)) < 64
     with pytest.raises(ValueError, match="less than one window; use --seq_length"):

@@ -145,7 +145,8 @@ def test_wikitext2_joins_all_rows(stories: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
-    text, folder = assets / "text" / "wikitext2" / "test.txt", assets / "tokenizers" / "llama2"
+    text = assets / "text" / "wikitext2" / "test.txt"
+    folder = assets / "tokenizers" / "llama2"
     if not text.is_file() or not folder.is_dir():
         pytest.skip(f"no {text} or {folder}")
     processor = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -245,7 +246,8 @@ def test_a_dense_model_of_other_tokens_is_refused(
 
 def test_a_family_without_rows_is_pruned_by_one_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)()
-    bloom, text = write_model(tmp_path / "bloom", model), write_text(tmp_path / "text.jsonl")
+    bloom = write_model(tmp_path / "bloom", model)
+    text = write_text(tmp_path / "text.jsonl")
     command = ["evaluate", str(bloom), "--text", str(text), "--any_family"]
     assert main(command) == 2 and "it says what --one_shot prunes" in capsys.readouterr().err
     assert main([*command, "--one_shot", "2:4"]) == 0

@@ -37,8 +37,9 @@ def test_piqa_agrees_with_likelihoods_by_hand(
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
-    loaded, load = [], finished_model.load_model
-    monkeypatch.setattr(finished_model, "load_model", lambda *given: (loaded.append(given), load(*given))[1])
+    loaded = []
+    load = finished_model.load_model
+    monkeypatch.setattr(finished_model, "load_model", lambda *settings: (loaded.append(settings), load(*settings))[1])
     flags = [*text, "--tasks", " piqa, piqa", "--include_path", str(tmp_path), "--json", str(tmp_path / "both.json")]
     assert main(["evaluate", str(folder), *flags]) == 0
     written = json.loads((tmp_path / "both.json").read_text())
@@ -85,7 +86,8 @@ RACE = {
 def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run all nine benchmarks, HellaSwag as it was prepared, and RACE by hand and by a task file."""
     pytest.importorskip("lm_eval")
-    folder, benchmarks = assets / "models" / "stories260K", assets / "benchmarks"
+    folder = assets / "models" / "stories260K"
+    benchmarks = assets / "benchmarks"
     if not folder.is_dir() or not benchmarks.is_dir():
         pytest.skip(f"no model and benchmarks in {assets}")
     for data in filter(Path.is_dir, benchmarks.iterdir()):

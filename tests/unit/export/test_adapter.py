@@ -35,7 +35,9 @@ def branches_of(
     """Return a source that has these tensors of branches, and of its weights only their shapes."""
     source = object.__new__(ModelSource)
     source.branches = {name: (outputs, rank) for name, (outputs, _, rank) in layers.items()}
-    source.prunable, source.dtype, source.folder = {}, dtype, Path("run")
+    source.prunable = {}
+    source.dtype = dtype
+    source.folder = Path("run")
     source.record = {"config": SparseForgeConfig(low_rank=LowRankConfig(k=K, learned=learned)).to_dict()}
     for name, (outputs, inputs, _) in layers.items():
         shape = (outputs, inputs) if input_axis == -1 else (inputs, outputs)

@@ -210,7 +210,8 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_values_are_rounded_proved_measured_and_verified(
     rounded: tuple[Path, Path], values: str, group: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (sparse, text), out = rounded, tmp_path / "out"
+    sparse, text = rounded
+    out = tmp_path / "out"
     how = ["--format", "packed24", "--values", values, *([] if group is None else ["--group", str(group)])]
     assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
     told = capsys.readouterr().out

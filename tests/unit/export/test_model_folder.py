@@ -69,7 +69,9 @@ class Interrupted(Source):
 
     def __init__(self, source: Source, at: int, error: BaseException) -> None:
         self.__dict__.update(source.__dict__)
-        self.source, self.left, self.error = source, at, error
+        self.source = source
+        self.left = at
+        self.error = error
         self.asked: list[str] = []
         self.lock = threading.Lock()
 

@@ -58,7 +58,8 @@ def test_an_empty_folder_may_be_there_but_not_here(tmp_path: Path, monkeypatch: 
 
 def test_no_export_becomes_a_checkpoint(tmp_path: Path) -> None:
     """Export beside checkpoints, of which a run goes on from the newest `step_*`."""
-    run, trainer = tmp_path / "run", tmp_path / "trainer"
+    run = tmp_path / "run"
+    trainer = tmp_path / "trainer"
     for folder in (run / "checkpoints" / "step_000004", trainer / "checkpoint-4", tmp_path / "own"):
         folder.mkdir(parents=True)
     (run / "sparseforge.json").write_text("{}")

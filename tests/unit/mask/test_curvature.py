@@ -45,7 +45,8 @@ def test_accumulate_is_an_average(decay: float) -> None:
 
 def test_an_expert_average_weighs_every_token_alike() -> None:
     """Compare the average with a faded sum over tokens, divided by the faded count of tokens."""
-    decay, tokens = 0.8, [5, 0, 40, 1, 0, 7]
+    decay = 0.8
+    tokens = [5, 0, 40, 1, 0, 7]
     means = [torch.tensor([float(3 * k - 4), 2.0**k]) for k in range(len(tokens))]
     average = torch.zeros(2)
     recent = torch.zeros(1, dtype=torch.float64)

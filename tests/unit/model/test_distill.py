@@ -232,7 +232,9 @@ class _LivePeak(TorchDispatchMode):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_only_one_chunk_is_ever_in_fp32(temperature: float) -> None:
-    vocabulary, chunk_tokens, peaks = 512, 8, []
+    vocabulary = 512
+    chunk_tokens = 8
+    peaks = []
     for length in (32, 256):
         student, teacher, labels = _case(1, length, vocabulary, dtype=torch.bfloat16)
         config = DistillationConfig(temperature=temperature, chunk_tokens=chunk_tokens)

@@ -158,7 +158,8 @@ class _Widest(TorchDispatchMode):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.vocabulary, self.most = vocabulary, 0
+        self.vocabulary = vocabulary
+        self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -243,7 +244,8 @@ def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | N
     teacher = tiny_llama(seed=1).eval()
     ids = _batch()[0]
     labels = ids.clone()
-    labels[0], labels[1, 3:] = -100, -100
+    labels[0] = -100
+    labels[1, 3:] = -100
 
     def losses(rows: slice, trained: float | None) -> Any:
         with torch.no_grad(), capture_states(compared_layers(teacher, hidden) if hidden else []) as states:
@@ -260,7 +262,8 @@ def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | N
     expected = losses(slice(None), None)
     of_step = _gradients(student, expected.total)
     number = int((labels[:, 1:] != -100).sum())
-    parts, of_parts = [], []
+    parts = []
+    of_parts = []
     for row in range(len(ids)):
         parts.append(losses(slice(row, row + 1), number / len(ids)))
         of_parts.append(_gradients(student, parts[-1].total))

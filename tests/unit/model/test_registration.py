@@ -57,7 +57,8 @@ def test_a_config_is_that_of_what_the_causal_class_takes(
     kind: str, taken: str, architecture: str, tmp_path: Path
 ) -> None:
     written = CONFIG_MAPPING[kind]()
-    written.architectures, written.dtype = ["as it was"], "bfloat16"
+    written.architectures = ["as it was"]
+    written.dtype = "bfloat16"
     written.save_pretrained(tmp_path)
     config = load_config(tmp_path, "it")
     assert (config.model_type, config.architectures) == (taken, [architecture])

@@ -18,7 +18,9 @@ B, S, V, K = 2, 9, 64, 5
 
 def literal(student_BSV: Tensor, teacher_BSV: Tensor, label_BS: Tensor, config: DistillationConfig) -> Tensor:
     """Total, cross-entropy and KL over the classes, token by token."""
-    T, cross_entropies, divergences = config.temperature, [], []
+    T = config.temperature
+    cross_entropies = []
+    divergences = []
     for b in range(B):
         for s in range(S - 1):
             if (label := int(label_BS[b, s + 1])) == -100:

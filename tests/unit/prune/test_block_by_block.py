@@ -24,7 +24,8 @@ from tests.tiny_folders import write_model
 @torch.no_grad()
 def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> None:
     """SparseGPT alone, and 16 steps a block after it, on the same 8,192 tokens."""
-    folder, texts = assets / "models" / "stories260K", assets / "text" / "tinystories"
+    folder = assets / "models" / "stories260K"
+    texts = assets / "text" / "tinystories"
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sequences = read_sequences(tokenizer, dense.config, str(texts / "train.jsonl"), 8192, 256)

@@ -176,7 +176,8 @@ def replace_by_hostile(checkpoints):
     path = checkpoints.folder / "step_000200" / "a.pt"
     torch.save({"x": Hostile(checkpoints.folder / "executed")}, path)
     record = json.loads((path.parent / "checkpoint.json").read_text())
-    record["files"]["a.pt"], record["fingerprints"]["a.pt"] = path.stat().st_size, fingerprint(path)
+    record["files"]["a.pt"] = path.stat().st_size
+    record["fingerprints"]["a.pt"] = fingerprint(path)
     edit(checkpoints, **record)
 
 

@@ -46,8 +46,10 @@ class Run:
     def take(self, loss: float, stop: bool = False) -> None:
         """Make a step, as the loop does."""
         self.log.read()
-        before, self.step = self.step, self.step + 1
-        self.forge.step_count, self.forge.phase = self.step, f"phase {self.step}"
+        before = self.step
+        self.step += 1
+        self.forge.step_count = self.step
+        self.forge.phase = f"phase {self.step}"
         losses = torch.zeros(len(LOSSES))
         losses[:2] = 2 * loss
         self.log.add(before, losses, stop, mask_updated=False)

@@ -22,7 +22,8 @@ def stance() -> str:
 @pytest.fixture
 def flex() -> Iterator[list[str]]:
     """Flex attention that notes how the compiler stands when it is called."""
-    before, records = ALL_ATTENTION_FUNCTIONS["flex_attention"], []
+    before = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    records = []
     ALL_ATTENTION_FUNCTIONS.register("flex_attention", lambda: records.append(stance()))
     yield records
     ALL_ATTENTION_FUNCTIONS.register("flex_attention", before)

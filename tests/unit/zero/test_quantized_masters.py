@@ -59,7 +59,9 @@ def layout(wire: Wire, rank: int, flat: Tensor) -> Any:
 
 def one_rank(wire: Wire, rank: int, weights: dict[str, Tensor], bounds: dict[str, list[int]]) -> dict[str, Tensor]:
     """Quantize this rank's elements, and return them by weight."""
-    shards, parts, offset = {}, [], 0
+    shards = {}
+    parts = []
+    offset = 0
     for name, weight in weights.items():
         start, stop = bounds[name][rank : rank + 2]
         shards[name] = Shard(name, SHAPES[name], start, stop, 0, offset)

@@ -30,7 +30,9 @@ Operands = dict[str, Tensor]
 
 def sound(operator: str, rng: random.Random) -> Operands:
     """Operands that belong together, of any size up to several tiles."""
-    dtype, outputs, groups = rng.choice(FLOATS), rng.choice([1, 2, 7, 64, 300]), rng.choice([1, 2, 3, 16, 33, 48])
+    dtype = rng.choice(FLOATS)
+    outputs = rng.choice([1, 2, 7, 64, 300])
+    groups = rng.choice([1, 2, 3, 16, 33, 48])
     rows = rng.choice([0, 1, 2, 5, 40, 300])
     lead = [rng.choice([1, 4])] if "experts" in operator else []
     half = GROUPS[torch.randint(len(GROUPS), (*lead, outputs, groups + groups % 2))]

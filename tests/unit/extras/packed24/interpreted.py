@@ -97,9 +97,11 @@ def within_the_bound_of_fp32_sums(
     b = torch.randn(outputs).to(dtype) if bias else None
     product = triton24(x, values, positions, b, *scale)
     weight = unpack24(values, positions, *scale).double()
-    exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    exact = x.double() @ weight.T
+    size = x.double().abs() @ weight.abs().T
     if b is not None:
-        exact, size = exact + b.double(), size + b.double().abs()
+        exact = exact + b.double()
+        size = size + b.double().abs()
     bound = (2 * groups + 3) * 2**-24 * size + UNIT[dtype] * exact.abs() + 1e-7
     if grid == "int4" and scale_group is not None:
         bound += UNIT[dtype] * size + 6e-8 * x.double().abs().sum(-1, keepdim=True)  # and fp16 has a smallest number
@@ -146,7 +148,8 @@ def parts_of_sums_are_added_up() -> None:
     ):
         values, positions = packed(70, 4 * groups, dtype)
         codes, code_positions, scale = rounded(70, 4 * groups, "fp8_e4m3")
-        x, y = torch.randn(19, 4 * groups).to(dtype), torch.empty(19, 70, dtype=dtype)
+        x = torch.randn(19, 4 * groups).to(dtype)
+        y = torch.empty(19, 70, dtype=dtype)
         bias = torch.randn(70).to(dtype) if has_bias else None
         multiply(x, values, positions, bias, y, Tile(16, 64, 8, 4, 1, splits))
         torch.testing.assert_close(y, torch.nn.functional.linear(x, unpack24(values, positions), bias))

@@ -43,8 +43,10 @@ def test_torch_accepts_the_operator() -> None:
 
 @pytest.mark.parametrize("grid", [None, *GRIDS])
 def test_numbers_and_gradients_are_those_of_dense_experts(grid: str | None) -> None:
-    x, parts = torch.randn(7, 20, requires_grad=True), experts(grid=grid)
-    product, expected = multiply(x, parts), dense(x, *parts)
+    x = torch.randn(7, 20, requires_grad=True)
+    parts = experts(grid=grid)
+    product = multiply(x, parts)
+    expected = dense(x, *parts)
     torch.testing.assert_close(product, expected)
     gradient = torch.randn(7, 6)
     ours, of_dense = (torch.autograd.grad(y, x, gradient) for y in (product, expected))
@@ -59,7 +61,8 @@ def test_experts_without_rows_are_not_read() -> None:
 
 
 def test_compiled_whole_with_its_gradient() -> None:
-    x, operands = torch.randn(7, 20, requires_grad=True), experts()
+    x = torch.randn(7, 20, requires_grad=True)
+    operands = experts()
 
     def twice(x: Tensor) -> Tensor:
         return 2 * experts24(x, *operands, ENDS)

@@ -31,12 +31,12 @@ def test_torch_accepts_the_operator() -> None:
     x = torch.randn(3, 20, requires_grad=True)
     bias = torch.randn(6, requires_grad=True)
     codes, positions, scale = rounded(6, 20, "int8")
-    pairs, places, scales = rounded(6, 20, "int4")
+    pairs, pair_positions, scales = rounded(6, 20, "int4")
     for arguments in (
         (x, *packed(6, 20), bias),
         (x, *packed(6, 20)),
         (x, codes, positions, bias, scale),
-        (x, pairs, places, bias, scales),
+        (x, pairs, pair_positions, bias, scales),
     ):
         torch.library.opcheck(linear24, arguments)
 
@@ -45,7 +45,8 @@ def test_torch_accepts_the_operator() -> None:
 @pytest.mark.parametrize("rows", [(2, 3), (3,), ()])
 def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...], grid: str | None) -> None:
     values, positions, scale = (*packed(6, 20), None) if grid is None else rounded(6, 20, grid)
-    x, bias = torch.randn(*rows, 20, requires_grad=True), torch.randn(6, requires_grad=True)
+    x = torch.randn(*rows, 20, requires_grad=True)
+    bias = torch.randn(6, requires_grad=True)
     product = linear24(x, values, positions, bias, scale)
     expected = torch.nn.functional.linear(x, unpack24(values, positions, scale), bias)
     torch.testing.assert_close(product, expected)
@@ -60,7 +61,8 @@ def test_gradients_are_those_of_the_dense_layer(rows: tuple[int, ...], grid: str
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
-    x, bias = torch.randn(3, 20), torch.randn(6)
+    x = torch.randn(3, 20)
+    bias = torch.randn(6)
     for values, positions, *scale in (packed(6, 20), rounded(6, 20, "int8"), rounded(6, 20, "int4")):
         with torch.autocast("cpu", dtype):
             product = linear24(x, values, positions, bias, *scale)
@@ -135,7 +137,7 @@ def test_scales_that_do_not_fit_are_named(change: dict[str, Tensor | None], mess
 
 @pytest.mark.parametrize("shape", [(6,), (1, 64), (6, 3), (6, 8), (5, 2), (6, 0), (6, 64), (6, 128)])
 def test_groups_of_int4_that_do_not_divide_a_row_are_named(shape: tuple[int, ...]) -> None:
-    """A row has 64 values: 1, 2 and 4 scales fit."""
+    """Give other numbers of scales than 1, 2 and 4, which fit a row of 64 values."""
     values, positions, scale = rounded(6, 128, "int4", 16)
     x = torch.randn(3, 128)
     assert scale.shape == (6, 4) and linear24(x, values, positions, None, scale).shape == (3, 6)

@@ -106,7 +106,8 @@ def test_compiled_whole_in_bf16_with_an_adapter(tmp_path: Path) -> None:
     torch.compiler.reset()  # a limit of recompilations counts those of other models
     compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(logits(compiled), logits(packed))
-    before, stored = logits(packed), {name: value.clone() for name, value in packed.state_dict().items()}
+    before = logits(packed)
+    stored = {name: value.clone() for name, value in packed.state_dict().items()}
     adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
     adapted(IDS, labels=IDS).loss.backward()
     for name, parameter in adapted.named_parameters():

@@ -31,7 +31,8 @@ def capable() -> None:
 def on_gpu(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, values, positions and a bias."""
     values, positions = packed(outputs, inputs, dtype)
-    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x = torch.randn(rows, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype)
     return x.cuda(), values.cuda(), positions.cuda(), bias.cuda()
 
 
@@ -59,7 +60,8 @@ def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dt
     for outputs, inputs in ((130, 448), (68, 1088), (4096, 4096)):
         values, positions, scale = (tensor.cuda() for tensor in rounded(outputs, inputs, grid, group))
         for rows in (1, 2, 5, 8, 9, 17, 25):
-            x, bias = torch.randn(rows, inputs).to(dtype).cuda(), torch.randn(outputs).to(dtype).cuda()
+            x = torch.randn(rows, inputs).to(dtype).cuda()
+            bias = torch.randn(outputs).to(dtype).cuda()
             y = mma24(x, values, positions, bias, scale)
             assert y is not None
             assert within_bound(*(tensor.cpu() for tensor in (y, x, values, positions, bias, scale))), (rows, inputs)
@@ -82,7 +84,8 @@ def test_every_kind_of_tiling() -> None:
 
 
 def test_products_of_the_same_kernel_take_memory_of_their_own() -> None:
-    tiling, plans = Tiling(1, 8, 1, 1, 4, 4, 1), []
+    tiling = Tiling(1, 8, 1, 1, 4, 4, 1)
+    plans = []
     for inputs in (4096, 1024):
         plans.append((ProductPlan(tiling, 2, 64, inputs, torch.bfloat16, 0), on_gpu(2, 64, inputs, torch.bfloat16)))
     for plan, operands in (*plans, *plans):
@@ -140,7 +143,8 @@ def test_logits_of_a_packed_llama() -> None:
     for layer in model.model.modules():
         if isinstance(layer, nn.Linear):
             layer.weight.view(layer.out_features, -1, 4)[..., 1:3] = 0
-    exact, dense = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16().cuda()
+    exact = copy.deepcopy(model).double()
+    dense = copy.deepcopy(model).bfloat16().cuda()
     for name, layer in list(model.bfloat16().model.named_modules()):
         if isinstance(layer, nn.Linear):
             model.model.set_submodule(name, Packed24Linear(*pack24(layer.weight, -1), layer.bias))

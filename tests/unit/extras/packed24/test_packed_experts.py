@@ -29,7 +29,8 @@ def experts_of(how: dict[str, bool]) -> Any:
     class Experts(nn.Module):
         def __init__(self, config: Any) -> None:
             super().__init__()
-            self.num_experts, self.act_fn = EXPERTS, nn.functional.silu
+            self.num_experts = EXPERTS
+            self.act_fn = nn.functional.silu
             first = "gate_up_proj" if how.get("has_gate", True) else "up_proj"
             shapes = {first: (EXPERTS, INNER * (1 + how.get("has_gate", True)), HIDDEN)}
             for name, shape in (shapes | {"down_proj": (EXPERTS, HIDDEN, INNER)}).items():
@@ -55,10 +56,12 @@ def experts_of(how: dict[str, bool]) -> Any:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_as_transformers_computes_them(variant: str) -> None:
     experts = experts_of(VARIANTS[variant])
-    x, shares = torch.randn(9, HIDDEN), torch.rand(9, 2)
+    x = torch.randn(9, HIDDEN)
+    shares = torch.rand(9, 2)
     chosen = torch.rand(9, EXPERTS - 1).argsort(-1)[:, :2]  # nobody chooses the last
     expected = experts(x, chosen, shares)
-    kind, before = type(experts), {name: value.clone() for name, value in experts.state_dict().items()}
+    kind = type(experts)
+    before = {name: value.clone() for name, value in experts.state_dict().items()}
     names = [name for name, value in before.items() if value.ndim == 3]
     packed = packed_kind(experts)
     assert packed is Packed24Experts and not has_packed_weights(experts)

@@ -52,7 +52,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> FOLDERS:
         dense = write_dense(folder / "dense", name)
         made[name] = tuple(write_sparse(folder / form, dense, name, format=form) for form in ("hf", "packed24"))
     for name in ROUNDED:
-        folder, (family, grid, *group) = tmp_path_factory.mktemp("rounded"), name.split()
+        folder = tmp_path_factory.mktemp("rounded")
+        family, grid, *group = name.split()
         dense = write_dense(folder / "dense", family)
         how = {"format": "packed24", "grid": Grid(grid, int(group[0]) if group else None)}
         packed = write_sparse(folder / "packed24", dense, family, **how)
@@ -172,7 +173,8 @@ def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_pa
     shutil.copytree(folders[name][1], folder)
     sound = load_file(folder / "model.safetensors")
     scales = next(key for key in sorted(sound) if key.endswith("_scale"))
-    values, scale = scales.removesuffix("_scale"), sound[scales]
+    values = scales.removesuffix("_scale")
+    scale = sound[scales]
     spoiled = {odd: torch.full_like(scale, odd) for odd in (0.0, -1.0, float("nan"), float("inf"))}
     grid = name.split()[1]
     own, byte, damage = STORED[grid]

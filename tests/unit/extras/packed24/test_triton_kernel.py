@@ -34,7 +34,8 @@ def test_it_builds_ahead_of_time(
     from sparseforge_ds.extras.packed24 import triton_kernel, triton_programs
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
-    target, prmt = GPUTarget(*gpu), gpu[0] == "cuda"
+    target = GPUTarget(*gpu)
+    prmt = gpu[0] == "cuda"
 
     def build(kernel: Any, types: dict[str, str], constants: dict[str, Any], tile: Any) -> Any:
         names = types | dict.fromkeys(constants, "constexpr")
@@ -79,7 +80,8 @@ def test_it_builds_ahead_of_time(
         types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("split_groups",))), "i32")
         built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
         if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
-            text, wide = built.asm["ptx"], {None: "v4.b32", "int4": "b32"}.get(grid, "v2.b32")
+            text = built.asm["ptx"]
+            wide = {None: "v4.b32", "int4": "b32"}.get(grid, "v2.b32")
             assert text.count(f"ld.global.nc.L1::no_allocate.{wide}") == text.count("no_allocate.u16") > 0
             shared = text.find(".shared.")
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
@@ -135,7 +137,8 @@ def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> No
 
     made = packed(130, 172, dtype) if grid is None else rounded(130, 172, grid)
     values, positions, *scale = (tensor.cuda() for tensor in made)
-    x, bias = torch.randn(rows, 172, device="cuda").to(dtype), torch.randn(130, device="cuda").to(dtype)
+    x = torch.randn(rows, 172, device="cuda").to(dtype)
+    bias = torch.randn(130, device="cuda").to(dtype)
     product = linear24.linear24(x, values, positions, bias, *scale).double()
     exact = torch.nn.functional.linear(x.double(), unpack24(values, positions, *scale).double(), bias.double())
     size = exact.abs().amax(0) if scale else torch.ones(130, device="cuda")  # rows of weights have many sizes
@@ -150,6 +153,7 @@ def test_experts_on_a_gpu(rows: int) -> None:
     from tests.unit.extras.packed24.test_linear24 import packed
 
     operands = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]
-    x, ends = torch.randn(rows, 172, device="cuda"), torch.tensor([2, 2, rows - 1], device="cuda")
+    x = torch.randn(rows, 172, device="cuda")
+    ends = torch.tensor([2, 2, rows - 1], device="cuda")
     expected = experts24.experts24(x.cpu(), *(part.cpu() for part in operands), ends.cpu())
     torch.testing.assert_close(experts24.experts24(x, *operands, ends).cpu(), expected, rtol=1e-5, atol=1e-4)

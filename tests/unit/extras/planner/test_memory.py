@@ -196,7 +196,8 @@ def test_scores_by_row_and_column_sums() -> None:
     assert sums(probe) == 8 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008))
     assert sums({"importance": "hutchinson"}) == sums({"importance": "wanda"}) == sums(probe) == sums({}) * 8 // 20
     assert sums({"curvature": {"factored": False}}) == 0
-    attention, expert = 4 * (2048 + 2048), 3 * (2048 + 1408)
+    attention = 4 * (2048 + 2048)
+    expert = 3 * (2048 + 1408)
     other_values = 27 * 3 * (2048 + 2 * 1408) + 3 * (2048 + 10944)
     assert sums(probe, deepseek_moe_16b) == 8 * (28 * attention + 27 * 64 * expert + other_values)
 

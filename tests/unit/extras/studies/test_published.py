@@ -144,7 +144,9 @@ def test_the_pages_say_no_more_than_the_tables() -> None:
     methods = " ".join((ROOT / "docs" / "results" / "methods.md").read_text().split())
     close = (ROOT / "docs" / "results" / "close.md").read_text()
     means = {study: {key: mean for key, (mean, _) in on_the_test_text(study).items()} for study in NAMES}
-    defaults, long, ours = means["defaults"], means["defaults_long"], "sparseforge"
+    defaults = means["defaults"]
+    long = means["defaults_long"]
+    ours = "sparseforge"
     dense = json.loads((RESULTS / "defaults_long" / "results.jsonl").read_text().splitlines()[0])["test_perplexity"]
     for perplexity in (
         defaults[ours, 300],

@@ -72,7 +72,8 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
     )
     monkeypatch.chdir(elsewhere)
     for name in (path, "../study/config.json"):
-        config, folder = read_comparison(name), Path(name).parent
+        config = read_comparison(name)
+        folder = Path(name).parent
         assert config.base == {"rate": 0.1} and Path(config.model) == folder / "dense"
         assert config.train_text == f"stream:{folder / 'train.jsonl'}"
         assert config.validation_text.path == "stdlib:heldout" and config.test_text.path == str(

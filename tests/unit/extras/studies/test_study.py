@@ -22,7 +22,8 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     A run that went on may have exported its own model when it was interrupted.
     """
     study: Any = object.__new__(Study)
-    model, existed = tmp_path / "model", []
+    model = tmp_path / "model"
+    existed = []
     model.mkdir()
     study.config = read_comparison(write(tmp_path))
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))

@@ -10,7 +10,8 @@ from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedErro
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
-    trainer, log = Trainer(1, 1, None), tmp_path / "run.log"
+    trainer = Trainer(1, 1, None)
+    log = tmp_path / "run.log"
     trainer.check_outcome([0, 0], {}, log, 0)
     with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 0 \(-9: killed"):
         trainer.check_outcome([-9, 0], {}, log, 0)

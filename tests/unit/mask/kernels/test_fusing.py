@@ -32,7 +32,8 @@ def test_the_compiler_makes_as_many_kernels_as_are_counted() -> None:
     assert isinstance(curvature, RankOne)
     moments = score_moments(dense, curvature)[None]
     scaling = scalings(moments, 1e-3)[0]
-    bits, inputs = pack(mask.int() > 0), torch.randn(12, 24, dtype=torch.bfloat16)
+    bits = pack(mask.int() > 0)
+    inputs = torch.randn(12, 24, dtype=torch.bfloat16)
     losses = TokenLosses(torch.arange(12), DistillationConfig(temperature=2.0), inputs.dtype)
     functions: dict[str, Callable[[], object]] = {
         "update_small_groups": lambda: update_mask_in_place(
@@ -84,7 +85,8 @@ def test_sums_of_any_size_are_of_rows_by_one_graph() -> None:
     def sums(rows: int, columns: int) -> list[Tensor]:
         dense, mask, curvature = problem((rows, columns), "product", CODE, seed=rows)
         stats = mask_stats(mask, dense > 0, dense > 0, pack(dense > 0.25))
-        grad, inputs = dense.view(rows, columns), dense.view(rows, columns)[:, :20].clone()
+        grad = dense.view(rows, columns)
+        inputs = dense.view(rows, columns)[:, :20].clone()
         return [score_moments(dense, curvature), *stats.sums, *fisher_sums(grad, inputs)]
 
     graphs = []
