@@ -214,7 +214,7 @@ def _train_late(command_line: list[str]) -> tuple[list[str], int]:
 
 def test_numbers_that_are_read_a_step_later_are_logged_alike(tmp_path):
     """Compare log lines, TensorBoard and result.json; updates, saves, scores and gaps have steps of their own."""
-    seen = []
+    logs = []
     for name, late in (("at_once", []), ("late", ["--late"])):
         content = deepspeed_json(stage=1, batch=4, monitor={"histograms_every": 4, "gap_every": 3})
         content["sparseforge"]["method"]["update_every"] = 2
@@ -232,8 +232,8 @@ def test_numbers_that_are_read_a_step_later_are_logged_alike(tmp_path):
         result = json.loads((tmp_path / name / "result.json").read_text())
         assert result.pop("seconds") > 0 and not waits, "DeepSpeed's clocks stop the device"
         assert len(scalars["loss/total"]) == 11 and sum(line.startswith("step ") for line in lines) > 11
-        seen.append((lines, scalars, log.Tags()["histograms"], result))
-    assert seen[0] == seen[1]
+        logs.append((lines, scalars, log.Tags()["histograms"], result))
+    assert logs[0] == logs[1]
 
 
 def test_a_teacher_whole_on_every_rank_gives_the_losses_of_a_divided_one(tmp_path):

@@ -106,7 +106,7 @@ def test_the_training_loop_reads_a_step_behind_the_next_one(runs: dict[str, Any]
     assert not waits["faults"]
     ordinary = [step for number, step in enumerate(waits["steps"], 1) if number in (2, 4, 5)]
     assert ordinary == [{}] * 3, waits["steps"]
-    assert not [place for step in waits["steps"] for place in step if place.startswith("train/")]
+    assert not [caller for step in waits["steps"] for caller in step if caller.startswith("train/")]
     behind = [order for n in range(1, 7) for order in (f"step {n + 1}", f"read {n}", f"copy {n + 1}")]
     assert waits["order"] == ["step 1", "copy 1", *behind, "read 7"]
 

@@ -147,7 +147,7 @@ def waits() -> dict[str, Any]:
                 loop.train(context, nothing, monitor, nothing, nothing)
             batches.prepare_step()
     steps = [
-        {place: count - before.get(place, 0) for place, count in after.items() if count > before.get(place, 0)}
+        {caller: count - before.get(caller, 0) for caller, count in after.items() if count > before.get(caller, 0)}
         for before, after in zip(batches.waits[:-1], batches.waits[1:], strict=True)
     ]
     return {"steps": steps, "order": order, "faults": cost.faults}

@@ -92,6 +92,8 @@ def _unlike_assignments(tree: ast.Module) -> Iterator[int]:
 
 def test_a_statement_has_one_assignment() -> None:
     """Pairs that belong together look alike, such as two ends or two models; and an exchange needs both at once."""
-    others = [path for folder in ("benchmarks", "docs", "examples", "launch") for path in (ROOT / folder).rglob("*.py")]
-    trees = PACKAGE | TESTS | {path: ast.parse(path.read_text()) for path in others}
+    scripts = [
+        path for folder in ("benchmarks", "docs", "examples", "launch") for path in (ROOT / folder).rglob("*.py")
+    ]
+    trees = PACKAGE | TESTS | {path: ast.parse(path.read_text()) for path in scripts}
     assert [f"{path}:{line}" for path, tree in trees.items() for line in _unlike_assignments(tree)] == []

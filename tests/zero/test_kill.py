@@ -7,6 +7,7 @@ them inside a save. tests/unit/train/test_publication.py kills at every single f
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.ranks import AgreedError, Ranks
@@ -32,7 +34,7 @@ from tests.zero.case import Case, build, probe_of, train_step
 
 STEPS = 5
 CASES = {3: Case(stage=3, dtype="bf16", steps=STEPS), 1: Case(stage=1, dtype="bf16", steps=STEPS)}
-PARTS = ("writing", "checking", "publishing", "pruning")
+PARTS = ("writing", "checking", "publishing", "naming", "pruning")
 
 
 class OneRank:
@@ -49,24 +51,30 @@ def note(folder: Path, line: str) -> None:
         file.write(f"{time.monotonic()} {line}\n")
 
 
-def watched(folder: Path, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        note(folder, part)
-        return method(*args)
+class WatchedRanks(Ranks):
+    """Ranks of which the first notes each part of a save and of the removal after it, as it begins."""
 
-    return call
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.parts = itertools.cycle(PARTS[1:])
+
+    @override
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        part = next(self.parts)
+        if self.first:
+            note(self.folder, part)
+        return super().on_first(work)
 
 
 def train_and_save(stage: int, folder: str, keep: int, steps: int = STEPS) -> None:
     """Train and save at every step; rank 0 notes where it is."""
     case = CASES[stage]
     root = Path(folder)
-    ranks = Ranks()
+    ranks = WatchedRanks(root)
     saves = Checkpoints(root / "checkpoints", ranks, stage, keep)
     if ranks.first:
         saves.folder.mkdir(parents=True, exist_ok=True)
-        for part, name in (("checking", "_check_written"), ("publishing", "_publish"), ("pruning", "_tidy")):
-            setattr(saves, name, watched(root, part, getattr(saves, name)))
     engine, forge = build(case)
     forge.start(probe_of(engine, case, 0))
     for step in range(1, steps + 1):

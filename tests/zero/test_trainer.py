@@ -71,13 +71,15 @@ def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Te
     """Pad to the longest of the micro-batch, which is another one on other ranks."""
     length = max(least, *(len(example["input_ids"]) for example in examples))
 
-    def column(of: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
-        return torch.tensor([of(example) + [filler] * (length - len(example["input_ids"])) for example in examples])
+    def column(entries: Callable[[dict[str, list[int]]], list[int]], filler: int) -> Tensor:
+        return torch.tensor(
+            [entries(example) + [filler] * (length - len(example["input_ids"])) for example in examples]
+        )
 
     return {
-        "input_ids": column(lambda each: each["input_ids"], 0),
-        "labels": column(lambda each: each["labels"], -100),
-        "attention_mask": column(lambda each: [1] * len(each["input_ids"]), 0),
+        "input_ids": column(lambda example: example["input_ids"], 0),
+        "labels": column(lambda example: example["labels"], -100),
+        "attention_mask": column(lambda example: [1] * len(example["input_ids"]), 0),
     }
 
 
