@@ -13,6 +13,8 @@ PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds
 TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
 NAMES_OF_OTHERS = {"_config", "_model_generate", *WHERE}
 """Private names that others have too: engines of DeepSpeed, models of lm_eval, and modules of transformers."""
+PATCHES = {"delattr", "getattr", "object", "patch", "setattr"}
+"""Functions that take the name of what they read, replace or remove."""
 
 
 def _private_names(tree: ast.Module) -> set[str]:
@@ -51,7 +53,7 @@ def _private_names_used(tree: ast.Module, private: set[str]) -> list[str]:
         elif isinstance(node, ast.Call):
             function = ast.unparse(node.func).rpartition(".")[2]
             texts = [text.value for text in node.args if isinstance(text, ast.Constant) and isinstance(text.value, str)]
-            names = [text.rpartition(".")[2] for text in texts] if function in ("setattr", "getattr", "object") else []
+            names = [text.rpartition(".")[2] for text in texts] if function in PATCHES else []
             used += [(node.lineno, name) for name in names if name in private]
     return [f"line {line}: {name}" for line, name in used]
 
@@ -65,9 +67,11 @@ def test_tests_go_through_what_is_public() -> None:
 
 def _shape(node: ast.AST) -> object:
     """Return what a value looks like, so that `records[0]` is like `expected[1]`, and `min(a, b)` like `max(a, b)`."""
-    if isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)):
-        value = ast.literal_eval(node)
-        return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _shape(node.operand)
+    if isinstance(node, ast.Constant):
+        is_number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+        return "number" if is_number else type(node.value).__name__
     return (type(node).__name__, *map(_shape, ast.iter_child_nodes(node)))
 
 
