@@ -80,7 +80,8 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def load_driver() -> ctypes.CDLL:
+    """Load NVIDIA's driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -88,21 +89,21 @@ def _check(code: int, action: str) -> None:
     """Raise RuntimeError with the driver's message if a call has failed."""
     if code:
         text = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(text))
+        load_driver().cuGetErrorString(code, ctypes.byref(text))
         raise RuntimeError(f"CUDA cannot {action}: {(text.value or b'unknown error').decode()}")
 
 
 def _bind(device: int) -> None:
     """Make torch's context of a device the current one of this thread."""
     context = ctypes.c_void_p()
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "find the context of the GPU")
-    _check(_driver().cuCtxSetCurrent(context), "use the context of the GPU")
+    _check(load_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "find the context of the GPU")
+    _check(load_driver().cuCtxSetCurrent(context), "use the context of the GPU")
 
 
 def shared_memory_limit(device: int) -> int:
     """Return the bytes of shared memory that a block may have."""
     size = ctypes.c_int()
-    _check(_driver().cuDeviceGetAttribute(ctypes.byref(size), _SHARED_MEMORY_LIMIT, device), "describe the GPU")
+    _check(load_driver().cuDeviceGetAttribute(ctypes.byref(size), _SHARED_MEMORY_LIMIT, device), "describe the GPU")
     return size.value
 
 
@@ -117,7 +118,7 @@ class Module:
         """
         self.device = device
         self._module = ctypes.c_void_p()
-        driver = _driver()
+        driver = load_driver()
         mode = ctypes.c_int(_RELAXED)
         with torch.cuda.device(device):
             _bind(device)
@@ -137,8 +138,10 @@ class Module:
         limit = shared_memory_limit(self.device)
         with torch.cuda.device(self.device):
             _bind(self.device)  # the thread may not have used the GPU before
-            _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"find {name}")
-            _check(_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, limit), "give shared memory")
+            _check(
+                load_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"find {name}"
+            )
+            _check(load_driver().cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, limit), "give shared memory")
         return function
 
 
@@ -152,20 +155,20 @@ class LaunchShape(NamedTuple):
     """Bytes of dynamic shared memory per block."""
 
 
-class _Attribute(ctypes.Structure):
+class LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute with an int for a value."""
 
     _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_int * 15))
 
 
-class _Config(ctypes.Structure):
+class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
         ("dimensions", ctypes.c_uint * 6),
         ("shared_memory", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
         ("count", ctypes.c_uint),
     )
 
@@ -196,7 +199,7 @@ class Launch:
             RuntimeError: the module has no such kernel.
         """
         self._device = module.device
-        self._launch = _driver().cuLaunchKernelEx if overlaps else _driver().cuLaunchKernel
+        self._launch = load_driver().cuLaunchKernelEx if overlaps else load_driver().cuLaunchKernel
         # The driver takes an array of addresses, one for each argument.
         self._pointers = (ctypes.c_uint64 * pointers)()
         self._sizes = (ctypes.c_int * len(sizes))(*sizes)
@@ -206,11 +209,11 @@ class Launch:
         self._function = module.function(name)
         self._dimensions = tuple(ctypes.c_uint(size) for size in (*shape.blocks, 1, shape.threads, 1, 1))
         self._memory = ctypes.c_uint(shape.shared_memory)
-        self._config: _Config | None = None
+        self._config: LaunchConfig | None = None
         if overlaps:
-            attribute = ctypes.pointer(_Attribute(_OVERLAPS, 0, 1))
+            attribute = ctypes.pointer(LaunchAttribute(_OVERLAPS, 0, 1))
             grid = (ctypes.c_uint * 6)(*self._dimensions)
-            self._config = _Config(grid, self._memory, None, attribute, 1)
+            self._config = LaunchConfig(grid, self._memory, None, attribute, 1)
         self._lock = Lock()  # guards the arguments until the driver has copied them
 
     def __call__(self, stream: int, *pointers: int, in_order: bool = False) -> None:

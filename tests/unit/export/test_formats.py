@@ -229,8 +229,8 @@ def test_values_are_rounded_proved_measured_and_verified(
 
     # The card says the same.
     card = (out / "README.md").read_text()
-    said = next(line.partition("values: ")[2] for line in told.splitlines() if ": values: " in line)
-    assert "rounding changed a weight by" in said and f"| rounded after training, to nearest | {said} |" in card
+    summary = next(line.partition("values: ")[2] for line in told.splitlines() if ": values: " in line)
+    assert "rounding changed a weight by" in summary and f"| rounded after training, to nearest | {summary} |" in card
     assert ("KL to the model without rounding" in card) == (values == "int8")
 
     # Five or three bits a weight, and scales; what is unpacked is what was hashed.

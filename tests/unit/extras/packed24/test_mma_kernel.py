@@ -150,8 +150,8 @@ def test_launches_overlap_where_that_is_asked_for_and_known(
         monkeypatch.setenv("SPARSEFORGE_OVERLAP", setting)
     compiled: list[tuple[tuple[str, int], ...]] = []
     module = SimpleNamespace(device=0, function=lambda name: ctypes.c_void_p(1))
-    monkeypatch.setattr(mma_kernel, "_module", lambda macros, device: (compiled.append(macros), module)[1])
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(mma_kernel, "load_module", lambda macros, device: (compiled.append(macros), module)[1])
+    monkeypatch.setattr(cuda_driver, "load_driver", lambda: driver)
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -180,15 +180,15 @@ def test_the_configuration_of_a_launch_is_laid_out_as_the_drivers_header_says(tm
     for name, structure, fields in (
         (
             "CUlaunchConfig",
-            cuda_driver._Config,
+            cuda_driver.LaunchConfig,
             {"shared_memory": "sharedMemBytes", "stream": "hStream", "attributes": "attrs", "count": "numAttrs"},
         ),
-        ("CUlaunchAttribute", cuda_driver._Attribute, {"id": "id", "value": "value"}),
+        ("CUlaunchAttribute", cuda_driver.LaunchAttribute, {"id": "id", "value": "value"}),
     ):
         lines.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});")
         lines += [
-            f"static_assert(offsetof({name}, {theirs}) == {getattr(structure, ours).offset});"
-            for ours, theirs in fields.items()
+            f"static_assert(offsetof({name}, {header_name}) == {getattr(structure, name_here).offset});"
+            for name_here, header_name in fields.items()
         ]
     lines.append("static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6);")
     (tmp_path / "layout.cpp").write_text("\n".join(lines))

@@ -110,8 +110,8 @@ def test_bits_of_a_packed_weight_are_those_of_the_format() -> None:
     weight = torch.tensor([[1.0, 2.0, 0.0, 0.0] * 4] * 2, dtype=torch.bfloat16)
     values, positions = pack24(weight, -1)
     assert (values.nbytes + positions.nbytes) * 8 / weight.numel() == FORMATS["2:4", 16]
-    wide, places = values.repeat(1, 8), positions.repeat(1, 8)  # 64 values a row
-    parts = (*round_values(wide, -1, Grid("int4", 64)), places)
+    wide, wide_positions = values.repeat(1, 8), positions.repeat(1, 8)  # 64 values a row
+    parts = (*round_values(wide, -1, Grid("int4", 64)), wide_positions)
     assert sum(part.nbytes for part in parts) * 8 / (2 * wide.numel()) == FORMATS["2:4", 4] == 3.125
 
 
