@@ -20,7 +20,17 @@ import torch
 from tests import forked_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST = ("mask", "packed_format", "config", "curvature", "checkpoint", "model", "data", "test_imports.py")
+FAST = (
+    "mask",
+    "packed_format",
+    "config",
+    "curvature",
+    "checkpoint",
+    "model",
+    "data",
+    "test_imports.py",
+    "test_source_rules.py",
+)
 """Parts of tests/unit with the `fast` marker; single tests elsewhere have it at their definition."""
 EXTRAS = (
     "unit/extras",
