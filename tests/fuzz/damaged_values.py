@@ -236,9 +236,19 @@ def scale_form(scene: Scene) -> None:
         lambda scale: scale[:-1],
         lambda scale: scale.view(-1),
         lambda scale: torch.cat((scale, scale), 1),
+        lambda scale: scale[:, :1] if scale.shape[1] > 1 else scale[:, :0],
         lambda scale: None,
     ]
     _change_part(scene, SCALE, scene.rng.choice(choices))
+
+
+def other_group(scene: Scene) -> None:
+    """Let config.json name a group that the scales do not have, or values of another grid."""
+    path = scene.touch(scene.folder / "config.json")
+    content = json.loads(path.read_text())
+    settings = content["quantization_config"]
+    group = scene.rng.choice([size for size in (None, 16, 32, 48, 64) if size != settings.get("group")])
+    path.write_text(json.dumps(content | {"quantization_config": settings | {"group": group}}))
 
 
 def value_off_the_grid(scene: Scene) -> None:
@@ -291,6 +301,7 @@ MUTATIONS: list[Mutation] = [
 SCALED_MUTATIONS: list[Mutation] = [
     scale_value,
     scale_form,
+    other_group,
     value_off_the_grid,
 ]
 """Damage to a folder whose values have scales."""

@@ -41,7 +41,7 @@ EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed24": ("stage1_bf16", {"format": "packed24"}),
     "packed24_int8": ("stage1_bf16", {"format": "packed24", "grid": Grid("int8")}),
     "packed24_fp8": ("stage3_fp32", {"format": "packed24", "grid": Grid("fp8_e4m3")}),
-    "packed24_int4": ("stage1_bf16", {"format": "packed24", "grid": Grid("int4")}),
+    "packed24_int4": ("stage1_bf16", {"format": "packed24", "grid": Grid("int4", 16)}),
 }
 """Exported folders: the run, and how it is exported."""
 SCALED = ("packed24_int8", "packed24_fp8", "packed24_int4")
@@ -63,11 +63,11 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_model_and_text(folder: Path) -> None:
-    """Write what `train_all` trains: about ten thousand parameters, and more text than it reads."""
+    """Write what `train_all` trains: some thirty thousand parameters, and more text than it reads."""
     model = tiny_llama(
         vocab_size=BYTE_VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=32,
+        intermediate_size=64,
         num_attention_heads=2,
         num_key_value_heads=1,
         num_hidden_layers=1,

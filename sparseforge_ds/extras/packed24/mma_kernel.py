@@ -52,8 +52,9 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype | None = None
     """Dtype of rounded values, None for values in that of x."""
-    span: int = 0
-    """Blocks of `UNIT` inputs that share a scale of int4; 0 for one scale a row, or none."""
+    span: int | None = 0
+    """Blocks of `UNIT` inputs that share a scale of int4; 0 for one scale a row, or none. None: the kernel does not
+    take these groups."""
 
     def macros(self) -> tuple[tuple[str, int], ...]:
         """Return the macros of the kernel."""
@@ -294,9 +295,9 @@ def mma24(
         return None
     stored = AS_X if scale is None else Stored(values.dtype)
     if scale is not None and (groups := scale.shape[-1]) > 1:
-        if inputs % (groups * UNIT) or scale.numel() % 2:  # a block has one scale, and two are loaded
-            return None
-        stored = Stored(values.dtype, inputs // groups // UNIT)
+        # A block has one scale, and two are loaded.
+        fits = not inputs % (groups * UNIT) and not scale.numel() % 2
+        stored = Stored(values.dtype, inputs // groups // UNIT if fits else None)
     plan = plan_product(size // inputs, outputs, inputs, x.dtype, x.get_device(), stored)
     if plan is None:
         return None
@@ -315,6 +316,9 @@ def plan_product(
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
         return None
+    if stored.span is None:
+        note_groups()
+        return None
     try:
         memory = shared_memory_limit(device)
         processors = properties.multi_processor_count
@@ -332,6 +336,17 @@ def _warn(reason: str) -> None:
         "rows",
         reason,
         MOST_ROWS,
+    )
+
+
+@cache
+def note_groups() -> None:
+    """Say once that a weight's groups are none of this kernel."""
+    _LOGGER.warning(
+        "linear24: a weight's groups of int4 go to Triton's kernel, which is slower for 2 to %d rows. That for sparse "
+        "tensor cores takes groups of a multiple of %d values: export with --group 64",
+        MOST_ROWS,
+        UNIT // 2,
     )
 
 

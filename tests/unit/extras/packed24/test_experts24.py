@@ -17,9 +17,9 @@ ENDS = torch.tensor([2, 2, 5])
 """Expert 0 has two rows, 1 has none, 2 has three; of 7 rows, two belong to nobody."""
 
 
-def experts(dtype: torch.dtype = torch.float32, grid: str | None = None) -> list[Tensor]:
+def experts(inputs: int = 20, grid: str | None = None, group: int | None = None) -> list[Tensor]:
     """Return (values, positions) of all experts; with a grid also their scales."""
-    made = [packed(6, 20, dtype) if grid is None else rounded(6, 20, grid) for _ in ENDS]
+    made = [packed(6, inputs) if grid is None else rounded(6, inputs, grid, group) for _ in ENDS]
     return [torch.stack(parts) for parts in zip(*made, strict=True)]
 
 
@@ -41,10 +41,13 @@ def test_torch_accepts_the_operator() -> None:
         torch.library.opcheck(experts24, arguments)
 
 
-@pytest.mark.parametrize("grid", [None, *GRIDS])
-def test_numbers_and_gradients_are_those_of_dense_experts(grid: str | None) -> None:
-    x = torch.randn(7, 20, requires_grad=True)
-    parts = experts(grid=grid)
+@pytest.mark.parametrize(
+    ("inputs", "grid", "group"), [*((20, grid, None) for grid in (None, *GRIDS)), (192, "int4", 16), (192, "int4", 48)]
+)
+def test_numbers_and_gradients_are_those_of_dense_experts(inputs: int, grid: str | None, group: int | None) -> None:
+    x = torch.randn(7, inputs, requires_grad=True)
+    parts = experts(inputs, grid, group)
+    assert group is None or parts[2].shape == (3, 6, 96 // group)
     product = multiply(x, parts)
     expected = dense(x, *parts)
     torch.testing.assert_close(product, expected)

@@ -64,7 +64,8 @@ def experts_of(model: nn.Module) -> dict[str, Packed24Experts]:
         ("llama4_text", "int8", None),
         ("qwen3_moe", "int4", None),
         ("gpt_oss", "int4", 16),
-        ("llama4_text", "int4", None),
+        ("llama4_text", "int4", 16),
+        ("mixtral", "int4", 16),
     ],
 )
 def test_packed_experts_of_a_family_compute_as_dense_ones(
@@ -81,6 +82,8 @@ def test_packed_experts_of_a_family_compute_as_dense_ones(
         bytes_of_value = {None: 4, "int4": 0.5}.get(grid, 1)
         assert values.nbytes + positions.nbytes == of_dense[name].numel() * (bytes_of_value / 2 + 1 / 8)
         assert not values.requires_grad
+        if group is not None:  # the rows of down_proj have two
+            assert packed.get_buffer(name + SCALE).numel() * 2 * group == of_dense[name].numel()
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
     chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
     assert torch.equal(*chosen)

@@ -279,6 +279,34 @@ def test_other_dtypes_and_builds_of_torch_are_not_its_own(
     assert not asked
 
 
+@pytest.mark.parametrize(
+    ("group", "outputs", "is_its_own"),
+    [(32, 48, True), (96, 48, True), (16, 48, False), (48, 48, False), (64, 47, False)],
+)
+def test_groups_that_it_does_not_take_are_said_once(
+    group: int,
+    outputs: int,
+    is_its_own: bool,
+    asked: list[SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A row has 192 values: of 47 rows with 3 scales each, the last is no pair."""
+    codes, positions, scale = rounded(outputs, 384, "int4", group)
+    hopper = SimpleNamespace(major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    planned: list[int] = []
+    monkeypatch.setattr(mma_kernel, "shared_memory_limit", lambda device: 0)
+    monkeypatch.setattr(mma_kernel, "choose_tiling", lambda *sizes: planned.append(1))
+    mma_kernel.note_groups.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for rows in (1, 9):
+            assert mma24(torch.ones(rows, 384).bfloat16(), codes, positions, None, scale) is None
+    assert len(planned) == (2 if is_its_own else 0)
+    assert len(caplog.records) == (0 if is_its_own else 1)
+    assert ("--group 64" in caplog.text) != is_its_own
+
+
 def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
     asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
