@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from benchmarks.linear24 import grid
 from sparseforge_ds.export.model_folder import stored_grid
 from sparseforge_ds.extras.packed24.packed_experts import pack_experts, packed_kind
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
-from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, parse_grid, round_values
 from sparseforge_ds.packed_format.packing import PACKED24, PACKED24_FORMAT, POSITIONS, pack24
 
 
@@ -78,6 +77,6 @@ if __name__ == "__main__":
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--experts", type=int, default=0)
-    parser.add_argument("--values", type=grid, metavar="NAME[:GROUP]")
+    parser.add_argument("--values", type=parse_grid, metavar="NAME[:GROUP]")
     args = parser.parse_args()
     write(args.out, config_of(args), args.values)

@@ -16,7 +16,8 @@ from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
 All models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else
-meanwhile: other work makes the quartiles wide. --rivals adds quantized forms of the dense model, which torchao makes.
+meanwhile: other work makes the quartiles wide. --rivals adds quantized forms of the dense model, which torchao makes,
+--values those of the packed one, rounded to nearest; int4:64 has a scale for 64 kept values.
 
 --engine eager: prefill reads a prompt of --prompt tokens; decode writes --generated tokens one after the other. On a
 GPU a small batch waits for the host then. --engine graph: a prompt is read and new tokens are written at every
@@ -28,7 +29,7 @@ OUT gets bench.json with everything measured, and bench.png where matplotlib is 
 examples:
   sparseforge bench models/qwen3_14b_packed24
   sparseforge bench models/qwen3_14b_packed24 --against Qwen/Qwen3-14B --batches 1 8 32 --out bench
-  sparseforge bench models/qwen3_14b_packed24 --rivals int8 fp8
+  sparseforge bench models/qwen3_14b_packed24 --rivals int8 fp8 --values int8 int4:64
   sparseforge bench --shapes llama-2-7b --workload 128x128 128x1024 --batches 1 8   # random weights
 """
 
@@ -57,6 +58,13 @@ def register(commands: Any) -> None:
         choices=("int8", "fp8", "int4"),
         default=[],
         help="also measure the dense model quantized by torchao, weights only (default: none)",
+    )
+    add(
+        "--values",
+        nargs="+",
+        default=[],
+        metavar="NAME[:GROUP]",
+        help="also measure the packed model with rounded values: int8, fp8_e4m3, int4, int4:64 (default: none)",
     )
     add("--engine", choices=("graph", "eager"), help="way of decoding (default: graph on CUDA, eager elsewhere)")
     add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="batch sizes (default: 1 4)")
@@ -120,8 +128,22 @@ def run(args: argparse.Namespace) -> int:
             random_pair,
             table_of_generations,
         )
-        from sparseforge_ds.extras.packed24.speed import Workload, draw, load_pair, measure, quantized, report, table
+        from sparseforge_ds.extras.packed24.speed import (
+            Workload,
+            draw,
+            load_pair,
+            measure,
+            quantized,
+            report,
+            rounded,
+            table,
+        )
+        from sparseforge_ds.packed_format.packed_values import parse_grid
 
+    try:
+        grids = {text: parse_grid(text) for text in args.values}
+    except ValueError as error:
+        raise ValueError(f"--values: {error}") from None
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     engine = args.engine or ("graph" if torch.cuda.is_available() else "eager")
@@ -134,6 +156,9 @@ def run(args: argparse.Namespace) -> int:
         packed, dense = random_pair(args.shapes, args.layers, dtype)
         folders = {"dense": f"{args.shapes}, random", "packed": f"{args.shapes}, random, packed"}
     models = {"dense": dense, "packed": packed}
+    for text, grid in grids.items():
+        models[f"packed {text}"] = rounded(packed, grid)
+        folders[f"packed {text}"] = f"{folders['packed']}, {grid}"
     for kind in dict.fromkeys(args.rivals):
         models[f"dense {kind}"] = quantized(dense, packed, kind)
         folders[f"dense {kind}"] = f"{folders['dense']}, {kind} by torchao"

@@ -17,6 +17,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.extras.packed24 import graph_speed, speed
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import PAPER
+from sparseforge_ds.packed_format.packed_values import Grid
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 from tests.tiny_models import BUILDERS
@@ -139,6 +140,34 @@ def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.Captu
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_values_that_are_rounded_for_the_measurement(family: str, tmp_path: Path) -> None:
+    """They are those that an export rounds."""
+    dense = write_dense(tmp_path / "dense", family)
+    packed = write_sparse(tmp_path / "packed", dense, family, format="packed24")
+    arguments = ["bench", str(packed), "--values", "int8", "int4:16", "--batches", "2", "--out", str(tmp_path / "out")]
+    assert main([*arguments, *SHORT]) == 0
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert list(measured["models"]) == ["dense", "packed", "packed int8", "packed int4:16"]
+    assert all(set(row["over_dense"]) == set(measured["models"]) - {"dense"} for row in measured["speeds"])
+    model, _ = speed.load_pair(str(packed), None)
+    for name, grid in (("int8", Grid("int8")), ("int4:16", Grid("int4", 16))):
+        exported = write_sparse(tmp_path / name, dense, family, format="packed24", grid=grid)
+        expected, _ = speed.load_pair(str(exported), None)
+        rounded = speed.rounded(model, grid)
+        state = rounded.state_dict()
+        assert state.keys() == expected.state_dict().keys()
+        assert all(torch.equal(state[key], value) for key, value in expected.state_dict().items())
+        ids = torch.arange(3, 19)[None]
+        with torch.no_grad():
+            assert torch.equal(rounded(ids).logits, expected(ids).logits)
+        assert measured["models"][f"packed {name}"]["resident_bytes"] == speed.resident(expected)
+        with pytest.raises(ValueError, match="its values are rounded; leave --values out"):
+            speed.rounded(rounded, grid)
+    with pytest.raises(ValueError, match="groups of 48 values do not divide the 16 kept inputs of a row"):
+        speed.rounded(model, Grid("int4", 48))
+
+
 def test_a_rival_without_torchao_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,6 +192,12 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
         (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
         (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
+        (
+            [str(packed), "--values", "int5"],
+            "--values: 'int5' is no form of values; use int8, fp8_e4m3, int4, or int4:N",
+        ),
+        ([str(packed), "--values", "int8:64"], "--values: 'int8:64' is no form of values"),
+        ([str(packed), "--values", "int4:0"], "--values: 'int4:0' is no form of values"),
         ([str(packed), "--repeats", "0"], "--repeats 0: give 1 or more"),
         ([], "give MODEL, or --shapes for random weights, and not both"),
         ([str(packed), "--shapes", "qwen3-14b"], "give MODEL, or --shapes for random weights, and not both"),

@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
-from sparseforge_ds.packed_format.packing import has_packed_weights
+from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
+from sparseforge_ds.packed_format.packing import POSITIONS, has_packed_weights, packed24_axis
 from sparseforge_ds.transformers_internals import CACHE
 
 PAPER = (
@@ -139,6 +140,40 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
     except (ImportError, NotImplementedError) as error:  # kernels that are missing here
         reason = " ".join(str(error).split())
         raise ValueError(f"{flag}: torchao cannot quantize this model here ({reason}); leave it out") from None
+    return model
+
+
+def rounded(packed: PreTrainedModel, grid: Grid) -> PreTrainedModel:
+    """Copy the packed model, and round its values to nearest, as an export does.
+
+    Args:
+        packed: a model whose packed values are floating point.
+        grid: of the copy.
+
+    Raises:
+        ValueError: values are rounded already, or groups do not divide them; the message names the weight.
+    """
+    model = copy.deepcopy(packed)
+    for module_name, module in model.named_modules():
+        if not has_packed_weights(module):
+            continue
+        for buffer in [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]:
+            name = buffer.removesuffix(POSITIONS)
+            values = getattr(module, name).detach()
+            if getattr(module, name + SCALE, None) is not None:
+                raise ValueError(
+                    f"{module_name}.{name}: its values are rounded; leave --values out, or give a folder in bf16"
+                )
+            axis = packed24_axis(tuple(values.shape), tuple(getattr(module, buffer).shape))
+            try:
+                codes, scale = round_values(values, axis, grid)
+            except ValueError as error:
+                raise ValueError(f"{module_name}.{name}: {error}") from None
+            if values.stride(axis) == 1:  # GPT-2's inputs are contiguous in memory
+                codes = codes.transpose(-1, axis).contiguous().transpose(-1, axis)
+                scale = scale.transpose(-1, axis).contiguous().transpose(-1, axis)
+            setattr(module, name, nn.Parameter(codes, requires_grad=False))
+            module.register_buffer(name + SCALE, scale)
     return model
 
 
