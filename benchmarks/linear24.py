@@ -1,6 +1,7 @@
 """The packed product against torch's dense one, on a CPU also against a dense kernel written as carefully.
 
-python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9] [--values int8 int4:64]
+python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9]
+    [--values int8 int4:64] [--round_inputs]
 python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...]
 
 On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
@@ -13,6 +14,7 @@ cache, and behind them what a call without a graph costs the host.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.utils.cpp_extension import load
 
 from sparseforge_ds.extras.packed24.linear24 import linear24
-from sparseforge_ds.packed_format.packed_values import Grid, require_grid, round_values
+from sparseforge_ds.packed_format.packed_values import Grid, parse_grid, round_values
 from sparseforge_ds.packed_format.packing import pack24
 
 
@@ -36,7 +38,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
-    parser.add_argument("--values", nargs="+", type=grid, default=[], metavar="NAME[:GROUP]", help="rounded, too")
+    parser.add_argument("--values", nargs="+", type=parse_grid, default=[], metavar="NAME[:GROUP]", help="rounded, too")
+    parser.add_argument("--round_inputs", action="store_true", help="int8 also with inputs in 8 bits")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
@@ -56,19 +59,13 @@ def main() -> None:
             weight = torch.randn(shape, dtype=getattr(torch, name))
             weight.view(shape[0], -1, 4)[..., 1:3] = 0
             packed = packed_forms(weight, args.values)
+            if args.round_inputs:
+                packed["int8, inputs too"] = partial(_round_inputs, packed["int8"])
             for rows in args.rows:
                 print(
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
                     flush=True,
                 )
-
-
-def grid(text: str) -> Grid:
-    """Return the grid of `int4:64`, of int4 with a scale for 64 values, or of `int8`."""
-    name, _, group = text.partition(":")
-    parsed = require_grid(name, int(group) if group else None)
-    assert parsed is not None
-    return parsed
 
 
 def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -81,6 +78,14 @@ def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[T
             linear24, values=codes, positions=positions, scale=scale
         )
     return forms
+
+
+def _round_inputs(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    os.environ["SPARSEFORGE_CPU_ACTIVATIONS"] = "int8"
+    try:
+        return product(x)
+    finally:
+        del os.environ["SPARSEFORGE_CPU_ACTIVATIONS"]
 
 
 @torch.no_grad()

@@ -37,6 +37,7 @@ int64_t few_rows(Path path, bool bf16, bool coded, int64_t inputs) {
     if (path == Path::avx2) return 24;
     return std::clamp<int64_t>((1 << 20) / inputs, 16, coded ? 96 : bf16 ? 128 : 192);
 }
+constexpr int64_t ROUNDED_ROWS = 4;     // of x, from which rounding them to 8 bits gains speed
 constexpr int64_t TILE_BYTES = 1 << 20;  // for each thread, or as many outputs as torch multiplies well
 constexpr int64_t WORK = 1 << 15;        // weights below which a thread is not worth its start
 
@@ -67,6 +68,22 @@ Path path_of(bool bf16) {
     const Path path = name == "portable" ? Path::portable : name == "avx2" ? Path::avx2 : Path::avx512;
     TORCH_CHECK_VALUE(path <= best, "SPARSEFORGE_CPU_KERNEL=", name, ": this processor lacks it; leave it out");
     return path;
+}
+
+// True if the user wants rows of x in 8 bits, where values are.
+bool rounds_rows(Path path) {
+    const char* asked = std::getenv("SPARSEFORGE_CPU_ACTIVATIONS");
+    const std::string name = asked ? asked : "";
+    if (name.empty()) return false;
+    TORCH_CHECK_VALUE(name == "int8", "SPARSEFORGE_CPU_ACTIVATIONS=", name, ": give int8, or leave it out");
+#if defined(__x86_64__)
+    const bool there = __builtin_cpu_supports("avx512vnni") > 0 && __builtin_cpu_supports("avx512vbmi") > 0;
+#else
+    const bool there = false;
+#endif
+    TORCH_CHECK_VALUE(there && path == Path::avx512, "SPARSEFORGE_CPU_ACTIVATIONS=int8: it needs a processor with "
+                      "AVX512-VNNI, and the kernel for AVX-512; leave it out");
+    return true;
 }
 
 using Product = void (*)(const Job&, int64_t, int64_t);
@@ -243,6 +260,24 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
     if (paired && s.size(1) > 1) job.group = kept / s.size(1), job.groups = s.size(1);
     const Path path = path_of(bf16);
+
+#if defined(__x86_64__)
+    if ((bf16 || fp32) && kind == Values::int8 && job.rows >= ROUNDED_ROWS && kept <= vnni::MOST_KEPT &&
+        rounds_rows(path)) {
+        const Tensor wide = padded(rows.to(at::kFloat), 2 * vnni::KEPT);
+        const Tensor codes = at::empty(wide.sizes(), at::kByte), scales = at::empty({job.rows}, at::kFloat);
+        job.x = codes.const_data_ptr(), job.x_stride = wide.size(1), job.x_scale = scales.const_data_ptr<float>();
+        for (int64_t row = 0; row < job.rows; ++row)
+            vnni::round_row(wide.const_data_ptr<float>() + row * job.x_stride, job.x_stride,
+                            codes.mutable_data_ptr<uint8_t>() + row * job.x_stride,
+                            scales.mutable_data_ptr<float>() + row);
+        const Product product = bf16 ? vnni::rows<c10::BFloat16> : vnni::rows<float>;
+        at::parallel_for(0, (outputs + 7) / 8, std::max<int64_t>(1, WORK / (8 * inputs)), [&](int64_t at, int64_t end) {
+            product(job, 8 * at, std::min(8 * end, outputs));
+        });
+        return y;
+    }
+#endif
 
     if ((bf16 || fp32) && job.rows <= few_rows(path, bf16, kind != Values::as_x, inputs)) {
         const Tensor ready = prepared(rows, path, bf16, kind);

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -36,6 +37,7 @@ struct Job {  // of a product with few rows of x
     const void* bias;  // or null
     void* y;
     int64_t outputs;
+    const float* x_scale;  // of rows of x in 8 bits, or null
 };
 
 // Kept values in 8 bits, or two in a byte, the first in its lower half. int8 is never -128, int4 never -8.
@@ -460,6 +462,7 @@ AVX512_BLOCK(avx512_fp32_fp8, Fp32By<Fp8>, ISA_FP32)
 AVX512_BLOCK(avx512_bf16_int4, Bf16Int4, ISA_BF16)
 AVX512_BLOCK(avx512_fp32_int4, Fp32Int4, ISA_FP32)
 #include "linear24_avx2.h"
+#include "linear24_vnni.h"
 #endif
 
 // ------------------------------------------------------------------------------------------------ portable

@@ -154,6 +154,91 @@ def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -
         torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask for rows of x in 8 bits; skip where the processor has no instruction for them, which one line says."""
+    assert load_cpu_kernel()
+    monkeypatch.setenv("SPARSEFORGE_CPU_ACTIVATIONS", "int8")
+    try:
+        linear24(torch.zeros(4, 4), *rounded_operands(1, 4))
+    except ValueError as error:
+        assert "it needs a processor with AVX512-VNNI, and the kernel for AVX-512; leave it out" in str(error)
+        pytest.skip("this processor has no AVX512-VNNI")
+
+
+def rounded_operands(
+    outputs: int, inputs: int, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    codes, positions, scale = rounded(outputs, inputs, "int8")
+    return codes, positions, bias, scale
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_in_8_bits_are_multiplied_exactly(in_8_bits: None, dtype: torch.dtype) -> None:
+    """Nothing but the rows is rounded, each to the nearest of 127 steps up to its largest number."""
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    for rows, outputs, inputs, threads in ((4, 1, 4, 1), (5, 7, 132, 1), (13, 37, 500, 2), (150, 70, 4096, 2)):
+        x = torch.randn(rows, inputs).to(dtype)
+        bias = torch.randn(outputs).to(dtype)
+        x[1] = 0
+        codes, positions, _, scale = operands = rounded_operands(outputs, inputs, bias)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            product = linear24(x, *operands)
+        finally:
+            torch.set_num_threads(before)
+        step = (x.float().abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        on_grid = (x.float() * (1 / step)).round().double()
+        exact = on_grid @ unpack24(codes.float(), positions).double().T * step.double() * scale.double().T
+        bound = info.eps * (exact + bias.double()).abs() + 1e-6 * (exact.abs() + bias.double().abs()) + info.tiny
+        assert ((product.double() - exact - bias.double()).abs() <= bound).all()
+        assert (on_grid.abs() <= 127).all() and torch.equal(product[1], bias)
+
+
+def test_where_rows_in_8_bits_change_nothing(in_8_bits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than four rows, where nothing is gained, and values that are no int8."""
+    operands = rounded_operands(9, 192)
+    few = torch.randn(3, 192)
+    many = torch.randn(5, 192)
+    pairs, positions, scale = rounded(9, 192, "int4", 16)
+
+    def products() -> list[Tensor]:
+        return [
+            linear24(few, *operands),
+            linear24(many, pairs, positions, None, scale),
+            linear24(many.half(), *operands),
+        ]
+
+    rounds = products()
+    exact = linear24(many, *operands)
+    monkeypatch.delenv("SPARSEFORGE_CPU_ACTIVATIONS")
+    assert all(torch.equal(*pair) for pair in zip(rounds, products(), strict=True))
+    assert not torch.equal(exact, linear24(many, *operands))
+
+
+def test_rows_in_8_bits_that_are_not_finite(in_8_bits: None) -> None:
+    operands = rounded_operands(9, 132)
+    x = torch.randn(7, 132)
+    expected = linear24(x, *operands)
+    for row, number in enumerate((float("nan"), float("inf"), float("-inf"))):
+        x[row, 40 * row] = number
+    product = linear24(x, *operands)
+    assert not product[:3].isfinite().any() and torch.equal(product[3:], expected[3:])
+
+
+def test_rows_in_other_bits_and_on_other_paths_are_refused(in_8_bits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 132)
+    operands = rounded_operands(9, 132)
+    monkeypatch.setenv("SPARSEFORGE_CPU_KERNEL", "avx2")
+    with pytest.raises(ValueError, match="SPARSEFORGE_CPU_ACTIVATIONS=int8: it needs .* the kernel for AVX-512; leave"):
+        linear24(x, *operands)
+    monkeypatch.setenv("SPARSEFORGE_CPU_ACTIVATIONS", "int4")
+    with pytest.raises(ValueError, match="SPARSEFORGE_CPU_ACTIVATIONS=int4: give int8, or leave it out"):
+        linear24(x, *operands)
+
+
 def test_no_rows_and_a_path_that_does_not_exist(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values, positions = packed(6, 8, torch.float32)
     assert linear24(torch.zeros(0, 8), values, positions).shape == (0, 6)
