@@ -275,8 +275,11 @@ def resolve_block(
     if not isinstance(user_block, SparseForgeConfig | dict | None):
         raise ValueError(f"sparseforge = {user_block!r}: give the block itself, as a dict or a SparseForgeConfig")
     block: Any = user_block
+    in_json = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
+    if block is not None and in_json is not None and block != in_json:
+        _LOG.warning('sparseforge= is taken, and the "sparseforge" block of the DeepSpeed JSON is not')
     if block is None:
-        block = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
+        block = in_json
         if not isinstance(block, dict):
             raise ValueError('the DeepSpeed JSON has no "sparseforge" block; add "sparseforge": {} for the defaults')
 

@@ -351,6 +351,10 @@ class SparseForgeMixin(_Trainer):
     def _before_publication(self, method: str) -> None:
         """Reject a model with low-rank branches, and warn of masks that are not frozen; `method` is for messages."""
         self._refuse_branches(method)
+        if self.deepspeed is None:
+            raise ValueError(
+                f"{method}() before train(): the model is dense yet; call train(), or model.save_pretrained"
+            )
         if not self._frozen and self.accelerator.is_main_process:
             step = 0 if self.forge is None else self.forge.step_count
             _LOG.warning("%s: masks are not frozen at step %d, and the weights that it writes not sparse", method, step)
@@ -377,6 +381,13 @@ class SparseForgeMixin(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save as the trainer does, with the records of a permuted or rotated model, which its exports need."""
+        if state_dict is not None:
+            # Accelerate copies every tensor, so that a tied weight would be stored twice.
+            names: dict[int, str] = {}
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                first = names.setdefault(id(parameter), name)
+                if first != name and first in state_dict and name in state_dict:
+                    state_dict[name] = state_dict[first]
         super()._save(output_dir, state_dict)
         name = self.model.config.name_or_path
         folder = Path(output_dir or self.args.output_dir)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
@@ -27,12 +28,13 @@ from sparseforge_ds.config.methods import SrSteConfig
 from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.extras.basis.permutation.channels import dimensions
 from sparseforge_ds.extras.basis.permutation.record import Permutation
+from sparseforge_ds.integrations import trainer_settings
 from sparseforge_ds.integrations.trainer_settings import intact_checkpoint, refuse_length
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, write_model
-from tests.tiny_models import tiny_llama
+from tests.tiny_models import tiny_llama, tiny_qwen3
 
 pytest.importorskip("trl", reason="the extra `test` installs trl")
 
@@ -507,6 +509,17 @@ def refusals(root: Path, trained: Any) -> Any:
     yield "fp16", said(lambda: refuse_length(halves, late))
     yield "key", said(lambda: trainer_of(root, deepspeed_json(2, patern="2:4"), 2))
     fresh = trainer_of(root / "none", config, 2)
+    yield "early", said(partial(fresh.save_model, str(root / "early")))
+    tied = SparseForgeTrainer(model=tiny_qwen3(vocab_size=BYTE_VOCABULARY), args=again())
+    copies = {name: value.clone() for name, value in tied.model.state_dict().items()}  # as accelerate gives them
+    tied._save(str(root / f"tied{torch.distributed.get_rank()}"), copies)
+    if torch.distributed.get_rank() == 0:  # no other rank writes
+        yield "tied", " ".join(load_file(root / "tied0" / "model.safetensors"))
+    warnings: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_settings._LOG, "warning", warnings.append)
+        SparseForgeTrainer(model=student, args=again(), sparseforge={"importance": "magnitude"})
+    yield "two blocks", " ".join(warnings)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
     lost = trainer_of(root / "lost", deepspeed_json(2), 2)
     lost.model.model.norm.weight.data[3] = torch.nan
@@ -549,6 +562,9 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
     assert "train() was called before" in refused["again"]
+    assert 'the "sparseforge" block of the DeepSpeed JSON is not' in refused["two blocks"]
+    assert "save_model() before train(): the model is dense yet" in refused["early"]
+    assert "embed_tokens.weight" in refused["tied"] and "lm_head.weight" not in refused["tied"]
     assert "none/checkpoint-99: no such folder; there is none that is whole in" in refused["checkpoint"]
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
