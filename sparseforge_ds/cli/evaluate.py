@@ -15,6 +15,7 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import require_json_file
 from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, generation_table, means
 
 if TYPE_CHECKING:
@@ -92,7 +93,12 @@ def register(commands: Any) -> None:
     )
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
-    add("--max_tokens", type=int, metavar="N", help="score the first N tokens of each text (default: all)")
+    add(
+        "--max_tokens",
+        type=int,
+        metavar="N",
+        help="score the first windows or documents of a text, of N tokens together, at least one (default: all)",
+    )
     add("--seq_length", type=int, metavar="N", help="tokens of a window, or limit of a document")
     add("--stride", type=int, metavar="N", help="distance of window starts (default: seq_length, no overlap)")
     # Flags of accuracy.
@@ -164,11 +170,7 @@ def run(args: argparse.Namespace) -> int:
         least = least_values.get(flag, 1)
         if values[flag] is not None and values[flag] < least:
             raise ValueError(f"--{flag} {values[flag]}: use an integer >= {least}")
-    if args.json is not None:
-        if not Path(args.json).absolute().parent.is_dir():
-            raise ValueError(f"--json {args.json}: cannot be written, there is no folder {Path(args.json).parent}")
-        if Path(args.json).is_dir():
-            raise ValueError(f"--json {args.json}: is a folder; give a file")
+    require_json_file(args.json)
 
     # Measure on all ranks. The first one prints an error that all raise.
     from sparseforge_ds.ranks import launched_ranks

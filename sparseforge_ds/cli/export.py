@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.verify import EXCLUDE
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.source import Source
@@ -67,6 +68,7 @@ def register(commands: Any) -> None:
         metavar="N",
         help="with --values int4: kept values that share a scale, a multiple of 16 (default: the run's, or a row)",
     )
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help=EXCLUDE)
     parser.add_argument(
         "--text",
         metavar="TEXT",
@@ -103,8 +105,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
     if args.group is not None and args.values is None:
         raise ValueError(f"--group {args.group}: it is for rounded values; give --values int4, or leave it out")
-    source = open_source(args.source, args.model, args.dtype)
+    source = open_source(args.source, args.model, args.dtype, args.exclude)
     grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group))
+    if args.format == "packed24" and source.grid is not None:
+        print(
+            f"note: the values of {args.source} are {source.grid.name}, and are stored unpacked, in "
+            f"{str(source.dtype).removeprefix('torch.')}; copy the folder to keep them packed"
+        )
     compare = None if args.text is None else _comparison(args.text)
     if source.unused:
         print(describe_unused(source.model_folder, source.unused))
@@ -121,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{args.out}: values: codes and scales of the run, unchanged")
         else:
             print(f"{args.out}: {describe_values(grid, errors)}")
+        if source.quantize is None or args.text is not None:
             print(f"{args.out}: {_describe_comparison(record.get('compared'))}")
     if record.get("adapter"):
         fixed = "" if source.low_rank.learned else ". It stores the fixed matrix P too: --format packed24 does not"

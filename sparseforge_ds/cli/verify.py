@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import require_json_file
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
 
 _EPILOG = """\
 A folder of consolidate or export has a sparsity.json with the pattern of each weight. In any other folder every
-prunable weight must be in --pattern, by default 2:4; of an unknown family these are all matrices of numbered layers,
-along their last axis. Weights that llm-compressor quantized (compressed-tensors) are checked as their kernels see them,
-so that the check shows if the quantization kept the zeros.
+prunable weight but those of --exclude must be in --pattern, by default 2:4; of an unknown family these are all
+matrices of numbered layers, along their last axis. Weights that llm-compressor quantized (compressed-tensors) are
+checked as their kernels see them, so that the check shows if the quantization kept the zeros.
 
 exit code: 0 all in order; 1 a violation; 2 the folder cannot be read
 
@@ -26,6 +27,9 @@ examples:
   sparseforge verify models/from_elsewhere --pattern 4:8
   sparseforge verify models/qwen3_14b_2to4-W8A8 --pattern 2:4   # what a quantization left of it
 """
+
+
+EXCLUDE = "weights that are dense, as prune's --exclude left them, in a folder without sparsity.json"
 
 
 def register(commands: Any) -> None:
@@ -39,6 +43,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder with safetensors")
     parser.add_argument("--pattern", help="like 4:8 (default: what sparsity.json says, or 2:4)")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help=EXCLUDE)
     parser.add_argument("--json", metavar="FILE", help="also write the report to a file")
     parser.add_argument("--workers", type=int, help="threads (default: one per processor, at most 8)")
     parser.set_defaults(run=run)
@@ -47,22 +52,20 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check a folder, print a table, and return 1 for a violation."""
     require_model(args.model, hub=False)
+    require_json_file(args.json)
     with large_imports():
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.verification import check_folder
         from sparseforge_ds.mask.pattern import parse_pattern
 
     pattern = None if args.pattern is None else parse_pattern(args.pattern)
-    report = check_folder(args.model, pattern, args.workers)
+    report = check_folder(args.model, pattern, args.workers, args.exclude)
     _print_table(report)
     if report.unused:
         print(describe_unused(args.model, report.unused))
     print("OK" if report.ok else "NOT OK")
     if args.json is not None:
-        try:
-            Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {args.json}: cannot be written ({error})") from None
+        Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     return 0 if report.ok else 1
 
 

@@ -8,7 +8,7 @@ rows, every matrix of a numbered layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,9 @@ _KEYS = ("format", "dtype", *HEAD)
 class FolderSource(Source):
     """Final weights of a model in a folder; each is checked against its listed sha256 as it is read."""
 
-    def __init__(self, path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> None:
+    def __init__(
+        self, path: str | Path, model: str | Path | None = None, dtype: str = "auto", exclude: Sequence[str] = ()
+    ) -> None:
         """Open a folder; the arguments are those of `open_source`.
 
         Raises:
@@ -52,6 +54,10 @@ class FolderSource(Source):
         self.folder = Path(path)
         self.model_folder = self.folder if model is None else Path(model)
         self._exported = (self.folder / "sparsity.json").is_file()
+        if self._exported and exclude:
+            raise ValueError(
+                f"--exclude {exclude[0]}: {path} has a sparsity.json, which says what is dense; leave it out"
+            )
         stored_config = read_json_object(self.folder / "config.json")
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
@@ -61,7 +67,9 @@ class FolderSource(Source):
         else:
             self.model_config = read_config_json(self.model_folder)
         # The record of the folder, or one that is made from its weights.
-        self._sparsity = read_json_object(self.folder / "sparsity.json") if self._exported else self._infer_record()
+        self._sparsity = (
+            read_json_object(self.folder / "sparsity.json") if self._exported else self._infer_record(exclude)
+        )
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
@@ -114,7 +122,7 @@ class FolderSource(Source):
                     shapes[branch_name] = spec.shape
         self._set_branches(shapes)
 
-    def _infer_record(self) -> dict[str, Any]:
+    def _infer_record(self, exclude: Sequence[str]) -> dict[str, Any]:
         """Return the content that `sparsity.json` would have in a folder without one.
 
         Raises:
@@ -126,7 +134,7 @@ class FolderSource(Source):
                 "would be left behind; merge it into the weights, prune those again, or take the adapter out"
             )
         pattern = NM(2, 4)
-        report = check_folder(self.folder, pattern)
+        report = check_folder(self.folder, pattern, exclude=exclude)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
             example = (
@@ -134,7 +142,7 @@ class FolderSource(Source):
             )
             raise ValueError(
                 f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
-                f"run `sparseforge verify {self.folder}` to see every weight"
+                f"run `sparseforge verify {self.folder}` to see every weight, and --exclude those that are dense"
             )
         # Everything else about the folder is unknown.
         rows = {name: {"shape": list(spec.shape)} for name, spec in self._weights.specs.items()}
@@ -148,7 +156,7 @@ class FolderSource(Source):
             "source": {"folder": self.folder.absolute().name},
             "coverage": {},
             "run": {},
-            "config": {"pattern": str(pattern)},
+            "config": {"pattern": str(pattern), **({"exclude": list(exclude)} if exclude else {})},
             "weights": weights,
             "dense": rows,
         }

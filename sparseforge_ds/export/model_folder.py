@@ -282,6 +282,8 @@ def describe_values(grid: Grid, errors: dict[str, float]) -> str:
     line = f"values: {grid}"
     if not errors:
         return line
+    if not any(errors.values()):
+        return f"{line}; rounding changed no weight"
     worst = max(errors, key=lambda name: errors[name])
     mean = (sum(error**2 for error in errors.values()) / len(errors)) ** 0.5
     return f"{line}; rounding changed a weight by {mean:.2%} (root mean square), at most {errors[worst]:.2%} ({worst})"

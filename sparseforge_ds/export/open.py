@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sparseforge_ds.checkpoint.tensors import unread_weight_files
@@ -10,7 +11,9 @@ from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.source import Source
 
 
-def open_source(path: str | Path, model: str | Path | None = None, dtype: str = "auto") -> Source:
+def open_source(
+    path: str | Path, model: str | Path | None = None, dtype: str = "auto", exclude: Sequence[str] = ()
+) -> Source:
     """Open a run, a checkpoint or a model's folder, and check everything that an export needs.
 
     Args:
@@ -18,6 +21,7 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
             is 2:4.
         model: folder of config.json and the tokenizer; by default the run's `model`, or the folder itself.
         dtype: one of `DTYPES`, or auto for that of config.json.
+        exclude: globs of weights that are dense, in a folder without a sparsity.json.
 
     Raises:
         ValueError: the path is none of these, or is damaged.
@@ -28,5 +32,7 @@ def open_source(path: str | Path, model: str | Path | None = None, dtype: str = 
     is_model = (path / "config.json").is_file() and has_weights
     is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
     if (is_model and not is_checkpoint) or (path / "sparsity.json").is_file():
-        return FolderSource(path, model, dtype)
+        return FolderSource(path, model, dtype, exclude)
+    if exclude:
+        raise ValueError(f"--exclude {exclude[0]}: {path} is a run, whose block says what is dense; leave it out")
     return RunSource(path, model, dtype)

@@ -28,6 +28,7 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
+from sparseforge_ds.model.rules import matches
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
 from sparseforge_ds.packed_format.packed_values import Grid
 
@@ -83,19 +84,26 @@ class FolderReport:
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
-def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: int | None = None) -> FolderReport:
+def check_folder(
+    folder: str | Path, pattern: Pattern | None = None, workers: int | None = None, exclude: Sequence[str] = ()
+) -> FolderReport:
     """Check a Hugging Face folder, one weight at a time in each worker.
 
     Args:
         folder: of the model.
         pattern: None for that of its sparsity.json, or 2:4 if it has none.
         workers: threads.
+        exclude: globs of weights that are dense, in a folder without a sparsity.json, which names them itself.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give a model")
     config = read_json_object(folder / "config.json")
     sparsity = read_json_object(folder / "sparsity.json") if (folder / "sparsity.json").is_file() else {}
+    if sparsity and exclude:
+        raise ValueError(
+            f"--exclude {exclude[0]}: {folder} has a sparsity.json, which says what is dense; leave it out"
+        )
     tensors = StoredWeights(folder, config)
     if pattern is None:
         if sparsity and not isinstance(sparsity.get("pattern"), str):
@@ -105,7 +113,7 @@ def check_folder(folder: str | Path, pattern: Pattern | None = None, workers: in
     shapes = {name: spec.shape for name, spec in tensors.specs.items()}
     sparse, dense, branches = listed_weights(folder, sparsity)
     listed = sparse | dense | branches
-    axes, misfits = _prunable(folder, config, sparsity, shapes, pattern)
+    axes, misfits = _prunable(folder, config, sparsity, shapes, pattern, exclude)
     for name in [name for name in axes if not tensors.specs[name].dtype.is_floating_point]:
         del axes[name]  # loaders cast it in silence
         misfits.append(f"{name} (stored as {tensors.specs[name].dtype}, and weights are floating point)")
@@ -180,6 +188,7 @@ def _prunable(
     sparsity: dict[str, Any],
     shapes: dict[str, tuple[int, ...]],
     pattern: Pattern,
+    exclude: Sequence[str],
 ) -> tuple[dict[str, int], list[str]]:
     """Return the weights to check, with the axis of their groups, and those that the pattern does not fit."""
     sparse, dense, _ = listed_weights(folder, sparsity)
@@ -191,6 +200,8 @@ def _prunable(
         if not isinstance(block, dict):
             raise ValueError(f"{folder / 'sparsity.json'}: config is damaged; export again")
         block = {key: block.get(key, []) for key in ("include", "exclude", "allow_dense")}
+        if exclude:
+            block["exclude"] = list(exclude)
         fused_name = {name: str(row["fused_name"]) for name, row in (sparse | dense).items() if "fused_name" in row}
         try:
             run_config = SparseForgeConfig.from_dict({**block, "pattern": str(pattern)})
@@ -199,7 +210,8 @@ def _prunable(
             raise ValueError(f"{folder}: {error}") from None
         axes = {weight.name: weight.input_axis for weight in weights}
     elif not sparsity:
-        candidates = {name: -1 for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)}
+        matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)]
+        candidates = {name: -1 for name in matrices if not matches(name, exclude)}
     # Listed weights are checked too, unless the pattern does not fit them.
     misfits = []
     for name, axis in candidates.items():

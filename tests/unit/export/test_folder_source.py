@@ -158,6 +158,21 @@ def test_what_is_not_2_4_is_refused_before_anything_is_written(
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "packed24"]) == 2
     errors = capsys.readouterr().err
     assert f"is not 2:4 as it is: 512 of 512 groups of {DOWN}; run `sparseforge verify" in errors
+    # A weight that was left dense on purpose.
+    dense = ["--exclude", "*layers.0.mlp.down_proj*"]
+    assert main(["verify", str(folder), "--json", "no/x.json", *dense]) == 2
+    assert "--json no/x.json: cannot be written" in capsys.readouterr().err
+    assert main(["verify", str(folder)]) == 1 and "512 violations" in capsys.readouterr().out
+    assert main(["verify", str(folder), *dense]) == 1 and " 0 violations" in capsys.readouterr().out  # -0.0 alone
+    packing = ["--format", "packed24", "--skip_proof"]
+    assert main(["export", str(folder), str(tmp_path / "packed"), *packing, *dense]) == 0
+    assert DOWN not in open_source(tmp_path / "packed").prunable
+    assert main(["verify", str(tmp_path / "packed")]) == 0
+    capsys.readouterr()
+    for words in (["verify"], ["export", "--format", "hf"]):
+        paths = [str(tmp_path / "packed"), *([str(tmp_path / "out")] if words[0] == "export" else [])]
+        assert main([words[0], *paths, *words[1:], *dense]) == 2
+        assert "has a sparsity.json, which says what is dense; leave it out" in capsys.readouterr().err
     prune(folder, [DOWN])
     (folder / "adapter_config.json").write_text("{}")
     assert main(["export", str(folder), str(tmp_path / "out")]) == 2

@@ -261,6 +261,8 @@ def test_values_are_rounded_proved_measured_and_verified(
     assert all(hash_tensor(dense.read(name)) == row["sha256"] for name, row in record["weights"].items())
     assert main(["export", str(out), str(tmp_path / "again"), *how]) == 2
     assert f"are {values} already, and would be rounded twice; export from what" in capsys.readouterr().err
+    assert main(["export", str(out), str(tmp_path / "unpacked"), "--format", "packed24", "--skip_proof"]) == 0
+    assert f"note: the values of {out} are {values}, and are stored unpacked, in " in capsys.readouterr().out
 
     # Scales that were changed so little that no weight changes are seen, too.
     tensors = load_file(out / "model.safetensors")
@@ -307,7 +309,7 @@ def test_flags_of_rounded_values_that_do_not_fit(
             "--group 48: does not divide the 16 kept",
         ),
         (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),
-        (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: give a file of"),
+        (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: no such file; give a file of"),
     ):
         assert main(["export", sparse, out, *flags]) == 2
         assert message in capsys.readouterr().err
