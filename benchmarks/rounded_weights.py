@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.export.writer import require_free
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.mask.quantization import quantized, scale_group
 from sparseforge_ds.model.families import prunable_weights
@@ -29,6 +30,7 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: i
         pattern: what the weights are in, which says how many inputs a group of kept weights has.
         group: kept weights that share a scale; None for a scale a row.
     """
+    require_free(out)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     parameters = dict(model.named_parameters())
     weights = prunable_weights(model, SparseForgeConfig())

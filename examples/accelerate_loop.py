@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparseforge_ds as sf  # sparse
 
-ASSETS = Path(__file__).resolve().parents[1] / "sparseforge_ds" / "assets"
+ASSETS = Path(sf.__file__).parent / "assets"
 
 
 def main() -> None:

@@ -17,9 +17,10 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DistillationConfig, DistillationTrainer, TrlParser
 
+import sparseforge_ds
 from sparseforge_ds.integrations.transformers import SparseForgeMixin  # sparse
 
-ASSETS = Path(__file__).resolve().parents[1] / "sparseforge_ds" / "assets"
+ASSETS = Path(sparseforge_ds.__file__).parent / "assets"
 KEEP_MASK = {"method": "naive_retrain", "importance": "magnitude"}  # the largest of each group: those that are not 0
 
 

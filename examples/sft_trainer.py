@@ -16,9 +16,10 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer, TrlParser
 
+import sparseforge_ds
 from sparseforge_ds.integrations.transformers import SparseForgeMixin  # sparse
 
-ASSETS = Path(__file__).resolve().parents[1] / "sparseforge_ds" / "assets"
+ASSETS = Path(sparseforge_ds.__file__).parent / "assets"
 
 
 class SparseForgeSFTTrainer(SparseForgeMixin, SFTTrainer):  # sparse

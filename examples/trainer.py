@@ -21,9 +21,10 @@ from transformers import (
     default_data_collator,
 )
 
+import sparseforge_ds
 from sparseforge_ds.integrations.transformers import SparseForgeTrainer  # sparse
 
-ASSETS = Path(__file__).resolve().parents[1] / "sparseforge_ds" / "assets"
+ASSETS = Path(sparseforge_ds.__file__).parent / "assets"
 
 
 @dataclass

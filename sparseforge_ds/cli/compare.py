@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "pandas", "jinja2"):
             raise
-        raise ValueError(f"{error.name} cannot be imported ({error}); pip install 'sparseforge_ds[compare]'") from None
+        raise ValueError(
+            f"{error.name} cannot be imported ({error}); in the checkout pip install '.[compare]'"
+        ) from None
     out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")

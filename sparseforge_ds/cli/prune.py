@@ -76,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
         from sparseforge_ds.config import SparseForgeConfig, StartConfig
         from sparseforge_ds.evaluate.finished_model import load_tokenizer
+        from sparseforge_ds.evaluate.scored_text import text_file
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.block_by_block import PruneSettings, prune
@@ -87,10 +88,12 @@ def run(args: argparse.Namespace) -> int:
     config = SparseForgeConfig.from_dict(block)
     shard_bytes = parse_size(args.max_shard_size)
     _require_dry_run(args)
+    require_free(args.out)
+    if args.gpu is None:  # a plan for another machine needs no text
+        text_file(args.text)
     if args.dry_run:
         return _plan(args, config, start)
     require_model(args.model, hub=False)
-    require_free(args.out)
     device = _device(args.device, torch)
 
     # Read the text.

@@ -296,10 +296,17 @@ class RunArguments:
         decay = self.weight_decay
         epochs = self.epochs
         _require(
-            epochs is None or (0 < epochs < float("inf") and steps is None and not self.dry_run),
+            epochs is None or (0 < epochs < float("inf") and steps is None),
             "epochs",
             epochs,
-            "use a number > 0, without --max_steps; --dry_run reads no text, so give it --max_steps",
+            "use a number > 0, without --max_steps"
+            + ("" if steps is None else f", which is {steps}; give one of them"),
+        )
+        _require(
+            epochs is None or not self.dry_run,
+            "epochs",
+            epochs,
+            "--dry_run reads no text, and cannot count the steps; give --max_steps instead",
         )
         # 2. Numbers within their ranges.
         for name, is_valid, cure in (

@@ -62,6 +62,8 @@ class _Parser(HfArgumentParser):
             message = message.replace(f"argument {spelled}: ", f"{flag}: ") if spelled else message
         if message.endswith(" required: --deepspeed"):
             message = f"--deepspeed is missing: {_DEEPSPEED_CURE}"
+        if message.startswith("--resume: "):
+            message = f"{message.partition(' (')[0]}; give --resume, --resume auto, or leave it out"
         message = message.replace("invalid int value", "not an integer").replace("invalid float value", "not a number")
         raise ValueError(message)
 

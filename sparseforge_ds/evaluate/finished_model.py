@@ -72,7 +72,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     """
     # Check what can be checked without loading; an offline machine looks into the hub's cache.
     if adapter is not None and importlib.util.find_spec("peft") is None:
-        raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; pip install 'sparseforge_ds[peft]'")
+        raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; in the checkout pip install '.[peft]'")
     unreachable = None if Path(name).exists() else why_unreachable()
     if unreachable is None:
         _require_known_format(name, load_config(name, name))
@@ -161,7 +161,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return tokenizer_of(name)
     except ValueError as error:
-        raise ValueError(f"{name}: has no tokenizer that can be read ({reason(error)})") from None
+        raise ValueError(f"{name}: {reason(error)}") from None
 
 
 def check_embeddings_for(model: PreTrainedModel, ids: Iterable[int]) -> None:

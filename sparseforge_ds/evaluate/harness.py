@@ -56,7 +56,7 @@ def load_tasks(
     try:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"lm-eval cannot be imported ({error}); pip install 'sparseforge_ds[zero_shot]'") from None
+        raise ValueError(f"lm-eval cannot be imported ({error}); in the checkout pip install '.[zero_shot]'") from None
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(
             f"--include_path {include_path}: no such folder; give one with the YAML files of tasks or with their data"

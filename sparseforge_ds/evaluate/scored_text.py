@@ -64,10 +64,16 @@ def iter_texts(source: str, text_field: str = "text") -> Iterator[str]:
 
 def records(source: str, text_field: str) -> Iterator[Any]:
     """Yield all records of a text, one at a time: documents, blank ones too, and conversations."""
+    yield from iter_documents(str(text_file(source)), text_field, longest_text=_LONGEST_TEXT)
+
+
+def text_file(source: str) -> Path:
+    """Return the file that a `--text` names; ValueError where there is none that can be read."""
     path = stdlib_file(STDLIB[source]) if source in STDLIB else Path(source)
-    if not path.is_file() or not is_readable(path.name):
-        raise ValueError(f"--text {source}: give a file of {KINDS}, or one of {', '.join(STDLIB)}")
-    yield from iter_documents(str(path), text_field, longest_text=_LONGEST_TEXT)
+    if path.is_file() and is_readable(path.name):
+        return path
+    fault = "" if path.exists() else "no such file; "
+    raise ValueError(f"--text {source}: {fault}give a file of {KINDS}, or one of {', '.join(STDLIB)}")
 
 
 def is_wikitext2(source: str) -> bool:

@@ -70,7 +70,7 @@ def pack_codes(code_OI: Tensor, bits: int) -> Tensor:
 def require_library(where: str, purpose: str) -> None:
     """Raise ValueError if the compressed-tensors library is missing."""
     if importlib.util.find_spec("compressed_tensors") is None:
-        raise ValueError(f"{where}: {purpose} is missing; pip install 'sparseforge_ds[quantized]'")
+        raise ValueError(f"{where}: {purpose} is missing; in the checkout pip install '.[quantized]'")
 
 
 class QuantizedWeights:

@@ -56,7 +56,7 @@ def require_provable(source: Source, packed: bool) -> None:
             "available; free some, or give --skip_proof and prove it on a larger machine"
         )
     if source.branches and not packed and importlib.util.find_spec("peft") is None:
-        raise ValueError("the adapter's proof needs peft: pip install 'sparseforge_ds[peft]', or give --skip_proof")
+        raise ValueError("the adapter's proof needs peft: in the checkout pip install '.[peft]', or give --skip_proof")
 
 
 def prove_folder(source: Source, folder: Path, plain: bool, grid: Grid | None = None) -> dict[str, Any]:

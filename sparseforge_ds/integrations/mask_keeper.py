@@ -43,6 +43,8 @@ class SparseZeros:
 
 def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequence[str] | None = None) -> SparseZeros:
     """Find the weights that are in a pattern, and their zeros; arguments and errors are those of `keep_mask`."""
+    if not isinstance(pattern, str | None):
+        raise ValueError(f"pattern {pattern!r}: give a text like '2:4'")
     # Candidates: weights of layers that say which axis they contract, or those among them that are named.
     model = _unwrapped(model)
     refuse_sharded(model)
@@ -73,12 +75,16 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
                     f"{name} is not {parsed} in all groups ({max(0.0, part):.2%} of them are): prune the model again, "
                     "or choose the weights that are by names="
                 )
+        if pattern is not None and len(kept) < len(chosen):
+            _LOG.info("not %s, and not kept: %s", parsed, ", ".join(name for name in chosen if share[name] < 1))
         return SparseZeros(parsed, {name: parameters[name] == 0 for name in kept})
+    adapted = ", or leave out an adapter's start that changes its base" if any("lora_" in n for n in parameters) else ""
     nearest = max(share, key=lambda name: share[name], default=None)
     raise ValueError(
         f"no weight of {type(model).__name__} is {pattern or ' or '.join(_TRIED)}"
         + (f" (nearest is {nearest}, in {max(0.0, share[nearest]):.2%} of its groups)" if nearest else "")
         + "; give a sparse model, as sparseforge prune and export write it, or its pattern by pattern="
+        + adapted
     )
 
 
@@ -90,7 +96,10 @@ def refuse_sharded(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if has_packed_weights(module):
-            raise ValueError(f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first")
+            raise ValueError(
+                f"{name} is packed 2:4, which cannot be trained; call model.dequantize() first, or leave out "
+                "keep_mask and the callback under an adapter: nothing there can lose a zero"
+            )
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ValueError(f"{name or 'the model'} is sharded by FSDP; {_sharded_cure()}")
     for name, parameter in model.named_parameters():
@@ -225,6 +234,8 @@ def keep_mask(
         ValueError: no weight is in the pattern, or a weight is nearly in it; weights are sharded, packed, or on the
             meta device; an optimizer is not one of torch's kind.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type(model).__name__}; give the model itself, and the optimizer second")
     entries = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     zeros = find_zeros(model, pattern, names)
     keeper = MaskKeeper(model, [torch_optimizer(entry, model) for entry in entries], zeros)

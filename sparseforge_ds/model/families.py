@@ -246,7 +246,7 @@ class _Matrices:
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
             raise ValueError(
                 f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}; choose another pattern, or "
-                f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block (globs are allowed)'
+                f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block, or --exclude (globs)'
             )
         # So must the groups that share a scale.
         if config.quantize is not None:

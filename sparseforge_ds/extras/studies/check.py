@@ -68,7 +68,7 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
             if spec.config.low_rank is not None and importlib.util.find_spec("peft") is None:
                 raise ValueError(
                     f"methods.{run.method.name}: peft is missing; measuring models with low_rank needs it. Run pip "
-                    "install 'sparseforge_ds[peft]'"
+                    "install '.[peft]' in the checkout"
                 )
             if run.method.name not in checks:
                 checks[run.method.name] = MethodCheck(spec.config, _file_hashes(spec))

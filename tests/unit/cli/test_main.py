@@ -174,6 +174,13 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert "usage: sparseforge" in capsys.readouterr().err
 
 
+def test_a_flag_that_is_given_twice_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["prune", "none", "out", "--text", "a.txt", "--exclude", "a"]
+    assert main([*line, "--text=b.txt"]) == 2
+    assert "note: --text is given twice, and the last one counts\nerror: --text b.txt" in capsys.readouterr().err
+    assert main(line) == 2 and "twice" not in capsys.readouterr().err
+
+
 def test_unprintable_characters_are_escaped() -> None:
     assert printable("Größe 3") == "Größe 3"
     assert printable("a\nb\x1b[0m\ud800") == r"a\x0ab\x1b[0m\xd800"

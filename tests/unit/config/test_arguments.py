@@ -193,6 +193,8 @@ def test_other_data_is_accepted_only_when_resuming():
     ("flag", "value", "cure"),
     [
         ("max_steps", "-1", "integer >= 0"),
+        ("epochs", "1 --max_steps 5 --dry_run", "without --max_steps, which is 5; give one of them"),
+        ("epochs", "1 --dry_run", "give --max_steps instead"),
         ("global_batch", "0", "integer >= 1"),
         ("micro_batch", "-1", "integer >= 1"),
         ("gradient_accumulation_steps", "0", "integer >= 1"),
@@ -229,6 +231,7 @@ def test_impossible_values_name_flag_and_cure(flag, value, cure):
     ("line", "message"),
     [
         ("", "--deepspeed is missing: give the DeepSpeed JSON, for example --deepspeed ds_configs/zero3.json"),
+        ("--resume maybe", "--resume: invalid choice: 'maybe'; give --resume, --resume auto, or leave it out"),
         ("--max_stepz 3", "--max_stepz: unknown flag; did you mean --max_steps?"),
         ("--max_stepz=3", "--max_stepz: unknown flag; did you mean --max_steps?"),
         ("--seq-lenght=64", "--seq-lenght: unknown flag; did you mean --seq_length?"),

@@ -296,8 +296,8 @@ def test_wrong_flags_are_refused(stories: str, tmp_path: Path, capsys: pytest.Ca
     shutil.copytree(stories, tmp_path / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     cases = {
         (str(tmp_path / "none"), "--text", good): "none: no such folder",
-        (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: has no tokenizer",
-        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: give a file of .txt, .jsonl",
+        (str(tmp_path / "no_tokenizer"), "--text", good): "no_tokenizer: its tokenizer cannot be read (none of",
+        (stories, "--text", str(tmp_path / "none.txt")): "none.txt: no such file; give a file of .txt, .jsonl",
         (stories, "--text", str(tmp_path / "other.jsonl")): "other.jsonl, line 1: no field 'text'",
         (stories, "--text", str(tmp_path / "other.xml")): "give a file of .txt, .jsonl",
         (stories, "--text", str(tmp_path / "chat.jsonl")): "chat.jsonl, record 1: a conversation or token ids; name",

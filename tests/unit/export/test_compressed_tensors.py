@@ -126,7 +126,9 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config["quantization_config"] = {"quant_method": "compressed-tensors", "config_groups": {}}
     (made / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(compressed_tensors.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"its weights are quantized, .* pip install 'sparseforge_ds\[quantized\]'"):
+    with pytest.raises(
+        ValueError, match=r"its weights are quantized, .* in the checkout pip install '\.\[quantized\]'"
+    ):
         check_folder(made)
 
 

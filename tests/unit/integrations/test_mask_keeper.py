@@ -180,6 +180,8 @@ def test_what_cannot_be_kept_is_refused_in_a_line() -> None:
     damaged.model.layers[1].mlp.up_proj.weight.data = dense.model.layers[1].mlp.up_proj.weight.data
     assert len(keep_mask(damaged, SGD(damaged.parameters(), lr=0.1)).pruned) == 13  # a dense one is a choice
     assert "up_proj.weight is not 2:4 in all groups" in said(damaged, SGD(damaged.parameters()), names="*_proj.weight")
+    assert "model is SGD; give the model itself, and the optimizer second" in said(optimizer, model)
+    assert "pattern 2: give a text like '2:4'" in said(pattern=2)
     # Optimizers that do not step on these weights.
     cure = '{"method": "naive_retrain", "importance": "magnitude"}'
     assert "SGD trains no parameter of this LlamaForCausalLM" in said(optimizer=SGD(dense.parameters(), lr=0.1))

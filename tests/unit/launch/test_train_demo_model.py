@@ -79,6 +79,6 @@ def test_another_text_takes_the_place_of_the_documentation(
 def test_a_text_that_is_not_there_is_said_before_anything_is_written(script: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "out"
     text = str(tmp_path / "none.jsonl")
-    with pytest.raises(SystemExit, match=f"^error: --text {text}: give a file of "):
+    with pytest.raises(SystemExit, match=f"^error: --text {text}: no such file; give a file of "):
         script.main(["--output_dir", str(out), "--text", text, text])
     assert not out.exists()

@@ -14,7 +14,7 @@ from sparseforge_ds.extras.planner import prune_plan
 from sparseforge_ds.extras.planner.machine import GIB
 from sparseforge_ds.extras.planner.prune_plan import PrunePlan, plan_prune
 from sparseforge_ds.model.architecture import bare_model
-from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model
+from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model, write_text
 from tests.tiny_models import BUILDERS
 from tests.unit.extras.planner.published_configs import qwen3_14b
 
@@ -46,7 +46,8 @@ def test_a_block_that_does_not_fit_is_not_measured(
     folder = write_model(tmp_path / "model", BUILDERS["llama"](vocab_size=BYTE_VOCABULARY))
     monkeypatch.setattr(prune_plan, "free_memory", lambda: 2**20)
     monkeypatch.setattr(prune_plan, "measured_rates", lambda *_: pytest.fail("a block was measured"))
-    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", str(write_text(tmp_path / "text.jsonl", 4))]
+    words += ["--tokens", "512", "--dry_run"]
     assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1].startswith("verdict does not fit into 0.0 GiB")
@@ -60,6 +61,7 @@ def test_what_a_plan_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for flags, message in {
         ("--gpu", "h100"): "--gpu h100: it belongs to --dry_run",
         ("--dry_run", "--mfu", "0.3"): "--mfu 0.3: it belongs to --gpu",
+        ("--dry_run",): "--text text.jsonl: no such file; give a file of",
         ("--dry_run", "--gpu", "abacus"): "--gpu abacus: known are a100, h100",
         ("--dry_run", "--gpu", "h100", "--mfu", "2"): "--mfu 2.0: use a share",
         ("--dry_run", "--gpu", "h100", "--device", "cpu"): "--gpu h100 and --device cpu: give one",

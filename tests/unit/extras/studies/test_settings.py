@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.studies.settings import CompareConfig, HeldOutText, read_comparison
 from tests.distributed import ROOT
 
@@ -148,6 +150,18 @@ def test_the_shipped_studies_are_read_from_anywhere(
     assert isinstance(config, CompareConfig) and len(config.seeds) >= 3
     count = len(config.methods) * len(config.seeds) * len(config.budgets)
     assert f"{count} count: {len(config.methods)} methods x {len(config.seeds)} seeds" in capsys.readouterr().out
+
+
+def test_the_methods_of_the_guides_example_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEFORGE_ASSETS", "assets")
+    page = (ROOT / "docs" / "guides" / "compare.md").read_text()
+    (example,) = re.findall(r'^```json\n(\{\n  "model".*?)```$', page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    (tmp_path / "studies" / "example.json").write_text(example)
+    config = read_comparison(str(tmp_path / "studies" / "example.json"))
+    for method in config.methods.values():
+        SparseForgeConfig.from_dict(config.block(method, config.budgets[0]))
 
 
 def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
