@@ -5,6 +5,7 @@
 schedule.svg  the annealed numbers of a default run
 memory.svg    what `sparseforge plan` expects of one GPU, kind by kind, in each phase of a step
 results.svg   test perplexity against steps, by method, from the rows in studies/
+bits.svg      KL to the dense model against bits a weight, from studies/quantized
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ PLANNED = "--model Qwen/Qwen3-14B --gpus 16 --deepspeed ds_configs/zero3.json --
 """The run of memory.svg: launch/qwen3_14b.sh."""
 SHORT_TO_LONG = ("stories_start", "stories_start_long", "stories_short", "defaults", "defaults_long")
 """Studies of results.svg."""
+_ROWS = 3000
+"""Rows of the prunable weights of stories260K, which share a scale each."""
+_ELEMENTS = 226_560
+"""Elements of those weights."""
 _COLOURS = [
     "#4c72b0",
     "#dd8452",
@@ -122,7 +127,46 @@ def results(target: Path) -> None:
     _save(figure, target)
 
 
-FIGURES: dict[str, Callable[[Path], None]] = {"schedule": schedule, "memory": memory, "results": results}
+def bits(target: Path) -> None:
+    """Draw the KL to the dense model against the bits that a pruned or rounded weight takes."""
+    folder = ROOT / "studies" / "quantized"
+    points: dict[str, dict[float, list[float]]] = {}
+    for row in map(json.loads, (folder / "results.jsonl").read_text().splitlines()):
+        if row["kind"] != "result":
+            continue
+        quantize = row["settings"].get("quantize") or {"bits": 16}
+        is_sparse = row["settings"].get("pattern", "2:4") == "2:4"
+        label = ("2:4" if is_sparse else "dense") + (
+            ", trained, then rounded" if quantize.get("from") == 1 else ", trained"
+        )
+        size = _bits_of_weight(quantize["bits"], is_sparse)
+        points.setdefault(label, {}).setdefault(size, []).append(row["test_kl"])
+    # Rounding a dense model needs no training, so it is what every other point has to beat.
+    for row in map(json.loads, (folder / "rounded.jsonl").read_text().splitlines()):
+        size = _bits_of_weight(int(row["model"].removeprefix("int")), is_sparse=False)
+        points.setdefault("dense, rounded", {})[size] = [row["perplexity"]["kl"]]
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    for colour, (label, divergences) in zip(_COLOURS, points.items(), strict=False):
+        sizes = sorted(divergences)
+        means = [statistics.fmean(divergences[size]) for size in sizes]
+        axes.plot(sizes, means, marker="o", markersize=4, linewidth=1.5, color=colour, label=label)
+    axes.set(yscale="log", xlabel="bits a weight, scales and positions included", ylabel="KL to dense, nats a token")
+    axes.legend(fontsize=8, loc="lower left")
+    _save(figure, target)
+
+
+def _bits_of_weight(code: int, is_sparse: bool) -> float:
+    """Return the bits of a weight of stories260K: code, position, and its part of a row's scale of 16 bits."""
+    scale = 16 * _ROWS / _ELEMENTS if code < 16 else 0
+    return (code / 2 + 1 if is_sparse else code) + scale
+
+
+FIGURES: dict[str, Callable[[Path], None]] = {
+    "schedule": schedule,
+    "memory": memory,
+    "results": results,
+    "bits": bits,
+}
 
 
 def _save(figure: pyplot.Figure, target: Path) -> None:

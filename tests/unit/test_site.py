@@ -163,7 +163,7 @@ def test_the_public_names_are_documented(site: dict[Path, Page]) -> None:
         assert any(anchor.startswith("sparseforge_ds") and anchor.split(".")[-1] == name for anchor in anchors), name
 
 
-@pytest.mark.parametrize("name", ["schedule", "results"])
+@pytest.mark.parametrize("name", ["schedule", "results", "bits"])
 def test_plots_are_what_the_script_draws(name: str, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     kept = (ROOT / "docs" / "figures" / f"{name}.svg").read_text()

@@ -517,7 +517,7 @@ def refusals(root: Path, trained: Any) -> Any:
         yield "tied", " ".join(load_file(root / "tied0" / "model.safetensors"))
     warnings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_settings._LOG, "warning", warnings.append)
+        patch.setattr(logging.getLogger(trainer_settings.__name__), "warning", warnings.append)
         SparseForgeTrainer(model=student, args=again(), sparseforge={"importance": "magnitude"})
     yield "two blocks", " ".join(warnings)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
