@@ -61,7 +61,7 @@ def test_an_adapter_on_the_hub_is_that_of_a_folder(
     assert measured(str(folder), "--adapter", ID)["perplexity"]["nll"] == own["perplexity"]["nll"]
     monkeypatch.setitem(sys.modules, "peft", None)
     assert main(["evaluate", ID, *text]) == 2
-    assert f"--adapter {ID}: peft is missing, which loads it; pip install" in capsys.readouterr().err
+    assert f"--adapter {ID}: peft is missing, which loads it; in the checkout pip install" in capsys.readouterr().err
 
 
 def test_an_adapter_that_is_missing_on_the_hub_is_named(snapshot: Path) -> None:
