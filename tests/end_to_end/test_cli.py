@@ -53,8 +53,8 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
     for part in (
         "step        6 of 6, finished (hardening 2-4), 384 tokens",
         "layout      2 ranks, ZeRO-2, float32",
-        "coverage    2:4 in 7 weights: 100.0% of the linear weights between embedding and head and 21.3% of all "
-        "parameters under a mask (10,800 in all)",
+        "coverage    2:4 in 7 weights: 100.0% of the linear weights between embedding and head and 35.1% of all "
+        "parameters under a mask (26,208 in all)",
         "mask        100.00% exactly 0 or 1, 0.00% undecided (0.05 to 0.95)",
         "hard mask: density 50.00%\n",  # nothing is left of what was pruned, to compare with
         "result      steps 6, tokens 384, seconds",
@@ -92,8 +92,8 @@ def test_the_masks_are_those_of_the_run(run_folder: Path, capsys: pytest.Capture
                 elements += state["mask"].numel()
     assert main(["inspect", str(folder), "--json"]) == 0
     output = json.loads(capsys.readouterr().out)["mask"]
-    assert elements >= output["elements"] == 2304
-    assert output["undecided"] == pytest.approx(undecided / 2304, abs=1e-12)
+    assert elements >= output["elements"] == 9216
+    assert output["undecided"] == pytest.approx(undecided / 9216, abs=1e-12)
 
 
 def test_quick_reads_no_masks(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_somebody_else(damaged: Path, capsys: pytest.CaptureFixt
     assert main(["inspect", str(foreign)]) == 0
     text = capsys.readouterr().out
     assert "step        6\n" in text and "layout      2 ranks, ZeRO-2, float32" in text
-    assert "10,800 parameters; not saved by SparseForge" in text
+    assert "26,208 parameters; not saved by SparseForge" in text
 
 
 def test_an_export_is_not_a_run(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

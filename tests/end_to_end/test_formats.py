@@ -163,7 +163,7 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     with monkeypatch.context() as without_peft:
         without_peft.setitem(sys.modules, "peft", None)
         assert main(["evaluate", str(out), *text]) == 2
-        assert f"--adapter {out}: peft is missing, which loads it; in the checkout pip install" in capsys.readouterr().err
+        assert f"--adapter {out}: peft is missing, which loads it; in the checkout pip" in capsys.readouterr().err
     content = (out / "adapter_model.safetensors").read_bytes()
     (out / "adapter_model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert main(["verify", str(out)]) == 1
