@@ -26,7 +26,7 @@ def test_time_is_of_operations_tokens_and_the_share_of_the_peak() -> None:
 def test_a_block_is_measured(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257}
     folder = write_model(tmp_path / "model", BUILDERS[family](**options).bfloat16())
-    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl", "--tokens", "512", "--dry_run"]
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", "stdlib:train", "--tokens", "512", "--dry_run"]
     assert main([*words, "--seq_length", "32", "--device", "cpu"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == "text 512 tokens in sequences of 32, 64 steps of a sequence a block"
