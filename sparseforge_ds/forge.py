@@ -87,6 +87,8 @@ class SparseForge:
         # From here on a checkpoint of the engine has the forge's state.
         self.method.resume()
         self._skipped = engine.skipped_steps
+        self._micro_steps = engine.micro_steps
+        """The engine's count of its `step` calls, as the newest call of `step` here found it."""
         carry_state(self.sharded.layout, self.state_dict, self.restore, self.require_finite)
         self._listen()
 
@@ -160,10 +162,12 @@ class SparseForge:
 
         Raises:
             ValueError: an update needs a probe, and there is none.
-            ForgeError: an engine step was not followed by this call, or the curvature of a weight is missing.
+            ForgeError: an engine step was not followed by this call, this call by no engine step, or the curvature of
+                a weight is missing.
         """
         begun = self._hooks.steps_begun
         self._hooks.steps_begun = 0
+        self._require_engine_step()
         if begun == 0:  # no step was made: still accumulating, or fp16 overflowed
             # Drop what the skipped step measured.
             if self._skipped != self.engine.skipped_steps:
@@ -193,8 +197,10 @@ class SparseForge:
         """Check a run at its end.
 
         Raises:
-            ForgeError: the mask of some weight was formed without its curvature, or never frozen, or the run diverged.
+            ForgeError: `step` was not called, the mask of some weight was formed without its curvature, or never
+                frozen, or the run diverged.
         """
+        self._require_followed()
         self.curvature.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
@@ -257,7 +263,9 @@ class SparseForge:
 
         Raises:
             ValueError: `start` was called, no step was made yet, and not `can_save_start`.
+            ForgeError: the newest step of the engine was not followed by `step`.
         """
+        self._require_followed()
         fresh = self._needs_start and self.ready and not self.step_count
         if fresh and self.config.max_steps and not self.can_save_start:
             raise ValueError(
@@ -280,6 +288,7 @@ class SparseForge:
         """
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
+        self._micro_steps = -1
         self.ready = self.step_count > 0 or not self._needs_start or self._saved.started
         self.method.resume()
         if self.sharded.quantizer is not None:
@@ -304,6 +313,22 @@ class SparseForge:
         in_32_bits = all(flat.dtype == torch.float32 for flat in masters)
         are_whole = in_32_bits and not self.config.is_quantized(0)
         return not state.has_waiting_state or (nothing_removed and are_whole)
+
+    def _require_engine_step(self) -> None:
+        """Raise ForgeError if the engine has made no `step` call since the last time that this was called."""
+        micro_steps = self.engine.micro_steps
+        # Who sets the boundary, as accelerate does, need not call engine.step before it.
+        accumulates = self.engine._is_gradient_accumulation_boundary is False
+        if micro_steps == self._micro_steps and not accumulates:
+            raise ForgeError("forge.step was called before engine.step; call it after every engine.step")
+        self._micro_steps = micro_steps
+
+    def _require_followed(self) -> None:
+        """Raise ForgeError if steps of the engine were not followed by `step`."""
+        if begun := self._hooks.steps_begun:
+            raise ForgeError(
+                f"forge.step was not called after {begun} steps of the engine; call it after every engine.step"
+            )
 
     def _listen(self) -> None:
         """Measure the curvature in the next step's passes if a mask update needs it; drop what was not taken."""

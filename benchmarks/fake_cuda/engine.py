@@ -164,6 +164,7 @@ class BareEngine:
     """Stand-in for an engine, as far as a forge uses it, with complete weights on the device."""
 
     skipped_steps = 0
+    micro_steps = 0
     _is_gradient_accumulation_boundary = True
     enable_backward_allreduce = True
     sequence_parallel_size = 1
@@ -195,6 +196,7 @@ class BareEngine:
 
     def step(self) -> None:
         """Step the optimizer."""
+        self.micro_steps += 1
         self.optimizer.step()
 
     def save_checkpoint(self, *_args: object) -> None:

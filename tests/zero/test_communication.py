@@ -86,6 +86,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
     for step in range(3):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
+    engine.micro_steps += 1  # as by engine.step of a micro-batch that ends no step
     with counted() as between:
         forge.step(probe_of(engine, case, 2))
     train_step(engine, case, 3)

@@ -89,6 +89,8 @@ def misuses() -> dict[str, str]:
     engine, forge = build(case)
     train_step(engine, case, 0)
     train_step(engine, case, 1)
+    messages["never called"] = message_of(forge.finish)
+    messages["saved without"] = message_of(lambda: engine.save_checkpoint("nowhere"))
     messages["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
 
     engine, forge = build(Case(stage=2, config={"method": {"hardening": [0.0, 0.0]}}))
@@ -104,6 +106,10 @@ def misuses() -> dict[str, str]:
     engine.backward(engine(**my_part(batch_at(0))).loss)
     engine.step()
     messages["accumulating"] = str((forge.step(None), forge.step_count))
+    engine.backward(engine(**my_part(batch_at(1))).loss)
+    messages["before engine.step"] = message_of(lambda: forge.step(None))
+    engine.set_gradient_accumulation_boundary(False)  # as accelerate, which then does not call engine.step
+    messages["own boundary"] = str((forge.step(None), forge.step_count))
 
     engine = build_engine(case)
     engine.basic_optimizer.register_step_post_hook(in_bytes)
@@ -146,7 +152,10 @@ def test_misuse_is_named() -> None:
         "never refreshed" in messages["finish early"] and "layers.0.self_attn.q_proj.weight" in messages["finish early"]
     )
     assert messages["twice"].startswith("ValueError") and "make a new engine" in messages["twice"]
-    assert messages["accumulating"] == "(False, 0)"
+    assert messages["accumulating"] == messages["own boundary"] == "(False, 0)"
+    assert messages["before engine.step"].startswith("ForgeError: forge.step was called before engine.step")
+    for name in ("never called", "saved without"):
+        assert messages[name].startswith("ForgeError: forge.step was not called after 2 steps of the engine"), messages
     assert messages["8 bits"].startswith("ValueError: optimizer AdamW keeps codes in torch.uint8"), messages["8 bits"]
     for key in ("one group", "unmarked", "left out"):
         assert messages[key].startswith("ValueError") and "param_groups(model, config)" in messages[key], messages[key]

@@ -49,7 +49,7 @@ class Fsdp2Engine:
         self.device = self.optimizer.weights[0][0][1].device
         self._config = SimpleNamespace(_param_dict={})
         self._accumulation = gradient_accumulation_steps
-        self._micro_steps = 0
+        self.micro_steps = 0
         self._is_gradient_accumulation_boundary: bool | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,9 +74,9 @@ class Fsdp2Engine:
 
     def step(self) -> None:
         """Make an optimizer step after the last micro-batch of one."""
-        self._micro_steps += 1
+        self.micro_steps += 1
         boundary = self._is_gradient_accumulation_boundary
-        if boundary if boundary is not None else self._micro_steps % self._accumulation == 0:
+        if boundary if boundary is not None else self.micro_steps % self._accumulation == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.global_steps += 1
