@@ -129,6 +129,14 @@ __device__ __forceinline__ void after_kernels_ahead() {
 #define SHARED_MEMORY extern __shared__ __align__(128) char shared[];
 #endif
 
+// MADE_AHEAD: a pointer to what the kernel ahead may still write while this one has begun. Behind __restrict__ the compiler
+// could read it by a path that takes memory for constant.
+#ifdef OVERLAP
+#define MADE_AHEAD
+#else
+#define MADE_AHEAD __restrict__
+#endif
+
 __device__ __forceinline__ u32 word(const uint4& v, int j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
 
 __device__ __forceinline__ float wide_scale(float scale) { return scale; }
@@ -344,9 +352,9 @@ __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o)
 // Dynamic shared memory: x, supersteps of a part * NT * 8 * FRAGMENT bytes; then the sums, WO * WK * WM * NT * 512 bytes (none
 // with WK 1); then WO * WK * U slots. `part`: (gridDim.y, rows, out), or none with one part.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    linear24(const char* __restrict__ values, const char* __restrict__ positions, const u16* __restrict__ x,
+    linear24(const char* __restrict__ values, const char* __restrict__ positions, const u16* MADE_AHEAD x,
              const Scale* __restrict__ scale, const u16* __restrict__ bias, u16* __restrict__ y,
-             float* __restrict__ part, int rows, int out, int inputs) {
+             float* MADE_AHEAD part, int rows, int out, int inputs) {
   SHARED_MEMORY
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const int wk = warp % WK, wo = warp / WK;
@@ -427,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // part (parts, rows, out), n = rows * out -> y (rows, out); four elements a thread where out % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)
-    sum24(const float* __restrict__ part, const Scale* __restrict__ scale, const u16* __restrict__ bias,
+    sum24(const float* MADE_AHEAD part, const Scale* __restrict__ scale, const u16* __restrict__ bias,
           u16* __restrict__ y, int n, int out, int parts) {
   if (SPAN) scale = nullptr;  // the weights were scaled
   after_kernels_ahead();

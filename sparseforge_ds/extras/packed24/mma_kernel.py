@@ -264,8 +264,8 @@ class ProductPlan:
 def may_overlap(capability: tuple[int, int]) -> bool:
     """Return True if a kernel may read weights before the kernel ahead of it has ended (programmatic launches).
 
-    It is tried by SPARSEFORGE_OVERLAP=1, from compute capability 9.0 on. A weight must not be written by the very
-    kernel ahead of its product.
+    It is tried by SPARSEFORGE_OVERLAP=1, from compute capability 9.0 on. A weight must not be written by the kernel
+    ahead of its product, nor by one before that where kernels between are launched so, too.
     """
     return os.environ.get("SPARSEFORGE_OVERLAP") == "1" and capability >= (9, 0)
 
@@ -341,7 +341,7 @@ def _warn(reason: str) -> None:
 
 @cache
 def note_groups() -> None:
-    """Say once that a weight's groups are none of this kernel."""
+    """Say once that weights have groups which this kernel does not multiply."""
     _LOGGER.warning(
         "linear24: a weight's groups of int4 go to Triton's kernel, which is slower for 2 to %d rows. That for sparse "
         "tensor cores takes groups of a multiple of %d values: export with --group 64",

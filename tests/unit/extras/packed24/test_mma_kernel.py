@@ -198,7 +198,7 @@ def test_the_configuration_of_a_launch_is_laid_out_as_the_drivers_header_says(tm
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_weights_are_on_their_way_before_kernels_ahead_are_awaited(tmp_path: Path) -> None:
+def test_weights_are_read_before_kernels_ahead_are_awaited_and_all_else_after(tmp_path: Path) -> None:
     """Compile for compute capability 9.0, where there is NVIDIA's compiler."""
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed; it comes with the CUDA toolkit")
@@ -213,6 +213,9 @@ def test_weights_are_on_their_way_before_kernels_ahead_are_awaited(tmp_path: Pat
     )
     assert multiply.index("cp.async") < multiply.index("griddepcontrol.wait") < multiply.index("ld.global")
     assert add.index("griddepcontrol.wait") < add.index("ld.global")
+    # What the kernel ahead writes is no constant: 16 bytes of x, and of the sums.
+    for kernel in (multiply, add):
+        assert "ld.global.v4" in kernel and "ld.global.nc.v4" not in kernel
 
 
 @pytest.mark.parametrize("gpu", list(GPUS))
