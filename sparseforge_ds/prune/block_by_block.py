@@ -304,7 +304,9 @@ class _Progress:
         """
         self.folder = folder
         path = folder / "settings.json"
-        if folder.is_dir() and not path.is_file() and (others := self._others()):
+        # A prune that has not written its settings yet has written nothing else but its lock.
+        known = {folder / "lock", *folder.glob("settings.json*")}
+        if not path.is_file() and (others := sorted(set(folder.glob("*")) - known)):
             raise ValueError(
                 f"{folder}: has files that no prune has written ({others[0].name}), and would take unfinished results; "
                 "move it, or give another OUT"
@@ -323,23 +325,17 @@ class _Progress:
                 )
         else:
             write_json(path, identity)
-        for stale in (*folder.glob("block_*.tmp"), *folder.glob("*.stream")):
+        for stale in (*folder.glob("block_?????.safetensors.*.tmp"), *folder.glob("*.stream")):
             stale.unlink()
-        self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_*.safetensors")}
-
-    def _own(self) -> set[Path]:
-        """Return the files that a prune writes there."""
-        patterns = ("lock", "settings.json*", "block_*", "*.stream")
-        return {path for pattern in patterns for path in self.folder.glob(pattern)}
-
-    def _others(self) -> list[Path]:
-        return sorted(set(self.folder.iterdir()) - self._own())
+        self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_?????.safetensors")}
 
     def remove(self) -> None:
-        """Remove what a prune has written, and the folder if it had nothing else."""
-        for path in self._own():
-            path.unlink()
-        if not self._others():
+        """Remove what a prune has written, and the folder if it has nothing else."""
+        # Settings go last: without them blocks would pass for those of the next prune.
+        for pattern in ("block_?????.safetensors*", "*.stream", "lock", "settings.json*"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+        if not any(self.folder.iterdir()):
             self.folder.rmdir()
 
     def save(self, number: int, tensors: dict[str, Tensor], result: SolvedBlock) -> None:

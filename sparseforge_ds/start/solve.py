@@ -45,8 +45,8 @@ class SolvedBlock:
     masks: dict[str, Tensor]
     """Mask of each weight, bool in its shape, by its name inside the block."""
     error_before: float = math.nan
-    """Error of the block with its first mask: mean over tokens of squared distance from the dense block's output, by
-    the squared length of that. NaN if the mask is found by training."""
+    """Error of the block with its first mask, which where masks are annealed is that of magnitude: mean over tokens of
+    squared distance from the dense block's output, by the squared length of that. NaN if nothing is pruned."""
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
@@ -139,6 +139,7 @@ class _Solver:
         solved = SolvedBlock({}, few_tokens={name: int(starved_E.sum()) for name, starved_E in starved.items()})
         # Masks come before training, or by it.
         if kind == "annealed":
+            solved.error_before = self._error_by_magnitude(moments)
             solved.masks = self._train(None, starved)
         else:
             masks = self._first_masks(kind, moments)
@@ -158,13 +159,16 @@ class _Solver:
         """Raise ValueError, on all ranks, where training has diverged or inputs were not finite."""
         before = solved.error_before
         # A block whose output were 0 would have an error of 1.
-        bound = 1.0 if math.isnan(before) else max(1.0, before)
-        if math.isfinite(solved.error) and (solved.error <= bound or not self.settings.epochs):
+        if math.isfinite(solved.error) and (solved.error <= max(1.0, before) or not self.settings.epochs):
             return
-        first = "" if math.isnan(before) else f" from {before:.3g} with its first mask"
+        if not math.isfinite(before) or not self.settings.epochs:
+            raise ValueError(
+                "the outputs of the block are not finite in the model as it is pruned so far; compute in bf16 or fp32, "
+                "or take a model without infinite weights"
+            )
         raise ValueError(
-            f"the error of the block's output came{first} to {solved.error:.3g} of its square; take a rate below "
-            f"{self.settings.rate:g} for the start, bf16 or fp32, and a model without infinite weights"
+            f"training has raised the error of the block from {before:.3g} to {solved.error:.3g}; take a rate below "
+            f"{self.settings.rate:g} for the start"
         )
 
     @property
@@ -221,6 +225,15 @@ class _Solver:
                 value.copy_(torch.where(kept, value, 0.0))
             masks[weight.name] = kept
         return masks
+
+    def _error_by_magnitude(self, moments: InputMoments) -> float:
+        """Measure the error with the masks of magnitude, and leave the block dense."""
+        dense = {weight.name: self.block.get_parameter(weight.name).detach().clone() for weight in self.weights}
+        self._first_masks("magnitude", moments)
+        error = self._error()
+        for name, value in dense.items():
+            self.block.get_parameter(name).data.copy_(value)
+        return error
 
     def _train(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run Adam on the kept weights, and return the masks.
