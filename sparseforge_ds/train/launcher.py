@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import random
 import socket
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,8 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STE
 """Environment variables with the number of processes that mpirun or srun has started."""
 _PORTS = (10_000, 32_768)
 """First port, and the first of those that Linux hands out as ephemeral ones."""
+_NUMBERS = itertools.count(os.getpid() * 7919)
+"""Numbers that this process goes through; a prime keeps processes with neighbouring numbers apart."""
 _SHARED_BUFFER = "/dev/shm/deepspeed_allreduce_buffer_"
 
 
@@ -68,10 +70,12 @@ def set_default_environment() -> None:
 def free_port() -> int:
     """Return a free port of this machine that the kernel does not hand out as an ephemeral one.
 
-    A process listens on it seconds later. Meanwhile any connection could take a port that the kernel chooses.
+    Somebody listens on it seconds later. Meanwhile any connection could take a port that the kernel chooses; and each
+    process goes through these ports from another one on, so that two do not choose the same at once.
     """
+    first, stop = _PORTS
     while True:
-        port = random.SystemRandom().randrange(*_PORTS)
+        port = first + next(_NUMBERS) % (stop - first)
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("", port))
             return port
