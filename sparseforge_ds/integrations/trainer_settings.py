@@ -276,7 +276,8 @@ def resolve_block(
         raise ValueError(f"sparseforge = {user_block!r}: give the block itself, as a dict or a SparseForgeConfig")
     block: Any = user_block
     in_json = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
-    if block is not None and in_json is not None and block != in_json:
+    given = block.to_dict() if isinstance(block, SparseForgeConfig) else block
+    if given is not None and in_json is not None and given != in_json and trainer.accelerator.is_main_process:
         _LOG.warning('sparseforge= is taken, and the "sparseforge" block of the DeepSpeed JSON is not')
     if block is None:
         block = in_json

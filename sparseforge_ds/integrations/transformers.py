@@ -383,10 +383,8 @@ class SparseForgeMixin(_Trainer):
         """Save as the trainer does, with the records of a permuted or rotated model, which its exports need."""
         if state_dict is not None:
             # Accelerate copies every tensor, so that a tied weight would be stored twice.
-            names: dict[int, str] = {}
-            for name, parameter in self.model.named_parameters(remove_duplicate=False):
-                first = names.setdefault(id(parameter), name)
-                if first != name and first in state_dict and name in state_dict:
+            for name, first in getattr(self.model, "all_tied_weights_keys", {}).items():
+                if first in state_dict and name in state_dict:
                     state_dict[name] = state_dict[first]
         super()._save(output_dir, state_dict)
         name = self.model.config.name_or_path

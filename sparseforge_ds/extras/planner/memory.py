@@ -103,6 +103,9 @@ def _memory(
         on_host = settings.weights_on_host if name == "weights" else settings.optimizer_on_host
         (host if on_host and name in {"weights", *_WITH_OPTIMIZER} else device)[name] = size
     device["fp32 gradients"] = whole_gradients(model, settings)
+    # DeepSpeed's BF16_Optimizer has whole gradients on every rank, which are masked by the bits of all ranks.
+    if frozen and settings.whole_gradients:
+        device["kept bits"] += math.ceil(sum(parameter.numel for parameter in model.parameters if parameter.masked) / 8)
     if zero3:
         device["persistent weights"] = _persistent(model, settings)
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0

@@ -183,6 +183,11 @@ def test_fp32_gradients_at_stage_1_are_those_of_the_whole_model() -> None:
     assert results.resident["fp32 gradients"] == 4 * model.total == lasting(model, laid_out)["fp32 gradients"]
     assert results.phases["forward and backward"] == {"gradients": 2 * model.total}
     assert results.phases["optimizer step"].keys() == {"gradients", "mask's temporaries"}
+    # Frozen, they are masked by the bits of all ranks.
+    laid_out = planned(1, 8, {"method": "naive_retrain"})[1]
+    own = memory(model, laid_out, lambda *_: NOTHING).resident["kept bits"]
+    laid_out = dataclasses.replace(laid_out, gradient_bytes=4)
+    assert memory(model, laid_out, lambda *_: NOTHING).resident["kept bits"] == own + math.ceil(model.masked / 8)
 
 
 def test_scores_by_row_and_column_sums() -> None:
