@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import socket
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,6 +66,18 @@ def set_default_environment() -> None:
             return
     # One process needs no launcher, only a free port.
     os.environ.update(zip(_VARIABLES, ("0", "0", "1", "127.0.0.1", str(free_port())), strict=True))
+
+
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """Restore a launcher's variables at the end of the block: a process that starts later belongs to another run."""
+    before = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        for name in _VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def free_port() -> int:

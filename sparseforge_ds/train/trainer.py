@@ -33,6 +33,7 @@ from sparseforge_ds.train.engine import build_context
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.launcher import (
     rank_from_launcher,
+    restored_environment,
     set_default_environment,
     unlink_shared_buffers,
     world_size_from_launcher,
@@ -192,6 +193,7 @@ def require_compiler(device: torch.device) -> None:
         ) from None
 
 
+@restored_environment()
 def main(
     command_line: Sequence[str] | None = None, dry_run: Callable[[RunArguments], Iterable[str]] | None = None
 ) -> int:

@@ -14,9 +14,10 @@ from tests.distributed import PATIENCE, ROOT
 from tests.tiny_folders import deepspeed_json, write_json, write_model, write_text
 
 FINISH = """
-import sys
+import os, sys
 from sparseforge_ds.cli.main import main
 assert main(["train", *sys.argv[1:], "--resume"]) == 0
+assert "MASTER_PORT" not in os.environ  # else the next run without a launcher would listen where this one does
 assert main(["consolidate", "run", "sparse"]) == 0
 assert main(["verify", "sparse"]) == 0
 """
