@@ -20,7 +20,7 @@ from sparseforge_ds.curvature import estimator_of, sums_of
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.train.launcher import set_default_environment
-from sparseforge_ds.zero.probe import batches_of
+from sparseforge_ds.zero.extra_passes import batches_of
 
 LoadModel = Callable[[str], Any]
 """dtype -> the model."""

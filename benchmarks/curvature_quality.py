@@ -97,7 +97,7 @@ class Judge:
             curvature = estimate[weight.name]
             scaling = scalings(score_moments(dense, curvature)[None], DAMPING)[0]
             score_GM = self._groups(weight, standardized_score(dense, curvature, scaling))
-            chosen = PATTERN.from_groups(top_n(score_GM, PATTERN.kept), weight.shape, weight.input_axis)
+            chosen = PATTERN.from_groups(top_n(score_GM, PATTERN.kept_count), weight.shape, weight.input_axis)
             result[weight.name] = chosen
         return result
 

@@ -17,7 +17,7 @@ import sparseforge_ds as sf
 from benchmarks.phases import Phases
 from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.teacher import Teacher
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.extra_passes import Closure
 
 WEIGHT_DECAY = 0.01
 PHASE_WINDOWS = {"heating": (1.0, 1.0), "hardening": (0.0, 1.0), "frozen": (0.0, 0.0)}

@@ -23,7 +23,7 @@ from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
-from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
 from sparseforge_ds.zero.step_hooks import StepHooks
 
@@ -70,13 +70,13 @@ class SparseForge:
         self.weights: list[PrunableWeight] = list(self.sharded.prunable.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
         # Curvature, scores and method work on the shards; the hooks publish masks inside the optimizer's step.
-        self._probe = Probe(self.sharded.layout)
-        self.curvature = RunningCurvature(self.sharded, self._probe)
+        self._extra_passes = ExtraPasses(self.sharded.layout)
+        self.curvature = RunningCurvature(self.sharded, self._extra_passes)
         """Running mean of the curvature, of which scores are made."""
         self._saved = SavedState(self.sharded, self.curvature)
         self.method = method_of(config)(self.sharded, Ranking(self.curvature))
         """The method of the config, on this rank's shards."""
-        self._hooks = StepHooks(self.sharded.state, self.method, self._probe)
+        self._hooks = StepHooks(self.sharded.state, self.method, self._extra_passes)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         # ZeRO-3's leaf modules reduce gradients of weights even in a probe of activations.
         has_leaves = getattr(self.sharded.layout.optimizer, "leaf_parameters", None)
@@ -243,10 +243,10 @@ class SparseForge:
 
     def soft_to_hard_gap(self, probe: Closure) -> float:
         """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective."""
-        losses = [self._probe.loss(probe)]
+        losses = [self._extra_passes.loss(probe)]
         try:
             self._republish(hard=True)
-            losses.append(self._probe.loss(probe))
+            losses.append(self._extra_passes.loss(probe))
         finally:
             self._republish()
         gap = (losses[1] - losses[0]).to(self.sharded.layout.device)

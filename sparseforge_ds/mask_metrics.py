@@ -137,10 +137,10 @@ class MaskMetrics:
         `disagrees` has all groups that the chunk has a member of, see `MaskUpdate`.
         """
         # Leave out groups that a shard boundary cuts: two ranks would count them.
-        span = self.pattern.span(weight.shape, weight.input_axis)
-        per_span = span // self.pattern.members
-        uncut = disagrees.view(-1)[per_span * (shard.start % span > 0) :]
-        uncut = uncut[: max(0, shard.stop // span - -(-shard.start // span)) * per_span]
+        period = self.pattern.period(weight.shape, weight.input_axis)
+        per_period = period // self.pattern.members
+        uncut = disagrees.view(-1)[per_period * (shard.start % period > 0) :]
+        uncut = uncut[: max(0, shard.stop // period - -(-shard.start // period)) * per_period]
         self._add("disagreeing", uncut.sum(dtype=torch.float64))
         self._counts["groups"] += uncut.numel()
 

@@ -57,8 +57,8 @@ class ShardedWeights:
         mask_dtype = getattr(torch, config.mask_storage)
         is_quantized = config.quantize is not None
         self.state = ShardState(self.layout, self.shards, mask_dtype, config.state_keys, is_quantized)
-        spans = {name: self.pattern.span(weight.shape, weight.input_axis) for name, weight in self.prunable.items()}
-        self.halo = HaloExchange(self.layout, self.shards, spans)
+        periods = {name: self.pattern.period(weight.shape, weight.input_axis) for name, weight in self.prunable.items()}
+        self.halo = HaloExchange(self.layout, self.shards, periods)
         self.matrices = Matrices(self.layout, self.shards, {n: w.matrices for n, w in self.prunable.items()})
         self.metrics = MaskMetrics(self.matrices, self.pattern)
         self.quantizer = self._quantizer()
@@ -188,7 +188,7 @@ class ShardedWeights:
             kept = self.state.mask(chunk).masked_fill(self.dense(chunk) != 0, 1.0)
             kept_GM = self.to_groups(chunk, kept, halo)
             # In a full group the kept members are its best ones, and N in number.
-            is_full_G = (kept_GM.sum(dim=1) == self.pattern.kept) & (
+            is_full_G = (kept_GM.sum(dim=1) == self.pattern.kept_count) & (
                 survivors(kept_GM, self.pattern) == kept_GM.bool()
             ).all(dim=1)
             misfits += (~is_full_G).sum().to(misfits.device)

@@ -70,7 +70,7 @@ class ModelSource(Source):
     def read_mask(self, name: str) -> Tensor:
         weight = self.prunable[name]
         size_GM = self.pattern.to_groups(self._dense[name].abs().reshape(-1), weight.shape, weight.input_axis)
-        kept_GM = top_n(size_GM, self.pattern.kept)
+        kept_GM = top_n(size_GM, self.pattern.kept_count)
         return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
 
@@ -101,7 +101,7 @@ def sparse_model(
     for weight in prunable_weights(model, config):
         value = model.get_parameter(weight.name).data
         group_GM = config.parsed_pattern.to_groups(value.reshape(-1), weight.shape, weight.input_axis)
-        kept_GM = top_n(group_GM.abs().float(), config.parsed_pattern.kept)
+        kept_GM = top_n(group_GM.abs().float(), config.parsed_pattern.kept_count)
         kept = config.parsed_pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
         value.mul_(kept)
         if zeros is not None:

@@ -295,9 +295,9 @@ def attach(
     ):
         forge = sf.SparseForge(engine, config)
     edges = forge.sharded.halo
-    spans = {w.name: config.parsed_pattern.span(w.shape, w.input_axis) for w in forge.weights}
+    periods = {w.name: config.parsed_pattern.period(w.shape, w.input_axis) for w in forge.weights}
     edges.any_cut = any(  # a value that the ranks agree on, and fake tensors do not have
-        start % spans[name] or stop % spans[name]
+        start % periods[name] or stop % periods[name]
         for name, ranges in edges.ranges.items()
         for start, stop in ranges
         if stop > start

@@ -68,9 +68,9 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish) -> None:
         # Flat, a unit is neighbours; or, with the inputs first, the same place in each of as many rows of outputs.
         input_last = weight.input_axis == -1
         apart = 1 if input_last else outputs
-        span = unit * apart
+        period = unit * apart
         # Complete this rank's elements to whole units with zeros, and average over each segment.
-        padded = F.pad(removed(shard), (shard.start % span, -shard.stop % span)).view(-1, unit, apart)
+        padded = F.pad(removed(shard), (shard.start % period, -shard.stop % period)).view(-1, unit, apart)
         sum_RSA = F.pad(padded, (0, 0, 0, per_unit * k - unit)).view(-1, per_unit, k, apart).sum(dim=2)
         lengths = torch.full((per_unit, 1), k, device=sum_RSA.device)
         lengths[-1] -= per_unit * k - unit
@@ -78,7 +78,7 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish) -> None:
         # Add up the parts of all ranks.
         b = torch.zeros(outputs * segments, device=layout.device)
         by_segment = b.view(-1, 1) if input_last else b.view(outputs, segments).t()
-        by_segment[shard.start // span * per_unit :][: len(mean_RA)] = mean_RA
+        by_segment[shard.start // period * per_unit :][: len(mean_RA)] = mean_RA
         layout.sum_shards(b)
         write(layout, weight, LOW_RANK, b)
         branch.enabled = True
@@ -107,9 +107,11 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     shards = {name: weights.shards[name] for name in added}
     inputs_of = {name: weight.shape[weight.input_axis] for name, weight in weights.prunable.items() if name in added}
     unit_of = {name: NM(1, _unit(inputs_of[name], branch.k)[0]) for name, branch in added.items()}
-    spans = {name: unit_of[name].span(shard.shape, weights.prunable[name].input_axis) for name, shard in shards.items()}
+    periods = {
+        name: unit_of[name].period(shard.shape, weights.prunable[name].input_axis) for name, shard in shards.items()
+    }
     forget_moments(layout, [weights.prunable[name] for name in added])
-    unit_halo = HaloExchange(layout, shards, spans)
+    unit_halo = HaloExchange(layout, shards, periods)
     halo = unit_halo.exchange(weights.reader(weights.dense))
     for name, branch in added.items():
         weight = weights.prunable[name]
@@ -126,7 +128,7 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
         for chunk in unit_halo.chunks[name]:
             dense = unit_halo.with_halo(chunk, weights.dense(chunk), halo)
             unit_RU = unit_of[name].to_groups(dense, weight.shape, weight.input_axis).to(layout.device)
-            first = chunk.start - chunk.start % spans[name]  # flat element that the first span of the chunk begins with
+            first = chunk.start - chunk.start % periods[name]  # first flat element of the chunk's first period
             number_R = torch.arange(first // unit, first // unit + len(unit_RU), device=layout.device)
             # In the order of `to_groups`: along the inputs of an output, or all outputs of a unit after another.
             if weight.input_axis == -1:
@@ -163,5 +165,5 @@ def _best_shifts(unit_RU: Tensor, k: int, pattern: NM) -> Tensor:
     """Return (R, S) shifts of the segments of units of inputs, the last of which may be shorter than k."""
     full = unit_RU.shape[1] - unit_RU.shape[1] % k
     parts = (unit_RU[:, :full].reshape(-1, k), unit_RU[:, full:])
-    shifts = [best_shift(part, pattern.kept, pattern.members) for part in parts if part.numel()]
+    shifts = [best_shift(part, pattern.kept_count, pattern.members) for part in parts if part.numel()]
     return torch.cat([shift.view(len(unit_RU), -1) for shift in shifts], dim=1)

@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         dense.write(permutation, folder, args.max_shard_size, args.workers)
 
     # Print the gain.
-    for part, kept in permutation.facts["kept"].items():
-        before = kept["before"]
-        after = kept["after"]
+    for part, score in permutation.facts["kept_score"].items():
+        before = score["before"]
+        after = score["after"]
         lost = 1 - (1 - after) / (1 - before) if before < 1 else 0.0
         print(f"{part}: {config.pattern} keeps {after:.2%} of the score, {before:.2%} before: {lost:.1%} less is lost")
     seconds = permutation.facts["seconds"]

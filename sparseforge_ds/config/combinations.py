@@ -57,7 +57,7 @@ def check_removes(config: SparseForgeConfig) -> None:
     """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison."""
     pattern = config.parsed_pattern
     is_control = config.method.name == "naive_retrain" and config.importance == "magnitude"
-    if pattern.kept == pattern.members and not is_control:
+    if pattern.kept_count == pattern.members and not is_control:
         raise ValueError(
             f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
             'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'

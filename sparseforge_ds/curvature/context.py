@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.expert_load import ExpertLoad
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
+from sparseforge_ds.zero.extra_passes import ExtraPasses, ProbeBatches
 from sparseforge_ds.zero.halo import HaloExchange
 from sparseforge_ds.zero.layer_hooks import token_gradients
 from sparseforge_ds.zero.matrices import Matrices
-from sparseforge_ds.zero.probe import Probe, ProbeBatches
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Diagonal = dict[str, Tensor]
@@ -60,7 +60,7 @@ class EstimatorContext:
 
     def __init__(
         self,
-        probe: Probe,
+        extra_passes: ExtraPasses,
         matrices: Matrices,
         halo: HaloExchange,
         modules: dict[str, nn.Module],
@@ -71,7 +71,7 @@ class EstimatorContext:
         """Collect what estimators share.
 
         Args:
-            probe: of the engine.
+            extra_passes: passes on the engine.
             matrices: of all prunable weights.
             halo: of their shards.
             modules: the linear layer of each weight that has one, by weight name.
@@ -83,8 +83,8 @@ class EstimatorContext:
             ValueError: the tokens of fused experts cannot be seen, because they are not those of transformers.
         """
         self.input_first = frozenset(input_first)
-        self.probe = probe
-        self.layout: ShardLayout = probe.layout
+        self.extra_passes = extra_passes
+        self.layout: ShardLayout = extra_passes.layout
         self.matrices = matrices
         self.ranges = halo.ranges
         self.chunks = halo.chunks

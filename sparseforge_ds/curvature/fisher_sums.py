@@ -26,8 +26,8 @@ from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.mask.kernels.fisher import InputSquares, add_fisher_sums, expert_fisher_sums
 from sparseforge_ds.zero.expert_hooks import expert_tokens
+from sparseforge_ds.zero.extra_passes import ProbeBatches, divisor_of
 from sparseforge_ds.zero.layer_hooks import block_entries, token_gradients
-from sparseforge_ds.zero.probe import ProbeBatches, divisor_of
 
 
 class FisherSums(SumsEstimator):
@@ -77,12 +77,12 @@ class FisherSums(SumsEstimator):
         """Collect the sums in a forward and backward pass for every pass of a batch."""
         self.begin()
         with self.listening():
-            for probe in range(probes):
-                passes = batches.passes(probe)
-                self.divisor = divisor_of(batches, probe)
-                self.context.probe.activations(passes)
+            for batch in range(probes):
+                passes = batches.passes(batch)
+                self.divisor = divisor_of(batches, batch)
+                self.context.extra_passes.activations(passes)
         assert self._sums is not None
-        return self.context.probe.usable(self._sums.values)
+        return self.context.extra_passes.usable(self._sums.values)
 
     @torch.no_grad()
     @override
@@ -112,7 +112,7 @@ class FisherSums(SumsEstimator):
         """
         divisor = tokens if self.divisor is None else self.divisor
         self._tokens[name] += divisor if self.counted is None else self.counted
-        return (divisor / self.context.probe.backward_scale) ** 2
+        return (divisor / self.context.extra_passes.backward_scale) ** 2
 
     def _add_experts(
         self, layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int

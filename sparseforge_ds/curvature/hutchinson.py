@@ -13,7 +13,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorContext
 from sparseforge_ds.mask.curvature import hutchinson_sample
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
@@ -38,9 +38,9 @@ class Hutchinson(Estimator):
         radii = self._radii()
         context.expert_load.begin()
         try:
-            for probe in range(probes):
-                keys = {name: counter_key(self.seed, step, probe, name) for name in context.shards}
-                passes = batches.passes(probe)
+            for batch in range(probes):
+                keys = {name: counter_key(self.seed, step, batch, name) for name in context.shards}
+                passes = batches.passes(batch)
                 for side in (1.0, -1.0):
                     write_masters()
                     self._displace(keys, {name: side * radius for name, radius in radii.items()})
@@ -78,7 +78,9 @@ class Hutchinson(Estimator):
                 into[shard.name][inside].add_(sample, alpha=factor)
 
         names = set(self.context.shards)
-        return self.context.probe.gradients(passes, lambda flat, g: self.context.add_gradient(flat, g, names, add))
+        return self.context.extra_passes.gradients(
+            passes, lambda flat, g: self.context.add_gradient(flat, g, names, add)
+        )
 
     @staticmethod
     def _sign(key: int, shard: Shard, device: torch.device) -> Tensor:

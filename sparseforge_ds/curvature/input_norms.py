@@ -16,8 +16,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.zero.expert_hooks import expert_tokens
+from sparseforge_ds.zero.extra_passes import ProbeBatches
 from sparseforge_ds.zero.layer_hooks import layer_inputs
-from sparseforge_ds.zero.probe import ProbeBatches
 
 
 class InputNorms(SumsEstimator):
@@ -45,9 +45,9 @@ class InputNorms(SumsEstimator):
             layer_inputs(context.modules, self._add),
             expert_tokens(context.fused, self._add_experts, gradients=False) if context.fused else nullcontext(),
         ):
-            for probe in range(probes):
-                for closure in batches.passes(probe):
-                    context.probe.loss(closure)
+            for batch in range(probes):
+                for closure in batches.passes(batch):
+                    context.extra_passes.loss(closure)
         return True
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Hutchinson's estimate at the outputs of the linear layers, of which row and column sums are kept.
+"""Hutchinson's estimate at the outputs of the linear layers, of which row and column sums remain.
 
-The paper's probe is one sign a weight, and every other weight's curvature is noise in it. Here the probe is one sign v
+The paper's probe vector is one sign a weight, and every other weight's curvature is noise in it. Here it is one sign v
 for every token and output of a layer, y = W x: with g = dL/dy, v (g(y + r v) - g(y - r v)) / 2r estimates D, the second
 derivative of the loss with respect to each output at each token. The curvature of W_oi is the sum over tokens of
 D_to x_ti^2, up to terms that couple two tokens, which are left out. There are as many samples of D as tokens. The
@@ -25,8 +25,8 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.curvature.axis_sums import AxisSums
 from sparseforge_ds.curvature.context import EstimatorContext, SumsEstimator
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher_rows
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.layer_hooks import token_gradients
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
 
 RADIUS = 0.1
 """Step relative to the RMS of a token's outputs; the same in all dtypes."""
@@ -40,7 +40,7 @@ _CALLED_AGAIN = (
 
 @dataclass
 class _Between:
-    """Numbers of a layer that are kept between the two sides of a probe."""
+    """Numbers of a layer that wait between the two sides of a probe."""
 
     radius_T: Tensor
     """Radius r of each token, in the dtype of the outputs."""
@@ -67,14 +67,14 @@ class OutputHutchinson(SumsEstimator):
         context = self.context
         sums = self._sums = AxisSums(context.matrices, context.shards, context.layout.device)
         self._passes = 0
-        for probe in range(probes):
-            keys = {name: counter_key(self.seed, step, probe, f"{name} outputs") for name in context.shards}
-            for number, closure in enumerate(batches.passes(probe)):
-                kept: dict[str, _Between] = {}
+        for batch in range(probes):
+            keys = {name: counter_key(self.seed, step, batch, f"{name} outputs") for name in context.shards}
+            for number, closure in enumerate(batches.passes(batch)):
+                by_layer: dict[str, _Between] = {}
                 for side in (1.0, -1.0):
-                    self._pass(closure, side, keys, number, kept, sums)
+                    self._pass(closure, side, keys, number, by_layer, sums)
                 self._passes += 1
-        return context.probe.usable(sums.values)
+        return context.extra_passes.usable(sums.values)
 
     @override
     def finish(self) -> tuple[AxisSums, Tensor]:
@@ -94,7 +94,7 @@ class OutputHutchinson(SumsEstimator):
         side: float,
         keys: dict[str, int],
         number: int,
-        kept: dict[str, _Between],
+        by_layer: dict[str, _Between],
         sums: AxisSums,
     ) -> None:
         """Add one side of the difference on pass `number` to `sums`."""
@@ -107,18 +107,18 @@ class OutputHutchinson(SumsEstimator):
             return runs[0] if len(runs) == 1 else torch.cat(runs)
 
         def displacement(name: str, output_TO: Tensor) -> Tensor:
-            if name not in kept:
+            if name not in by_layer:
                 size_T = squares_in_fp32(output_TO).mean(dim=1).sqrt()
-                kept[name] = _Between((self.radius * size_T).clamp_(min=_LEAST).to(output_TO.dtype))
-            elif len(kept[name].radius_T) != len(output_TO):
+                by_layer[name] = _Between((self.radius * size_T).clamp_(min=_LEAST).to(output_TO.dtype))
+            elif len(by_layer[name].radius_T) != len(output_TO):
                 raise ValueError(_CALLED_AGAIN.format(name))
-            return signs(name, output_TO).mul_((side * kept[name].radius_T)[:, None])
+            return signs(name, output_TO).mul_((side * by_layer[name].radius_T)[:, None])
 
         def receive(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
-            layer = kept[name]
+            layer = by_layer[name]
             if (layer.slope_T is None) != (side > 0):
                 raise ValueError(_CALLED_AGAIN.format(name))
-            scale_T = 1 / (2 * context.probe.backward_scale * layer.radius_T.float())
+            scale_T = 1 / (2 * context.extra_passes.backward_scale * layer.radius_T.float())
             slope_TO = (grad_TO * signs(name, grad_TO)).float().mul_(scale_T[:, None])
             slope_T = slope_TO.sum(dim=1)
             square_TI = squares_in_fp32(input_TI)
@@ -132,7 +132,7 @@ class OutputHutchinson(SumsEstimator):
             output_O += side * (layer.square_T @ slope_TO)
 
         with token_gradients(context.modules, receive, displacement):
-            context.probe.activations((closure,))
+            context.extra_passes.activations((closure,))
 
 
 def squares_in_fp32(values: Tensor) -> Tensor:

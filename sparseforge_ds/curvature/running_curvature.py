@@ -33,7 +33,7 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
-from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
+from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches, batches_of
 from sparseforge_ds.zero.shard import Shard
 
 _LOG = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ class RunningCurvature:
     It measures nothing where scores need no curvature.
     """
 
-    def __init__(self, weights: ShardedWeights, probe: Probe) -> None:
+    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses) -> None:
         """Build the estimator that the config names. Raises ValueError where it cannot work on some prunable weight."""
         config = weights.config
         self.weights = weights
-        self.probe = probe
+        self.extra_passes = extra_passes
         self.refreshes = 0
         """Samples taken so far, for the bias correction."""
         self.lost_refreshes = 0
@@ -84,7 +84,7 @@ class RunningCurvature:
             refuse_shared(module, weights.prunable.values(), "be measured", '"curvature": {"per_token": false}')
         layers = {weight.name: module.get_submodule(weight.module) for weight in weights.prunable.values()}
         self.context = EstimatorContext(
-            probe,
+            extra_passes,
             weights.matrices,
             weights.halo,
             modules={name: layer for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D))},

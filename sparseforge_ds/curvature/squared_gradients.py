@@ -13,8 +13,8 @@ from sparseforge_ds.curvature.context import Diagonal, Estimator, EstimatorConte
 from sparseforge_ds.mask.curvature import token_fisher
 from sparseforge_ds.mask.kernels.fisher import expert_fisher
 from sparseforge_ds.zero.expert_hooks import expert_tokens
+from sparseforge_ds.zero.extra_passes import ProbeBatches, divisor_of, reduce_to_shard
 from sparseforge_ds.zero.layer_hooks import token_gradients
-from sparseforge_ds.zero.probe import ProbeBatches, divisor_of, reduce_to_shard
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -38,7 +38,7 @@ class SquaredGradients(Estimator):
 
         def on_tokens(name: str, grad_TO: Tensor, input_TI: Tensor) -> None:
             shard = context.shards[name]
-            sum_OI = token_fisher(grad_TO, input_TI, context.probe.backward_scale)
+            sum_OI = token_fisher(grad_TO, input_TI, context.extra_passes.backward_scale)
             flat = (sum_OI.t() if name in context.input_first else sum_OI).reshape(-1)
             _, part = reduce_to_shard(layout, shard, context.ranges[name], flat)
             # The loss is a sum over tokens divided by D, by default this pass's T. So sum (D g)^2 over tokens, divide
@@ -57,7 +57,7 @@ class SquaredGradients(Estimator):
             shard = context.shards[name]
             size = grad_SO.shape[1] * input_SI.shape[1]
             # As above, but the mean is over an expert's N tokens, which are known after all ranks have counted.
-            scale = context.probe.backward_scale / (divisor or tokens)
+            scale = context.extra_passes.backward_scale / (divisor or tokens)
             for first, sum_EOI in expert_fisher(grad_SO, input_SI, stop_E, scale):
                 flat = (sum_EOI.transpose(1, 2) if name in context.input_first else sum_EOI).reshape(-1)
                 inside, part = reduce_to_shard(layout, shard, context.ranges[name], flat, first * size)
@@ -69,20 +69,20 @@ class SquaredGradients(Estimator):
 
         # Listen to the layers in every pass; other weights take the gradient of the whole batch.
         context.expert_load.begin()
-        for probe in range(probes):
-            passes = batches.passes(probe)
-            divisor = divisor_of(batches, probe)
+        for batch in range(probes):
+            passes = batches.passes(batch)
+            divisor = divisor_of(batches, batch)
             with (
                 token_gradients(context.modules, on_tokens) if context.modules else nullcontext(),
                 expert_tokens(context.fused, on_experts) if context.fused else nullcontext(),
             ):
                 if not self.per_batch:
-                    context.probe.activations(passes)
-                elif not context.probe.gradients(
+                    context.extra_passes.activations(passes)
+                elif not context.extra_passes.gradients(
                     passes, lambda index, gradient: context.add_gradient(index, gradient, self.per_batch, add_square)
                 ):
                     return False
-        if not self.per_batch and not context.probe.usable(*total.values()):
+        if not self.per_batch and not context.extra_passes.usable(*total.values()):
             return False
         context.expert_load.agree()
         context.divide(total, context.expert_load.read()[0])

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.data.token_documents import TokenDocument
-from sparseforge_ds.model.chat_template import Span, render_chat, render_turns
+from sparseforge_ds.model.chat_template import TextSpan, render_chat, render_turns
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -61,7 +61,7 @@ class Conversation:
         """
         return self._render(tokenizer, self.messages)
 
-    def render_with_spans(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+    def render_with_spans(self, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[TextSpan]]:
         """Return the text and its trained spans: the completion, or all turns of the assistant without one.
 
         Raises:
@@ -79,7 +79,7 @@ class Conversation:
             )
         return text, [(len(prompt), len(text))]
 
-    def _assistant_spans(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[Span]:
+    def _assistant_spans(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[TextSpan]:
         if not _GENERATION.search(tokenizer.get_chat_template()):
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} does not mark the assistant's turns, "
@@ -134,7 +134,7 @@ def is_blank(document: Document) -> bool:
     return not any(str(content or "").strip() for content in contents)
 
 
-def text_with_spans(document: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
+def text_with_spans(document: Text, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[TextSpan]]:
     """Return the text of a document that is not plain text, and the spans that `--loss_on completion` trains on.
 
     Raises:

@@ -17,7 +17,7 @@ from sparseforge_ds.data.documents import Conversation, Document, Text, is_blank
 from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.token_documents import TokenDocument
 from sparseforge_ds.data.windows import document_starts, ids_of_tokens, trained_flags
-from sparseforge_ds.model.chat_template import Span
+from sparseforge_ds.model.chat_template import TextSpan
 from sparseforge_ds.model.tokenizer import run_tokenizer
 
 DOCUMENTS_AT_A_TIME = 256
@@ -139,7 +139,7 @@ def check_trained(source: TextSource, tokenizer: PreTrainedTokenizerBase, frame:
         encode_trained([first], tokenizer, frame)
 
 
-def _begins_inside(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+def _begins_inside(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
     """Return True for each token whose first character lies in one of the spans."""
     begin = np.array([first for first, _ in offsets], dtype=np.int64)
     inside = np.zeros(len(begin), dtype=bool)

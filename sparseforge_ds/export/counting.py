@@ -28,14 +28,14 @@ _NOT_FINITE = {
 }
 
 
-def chunk_size(span: int) -> int:
-    """Return the elements of a chunk: about `CHUNK`, and a multiple of `span`."""
-    return max(span, CHUNK // max(1, span) * span)
+def chunk_size(period: int) -> int:
+    """Return the elements of a chunk: about `CHUNK`, and a multiple of `period`."""
+    return max(period, CHUNK // max(1, period) * period)
 
 
-def chunk_ranges(numel: int, span: int) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of chunks of `chunk_size(span)` elements."""
-    size = chunk_size(span)
+def chunk_ranges(numel: int, period: int) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of chunks of `chunk_size(period)` elements."""
+    size = chunk_size(period)
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 
@@ -67,7 +67,7 @@ def nonzero(flat: Tensor) -> tuple[Tensor, int]:
 
 
 def count_members(kept: Tensor, pattern: Pattern, shape: tuple[int, ...], input_axis: int) -> Tensor:
-    """Count the members that are taken up in each group, (G,), in (n,) bool of whole spans of a weight of `shape`.
+    """Count the members that are taken up in each group, (G,), in (n,) bool of whole periods of a weight of `shape`.
 
     A member is taken up if it is True, or another that is kept and pruned together with it.
     """
@@ -89,11 +89,11 @@ class WeightReport:
     nonfinite: int = 0
 
     def add(self, chunk: Tensor, pattern: Pattern) -> None:
-        """Count (n,) consecutive elements, which are whole spans of the pattern."""
+        """Count (n,) consecutive elements, which are whole periods of the pattern."""
         kept, negative_zeros = nonzero(chunk)
         kept_G = count_members(kept, pattern, self.shape, self.input_axis)
         self.groups += kept_G.numel()
         self.nonzeros += int(kept.sum())
-        self.violations += int((kept_G > pattern.kept).sum())
+        self.violations += int((kept_G > pattern.kept_count).sum())
         self.negative_zeros += negative_zeros
         self.nonfinite += count_not_finite(chunk)

@@ -114,9 +114,11 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
             f"{'give another' if trained is None else 'give --format compressed-tensors'}"
         )
     for name, weight in source.prunable.items():
-        kept = weight.shape[weight.input_axis] // 2
-        if grid.group is not None and kept % grid.group:
-            raise ValueError(f"--group {grid.group}: does not divide the {kept} kept inputs of {name}; give another")
+        kept_count = weight.shape[weight.input_axis] // 2
+        if grid.group is not None and kept_count % grid.group:
+            raise ValueError(
+                f"--group {grid.group}: does not divide the {kept_count} kept inputs of {name}; give another"
+            )
     return grid
 
 

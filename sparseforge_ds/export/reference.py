@@ -68,7 +68,7 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
     return model.eval()
 
 
-def probe_tokens(model: Any, count: int) -> Tensor:
+def sample_tokens(model: Any, count: int) -> Tensor:
     """Return fixed tokens from all over the vocabulary, (1, count), or fewer if the model has fewer positions."""
     count = min(count, getattr(model.config, "max_position_embeddings", count))
     return (torch.arange(count)[None] * 7919 + 3) % model.get_input_embeddings().weight.shape[0]
@@ -116,7 +116,7 @@ def reference_logits(source: Source, tokens: int, grid: Grid | None = None) -> d
         weights and branches, and both in fp32: `logits_fp32` and `branched_fp32`.
     """
     model = filled_model(source, grid)
-    result = {"ids": probe_tokens(model, tokens)}
+    result = {"ids": sample_tokens(model, tokens)}
     run = partial(logits_of, model, result["ids"])
     result["logits"] = run()
     if source.branches:

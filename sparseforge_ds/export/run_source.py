@@ -186,8 +186,8 @@ class RunSource(Source):
         spec = self.specs[name]
         weight = self.prunable.get(name)
         flat = torch.empty(math.prod(spec.shape), dtype=spec.dtype)
-        span = 1 if weight is None else self._span(weight)
-        for start, stop in chunk_ranges(flat.numel(), span):
+        period = 1 if weight is None else self._period(weight)
+        for start, stop in chunk_ranges(flat.numel(), period):
             if weight is None:
                 flat[start:stop] = self._state(name, None, start, stop)
             else:
@@ -212,7 +212,7 @@ class RunSource(Source):
         return self.checkpoint.slice(self._origin[part.memory_name], key, part.start + start, part.start + stop)
 
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return hard(mask) and the dense weight in fp32 of elements start..stop, whole spans: both (stop - start,)."""
+        """Return hard(mask) and the dense weight in fp32 of whole periods start..stop, (stop - start,) each."""
         pattern = self.pattern
         part = self._published[weight.name]
         stored_name = self._origin[part.memory_name]
@@ -224,7 +224,7 @@ class RunSource(Source):
         # A frozen one has N members in every group.
         kept = mask != 0
         kept_G = count_members(kept, pattern, weight.shape, weight.input_axis)
-        is_full = bool((kept_G == pattern.kept).all()) and int(kept.sum()) == kept_G.numel() * pattern.kept
+        is_full = bool((kept_G == pattern.kept_count).all()) and int(kept.sum()) == kept_G.numel() * pattern.kept_count
         if not is_full or not torch.equal(kept.float(), mask):
             raise ValueError(
                 f"{self.checkpoint.folder}: {weight.name} is not {pattern} although its mask was "
@@ -232,12 +232,12 @@ class RunSource(Source):
             )
         return kept, dense
 
-    def _span(self, weight: SparseWeight) -> int:
+    def _period(self, weight: SparseWeight) -> int:
         """Return the elements of the smallest part of a weight that can be read by itself."""
-        span = self.pattern.span(weight.shape, weight.input_axis)
+        period = self.pattern.period(weight.shape, weight.input_axis)
         if self.quantize is None:
-            return span
-        return math.lcm(span, self._scale_group(weight).span(weight.shape, weight.input_axis))
+            return period
+        return math.lcm(period, self._scale_group(weight).period(weight.shape, weight.input_axis))
 
     def _scale_group(self, weight: SparseWeight) -> NM:
         """Return the inputs of a quantized weight that share a scale."""
@@ -255,7 +255,7 @@ class RunSource(Source):
         assert self.quantize is not None
         codes = torch.empty(math.prod(weight.shape), dtype=torch.int8)
         scales = []
-        for start, stop in chunk_ranges(codes.numel(), self._span(weight)):
+        for start, stop in chunk_ranges(codes.numel(), self._period(weight)):
             code_GI, scale_G1 = quantize(self._to_quantize(weight, start, stop), self.quantize.bits)
             group = self._scale_group(weight)
             codes[start:stop] = group.from_groups(code_GI, weight.shape, weight.input_axis).to(torch.int8)

@@ -128,7 +128,7 @@ def check_folder(
         digest = hashlib.sha256()
         entry = listed.get(name, {})
         report = WeightReport(name, shape, axes[name]) if name in axes else None
-        for chunk in tensors.stream(name, chunk_size(pattern.span(shape, axes[name]) if report else 1)):
+        for chunk in tensors.stream(name, chunk_size(pattern.period(shape, axes[name]) if report else 1)):
             if name in listed:
                 digest.update(tensor_bytes(chunk))
             if report is not None:

@@ -64,8 +64,8 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
     for text in _TRIED if pattern is None else (pattern,):
         parsed = parse_pattern(text)
         share = {name: _share_in_pattern(parameters[name], parsed, row) for name, row in chosen.items()}
-        kept = [name for name in chosen if share[name] == 1]
-        if not kept:
+        sparse_names = [name for name in chosen if share[name] == 1]
+        if not sparse_names:
             continue
         # Dense weights have nearly no group in a pattern, so that a weight with most of them was damaged.
         least = -1.0 if globs is not None else 0.5
@@ -75,9 +75,9 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
                     f"{name} is not {parsed} in all groups ({max(0.0, part):.2%} of them are): prune the model again, "
                     "or choose the weights that are by names="
                 )
-        if pattern is not None and len(kept) < len(chosen):
+        if pattern is not None and len(sparse_names) < len(chosen):
             _LOG.info("not %s, and not kept: %s", parsed, ", ".join(name for name in chosen if share[name] < 1))
-        return SparseZeros(parsed, {name: parameters[name] == 0 for name in kept})
+        return SparseZeros(parsed, {name: parameters[name] == 0 for name in sparse_names})
     adapted = ", or leave out an adapter's start that changes its base" if any("lora_" in n for n in parameters) else ""
     nearest = max(share, key=lambda name: share[name], default=None)
     raise ValueError(
@@ -291,4 +291,4 @@ def _share_in_pattern(weight: Tensor, pattern: Pattern, row: Row) -> float:
         return -1.0
     nonzero_GM = pattern.to_groups(nonzero.reshape(-1).to(torch.uint8), shape, row.input_axis)
     kept_G = pattern.pooled(nonzero_GM).count_nonzero(1)
-    return float((kept_G <= pattern.kept).double().mean())
+    return float((kept_G <= pattern.kept_count).double().mean())

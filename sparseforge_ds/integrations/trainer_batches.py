@@ -15,7 +15,7 @@ from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, task_head
 from sparseforge_ds.train.objective import Objective
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.extra_passes import Closure
 
 _NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
 """Inputs that have a field of their own in `MicroBatch`, or none; the rest is `MicroBatch.more`."""

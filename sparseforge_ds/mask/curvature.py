@@ -1,6 +1,6 @@
 """Diagonal curvature of the training loss (SparseForge, arXiv 2605.06402, section 3.1; eq. 2).
 
-Functions on plain tensors; `zero.probe` runs the passes that they measure.
+Functions on plain tensors; `zero.extra_passes` runs the passes that they measure.
 
 Legend of shape suffixes: T tokens, O outputs, I inputs, N rows of logits, V entries of the vocabulary.
 """

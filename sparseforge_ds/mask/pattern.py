@@ -5,9 +5,8 @@ Legend of shape suffixes: G groups, M members of a group, N kept members.
 A matrix is seen as (out, in) when the input axis is last and (in, out) when it is first (GPT-2's Conv1D). The members
 of a group are neighbours along the *input* axis, because that is the axis which sparse tensor cores contract.
 
-A *span* is the smallest run of consecutive flat elements that contains whole groups only (`zero.halo` calls its length
-a period).
-A shard that starts and ends on a multiple of the span can be gated without talking to any other rank.
+A *period* is the smallest run of consecutive flat elements that contains whole groups only. A shard
+that starts and stops on a multiple of it can be gated without talking to any other rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class _InputGroups:
     m: int
 
     @property
-    def kept(self) -> int:
+    def kept_count(self) -> int:
         """Members of a group that survive."""
         return self.n
 
@@ -43,15 +42,15 @@ class _InputGroups:
             return f"its input axis has {inputs} elements, not a multiple of {self.m}"
         return None
 
-    def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Return the elements of a span: m, or those of m rows when the input axis comes first."""
+    def period(self, shape: tuple[int, ...], input_axis: int) -> int:
+        """Return the elements of a period: m, or those of m rows when the input axis comes first."""
         return self.m if input_axis % len(shape) == len(shape) - 1 else self.m * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:
-        """View whole spans as groups.
+        """View whole periods as groups.
 
         Args:
-            flat: (spans * span,) consecutive elements, a multiple of the span.
+            flat: (periods * period,) consecutive elements, a multiple of the period.
             shape: shape of the full weight.
             input_axis: the axis that the matmul contracts.
 
@@ -118,14 +117,14 @@ class Block:
     def __post_init__(self) -> None:
         if self.size < 2 or not 0.0 < self.density < 1.0:
             raise ValueError(f"pattern {self}: a block pattern needs size >= 2 and 0 < density < 1, like block16")
-        if abs(self.density * self.size**2 - self.kept) > 1e-9 * self.size**2:
+        if abs(self.density * self.size**2 - self.kept_count) > 1e-9 * self.size**2:
             raise ValueError(f"pattern {self}: density * size^2 must be a whole number of entries")
 
     def __str__(self) -> str:
         return f"block{self.size}:{self.density:g}"
 
     @property
-    def kept(self) -> int:
+    def kept_count(self) -> int:
         """Members of a tile that survive."""
         return round(self.density * self.size**2)
 
@@ -141,8 +140,8 @@ class Block:
             return f"its matrix is {rows} x {columns}, not a multiple of {self.size} x {self.size}"
         return None
 
-    def span(self, shape: tuple[int, ...], input_axis: int) -> int:
-        """Return the elements of a span: those of a band of `size` rows."""
+    def period(self, shape: tuple[int, ...], input_axis: int) -> int:
+        """Return the elements of a period: those of a band of `size` rows."""
         return self.size * shape[-1]
 
     def to_groups(self, flat: Tensor, shape: tuple[int, ...], input_axis: int) -> Tensor:

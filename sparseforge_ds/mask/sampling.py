@@ -18,9 +18,9 @@ from sparseforge_ds.mask.random_numbers import uniform
 @lru_cache
 def patterns(n: int, m: int) -> Tensor:
     """Return (K, M) fp32 with every way to keep n of m members, C(m, n) of them; read only."""
-    kept = list(itertools.combinations(range(m), n))
-    table_KM = torch.zeros(len(kept), m)
-    table_KM[torch.arange(len(kept))[:, None], torch.tensor(kept)] = 1.0
+    choices = list(itertools.combinations(range(m), n))
+    table_KM = torch.zeros(len(choices), m)
+    table_KM[torch.arange(len(choices))[:, None], torch.tensor(choices)] = 1.0
     return table_KM
 
 

@@ -28,18 +28,18 @@ STEPS = 2
 """Improvement steps from each starting point."""
 
 
-def best_shift(segment_RK: Tensor, kept: int, members: int) -> Tensor:
+def best_shift(segment_RK: Tensor, kept_count: int, members: int) -> Tensor:
     """Return the best b of every segment.
 
     Args:
         segment_RK: (R, K) fp32 weights that share one b; K is a multiple of `members`.
-        kept: N, weights of a group that the pattern keeps.
+        kept_count: N, weights of a group that the pattern keeps.
         members: M.
 
     Returns:
         (R,) fp32; 0 where no other b removes less. It depends on nothing but the K weights of the segment.
     """
-    removed = members - kept
+    removed = members - kept_count
     best_R = torch.empty(segment_RK.shape[0], device=segment_RK.device)
     for chunk in chunks(segment_RK):
         best_R[chunk] = _search(segment_RK[chunk], removed, members)

@@ -43,9 +43,9 @@ def update_mask(
     score_GM = pattern.pooled(standardized_score(dense_GM, curvature_GM, scaling))
     # eq. 6: the N best of every group
     rank_GM = rank_in_group(score_GM)
-    target_GM = rank_GM < pattern.kept
+    target_GM = rank_GM < pattern.kept_count
     # eq. 5: soft membership, 1/2 on the threshold between survivors and others
-    threshold_G = threshold(score_GM, rank_GM, pattern.kept, midpoint)
+    threshold_G = threshold(score_GM, rank_GM, pattern.kept_count, midpoint)
     gate_GM = soft_gate(score_GM, threshold_G[:, None], dials.temperature)
     # eq. 7: from the soft choice to the hard one
     gate_GM = blend(gate_GM, target_GM, dials.beta)
@@ -55,19 +55,19 @@ def update_mask(
     return move(mask_GM, gate_GM, dials.mask_rate), target_GM
 
 
-def threshold(score_GM: Tensor, rank_GM: Tensor, kept: int, midpoint: bool) -> Tensor:
+def threshold(score_GM: Tensor, rank_GM: Tensor, kept_count: int, midpoint: bool) -> Tensor:
     """Return (G,) tau of eq. 5: the middle between the N-th largest score of a group and the next.
 
     Args:
         score_GM: (G, M) fp32.
         rank_GM: (G, M) integers, see `rank_in_group`.
-        kept: N.
+        kept_count: N.
         midpoint: False takes the N-th score itself, as the paper does; the gate of that member is then always 1/2.
     """
     if not midpoint:
-        return torch.where(rank_GM == kept - 1, score_GM, 0.0).sum(dim=1)
+        return torch.where(rank_GM == kept_count - 1, score_GM, 0.0).sum(dim=1)
     # Every other term is 0, which leaves the sum exact.
-    is_near_GM = (rank_GM == kept - 1) | (rank_GM == kept)
+    is_near_GM = (rank_GM == kept_count - 1) | (rank_GM == kept_count)
     return torch.where(is_near_GM, score_GM, 0.0).sum(dim=1) * 0.5
 
 

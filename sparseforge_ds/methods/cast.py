@@ -18,7 +18,7 @@ from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 from sparseforge_ds.model.weight_scale import Scaled, scaled_layers
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
 
 class Cast(PeriodicMagnitudeMask):
@@ -85,7 +85,7 @@ class Cast(PeriodicMagnitudeMask):
             dense = weights.dense(shard)
             dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
-        self.ranking.curvature.probe.forget_gradients()  # else the gradient of s would stay in the norm
+        self.ranking.curvature.extra_passes.forget_gradients()  # else the gradient of s would stay in the norm
 
     def _take_scale(self, name: str, layer: Scaled) -> Tensor:
         """Return (out,) factors of a layer from all ranks, and set them to 1. Collective."""

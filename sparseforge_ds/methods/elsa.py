@@ -19,7 +19,7 @@ from typing_extensions import override
 from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.methods.periodic_magnitude_mask import PeriodicMagnitudeMask
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 

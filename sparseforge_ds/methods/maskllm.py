@@ -25,8 +25,8 @@ from sparseforge_ds.mask.random_numbers import counter_key
 from sparseforge_ds.mask.sampling import choice, first_logits, gumbel, logit_gradient, normal, patterns
 from sparseforge_ds.methods.starting_mask import StartingMask
 from sparseforge_ds.sharded_weights import ShardedWeights
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.halo import Halo
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -41,11 +41,11 @@ class MaskLLM(StartingMask):
         assert weights.config.method.name == "maskllm" and isinstance(weights.pattern, NM)
         self.settings = weights.config.method
         self.needs_republish = False
-        self.kept = weights.pattern.n
+        self.kept_count = weights.pattern.n
         self.members = weights.pattern.m
-        self.patterns = math.comb(self.members, self.kept)
-        self._pattern_KM = patterns(self.kept, self.members).to(weights.layout.flats[0].device)
-        keys = logit_keys(self.kept, self.members)
+        self.patterns = math.comb(self.members, self.kept_count)
+        self._pattern_KM = patterns(self.kept_count, self.members).to(weights.layout.flats[0].device)
+        keys = logit_keys(self.kept_count, self.members)
         planes = len(keys) // 3
         self._keys = {"logit": keys[:planes], "first": keys[planes : 2 * planes], "second": keys[2 * planes :]}
         self._halo: dict[int, list[Halo]] = {}
@@ -63,7 +63,9 @@ class MaskLLM(StartingMask):
             key = counter_key(weights.config.seed, 0, 0, f"logits/{shard.name}")
             noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
             self._write(
-                shard, "logit", first_logits(noise_GK, mask_GM, self.kept, self.settings.spread, self.settings.prior)
+                shard,
+                "logit",
+                first_logits(noise_GK, mask_GM, self.kept_count, self.settings.spread, self.settings.prior),
             )
         self.resume()
         for index in weights.state.flats:
@@ -144,9 +146,9 @@ class MaskLLM(StartingMask):
     def _noise(self, shard: Shard, step: int) -> Tensor:
         """Return (G, K) noise of the sample that the forward after `step` optimizer steps sees."""
         key = counter_key(self.weights.config.seed, step, 0, f"gumbel/{shard.name}")
-        span = self.weights.halo.prefix[shard.name] + shard.numel + self.weights.halo.suffix[shard.name]
+        numel = self.weights.halo.prefix[shard.name] + shard.numel + self.weights.halo.suffix[shard.name]
         device = self.weights.dense(shard).device
-        return gumbel(key, self._first(shard), span // self.members, self.patterns, device)
+        return gumbel(key, self._first(shard), numel // self.members, self.patterns, device)
 
     def _exchange(self, index: int) -> list[Halo]:
         """Fetch what cut groups lack of the logits. Collective."""

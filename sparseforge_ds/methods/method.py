@@ -18,7 +18,7 @@ from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.publication import publish
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
 
 class MaskMethod:

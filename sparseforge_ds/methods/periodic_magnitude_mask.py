@@ -19,7 +19,7 @@ from sparseforge_ds.mask.anneal import progress
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.methods.starting_mask import StartingMask
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 

@@ -21,7 +21,7 @@ from sparseforge_ds.mask.kernels.publication import soft_publish, soft_step
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start.block_start import BlockStart
-from sparseforge_ds.zero.probe import Closure, ProbeBatches
+from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 from sparseforge_ds.zero.shard import Shard
 
 
@@ -39,7 +39,7 @@ class SoftMask(MaskMethod):
         start = weights.config.start
         self._tiled: TiledShards | None = None
         """Shards whose masks are moved a partition at a time, from the first move to the freeze."""
-        self._by_block = None if start is None else BlockStart(weights, ranking.curvature.probe, start)
+        self._by_block = None if start is None else BlockStart(weights, ranking.curvature.extra_passes, start)
 
     @property
     @override

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.transformers_internals import render_jinja_template
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 """Index of the first character, and of the one behind the last."""
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 """Errors that expressions of a template raise, as Python code would: 1 / 0, or a macro that calls itself."""
@@ -62,7 +62,7 @@ def render_turns(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
-) -> tuple[list[str], list[Span]]:
+) -> tuple[list[str], list[TextSpan]]:
     """Return the text of messages, in a list, and the spans of it that the template marks as generated.
 
     Raises:

@@ -103,10 +103,10 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
     return calls
 
 
-def _patterns(names: Iterable[str], kept_names: Collection[str]) -> list[str]:
-    """Return globs that match the names and none of `kept_names`."""
+def _patterns(names: Iterable[str], other_names: Collection[str]) -> list[str]:
+    """Return globs that match the names and none of `other_names`."""
     globs: dict[str, None] = {}
     for name in names:
         pattern = name_pattern(name)
-        globs.setdefault(name if any(matches(kept_name, (pattern,)) for kept_name in kept_names) else pattern)
+        globs.setdefault(name if any(matches(other_name, (pattern,)) for other_name in other_names) else pattern)
     return list(globs)

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparseforge_ds.model.architecture import bare_model, without_numbers
 
 Attention = Callable[..., tuple[Tensor, None]]
-_PROBE_TOKENS = 8
+_TRACED_TOKENS = 8
 """Tokens of the pass that is observed."""
 _TOKEN_ARGUMENTS = {"position_ids", "attention_mask"}
 """Tensors that attention may get beside queries, keys and values."""
@@ -62,7 +62,7 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
     _check_positions(text, seq_length)
     # A pass on the meta device shows which layers call attention, and how.
     with without_numbers(config), _calls(model) as calls:
-        model(input_ids=torch.zeros(1, _PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
+        model(input_ids=torch.zeros(1, _TRACED_TOKENS, dtype=torch.long, device="meta"), use_cache=False)
     layers = int(text.num_hidden_layers)
     mixing = next((name for name, module in model.named_modules() if isinstance(module, nn.Conv1d)), None)
     if len(calls) != layers or mixing is not None:

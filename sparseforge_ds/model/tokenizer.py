@@ -37,7 +37,7 @@ _MISMATCH = (
     "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
     "trained with"
 )
-_PROBE = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
+_SAMPLE_TEXT = "Hello world, it is 12:30.\nA new line, and caf\N{LATIN SMALL LETTER E WITH ACUTE}s."
 """Text for which a tokenizer is compared with its sentencepiece model."""
 
 
@@ -197,7 +197,7 @@ def _frame_as_config_says(tokenizer: PreTrainedTokenizerBase, config: Pretrained
 
 def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Reject a tokenizer that gives no tokens, or other ones than its sentencepiece model."""
-    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(_SAMPLE_TEXT, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("it gives no token for any text; copy the tokenizer's files into the folder")
     model = folder / "tokenizer.model"
@@ -209,7 +209,7 @@ def _check_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         pieces = SentencePieceProcessor(model_file=str(model))
     except RuntimeError:  # some families call other formats tokenizer.model too
         return
-    if ids != pieces.encode(_PROBE):
+    if ids != pieces.encode(_SAMPLE_TEXT):
         raise ValueError(
             f"transformers reads tokenizer.model as a {type(tokenizer).__name__} that gives other tokens than "
             'sentencepiece does; write its class into tokenizer_config.json, like {"tokenizer_class": "LlamaTokenizer"}'

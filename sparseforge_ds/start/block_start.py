@@ -31,9 +31,9 @@ from sparseforge_ds.ranks import all_or_raise
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import argument_names, run_block, shared_arguments
+from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches, batches_of
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
-from sparseforge_ds.zero.probe import Closure, Probe, ProbeBatches, batches_of
 
 _LOG = logging.getLogger(__name__)
 _LEAST_STEPS = 16
@@ -79,10 +79,10 @@ def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: 
 class BlockStart:
     """Prunes a whole model, block by block."""
 
-    def __init__(self, weights: ShardedWeights, probe: Probe, settings: StartConfig) -> None:
+    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, settings: StartConfig) -> None:
         """Find the blocks. Raises ValueError as `check_blocks`."""
         self.weights = weights
-        self.probe = probe
+        self.extra_passes = extra_passes
         self.settings = settings
         model = weights.engine.module
         check_blocks(model, weights.prunable.values(), weights.config)
@@ -134,7 +134,7 @@ class BlockStart:
             for batch in count():
                 passes = all_or_raise(partial(_passes, batches, batch, inputs), layout.all_gather_object)
                 for closure in passes:
-                    self.probe.loss(closure)
+                    self.extra_passes.loss(closure)
                 # Tokens and sequences of the batch on all ranks; the first batch says how many are read.
                 shapes = [inputs.dense[-1 - number].shape for number in range(len(passes))]
                 sizes = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]

@@ -253,9 +253,9 @@ class Checkpoints:
         """Remove all but the newest `keep` intact checkpoints and the best."""
         best = self.name_best(losses)
         saved = list_checkpoints(self.folder)
-        kept = [folder for folder in saved if self._is_intact(folder)][-self.keep :] if self.keep else saved
+        newest = [folder for folder in saved if self._is_intact(folder)][-self.keep :] if self.keep else saved
         for folder in saved:
-            if folder not in kept and folder != best:
+            if folder not in newest and folder != best:
                 self._remove(folder)
 
     def _write_name(self, name: str, tag: str) -> None:

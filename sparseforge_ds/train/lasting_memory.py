@@ -47,14 +47,14 @@ def model_states(model: Architecture, settings: MemorySettings, frozen: bool | N
 
 def lasting(model: Architecture, settings: MemorySettings, teacher: Architecture | None = None) -> Kinds:
     """Return all that lasts on one rank, on device or host: states, gradients and the teacher."""
-    gradients = settings.low * model.total if settings.stage < 2 else kept_gradients(model, settings)
+    gradients = settings.low * model.total if settings.stage < 2 else resident_gradients(model, settings)
     teacher_bytes = teacher_weights(teacher or model, settings) if settings.teacher else 0
     whole = whole_gradients(model, settings)
     states = model_states(model, settings)
     return positive({**states, "gradients": gradients, "fp32 gradients": whole, "teacher": teacher_bytes})
 
 
-def kept_gradients(model: Architecture, settings: MemorySettings) -> int:
+def resident_gradients(model: Architecture, settings: MemorySettings) -> int:
     """Return the bytes of gradients between the backward pass and the step."""
     if settings.stage == 0 or settings.whole_gradients:
         return settings.low * model.total

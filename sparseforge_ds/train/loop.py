@@ -28,7 +28,7 @@ from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
 from sparseforge_ds.train.preemption import PreemptedError, Preemption
 from sparseforge_ds.train.step_log import StepLog
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.extra_passes import Closure
 
 _LOG = logging.getLogger(__name__)
 

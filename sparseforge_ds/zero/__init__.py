@@ -27,6 +27,6 @@ halo                exchange of the missing members of groups that a shard bound
 matrices            one table of sums for all matrices
 layer_hooks         inputs and output gradients of linear layers during a pass
 expert_hooks        the same for fused experts, expert by expert
-probe               extra passes that leave no trace
+extra_passes        passes at a step boundary that leave no trace in training
 full_parameters     parameters in full on every rank, and back to shards
 """

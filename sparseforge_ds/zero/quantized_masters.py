@@ -35,7 +35,7 @@ class QuantizedMasters:
         self._groups = groups
         self._axes = axes
         self._bits = bits
-        periods = {name: groups[name].span(shard.shape, axes[name]) for name, shard in shards.items()}
+        periods = {name: groups[name].period(shard.shape, axes[name]) for name, shard in shards.items()}
         self._halo = HaloExchange(layout, shards, periods)
 
     @torch.no_grad()

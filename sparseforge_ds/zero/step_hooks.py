@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparseforge_ds.zero.probe import Probe
+from sparseforge_ds.zero.extra_passes import ExtraPasses
 from sparseforge_ds.zero.state import ShardState
 
 _ELEMENTWISE = {
@@ -45,17 +45,17 @@ class StepMethod(Protocol):
 class StepHooks:
     """Hooks on the step of the engine's inner optimizer, for as long as the engine lives."""
 
-    def __init__(self, state: ShardState, method: StepMethod, probe: Probe) -> None:
+    def __init__(self, state: ShardState, method: StepMethod, extra_passes: ExtraPasses) -> None:
         """Attach the hooks.
 
         Args:
             state: state of the prunable weights.
             method: method whose masks are published.
-            probe: probe that harvests the gradients of steps of its own; these steps change nothing.
+            extra_passes: passes that harvest the gradients of steps of its own; these steps change nothing.
         """
         self.state = state
         self.method = method
-        self.probe = probe
+        self.extra_passes = extra_passes
         self.steps_begun = 0
         """Number of optimizer steps since the owner last looked; more than one is a missed `forge.step`."""
         self._layout = state.layout
@@ -94,10 +94,10 @@ class StepHooks:
         prunable = set(self.state.flats)
         for index, flat, group in self._active():
             # A probe's step passes its gradients on and changes nothing.
-            if self.probe.harvest is not None:
+            if self.extra_passes.harvest is not None:
                 if flat.grad is not None:
                     self._withhold_gradient(flat)
-                    self.probe.harvest(index, self._gradients[-1][1].detach())
+                    self.extra_passes.harvest(index, self._gradients[-1][1].detach())
             elif index in prunable:
                 self._train_dense(index, flat)
                 if flat.grad is not None:
@@ -135,7 +135,7 @@ class StepHooks:
         """Put the master back in its place, and publish m_eff W to it."""
         prunable = set(self.state.flats)
         for index, flat, group in self._active():
-            if self.probe.harvest is not None:
+            if self.extra_passes.harvest is not None:
                 continue
             before = self._before.pop(index, None)
             if self.method.next_step == 1:

@@ -69,6 +69,6 @@ def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int
             assert ((group_GM != 0).sum(1) == 2).all()
     order = json.loads((permuted_folder / PERMUTATION).read_text())
     assert order["score"] == ("activations" if by_activations else "magnitude")
-    assert all(kept["after"] > kept["before"] for kept in order["kept"].values())
+    assert all(score["after"] > score["before"] for score in order["kept_score"].values())
     for folder in (run / "model", out):
         assert basis_of(folder) == {PERMUTATION: order["sha256"]}

@@ -123,7 +123,7 @@ CASES: dict[str, Case] = {
 EXCEEDS: dict[str, str] = {
     "ours, elements, offload": "a refresh copies the squares of each layer and pass to the host, where their mean lies",
     "cast, offload": "the fold copies the factors of every layer to the host, once in a run",
-    "ours, fp16, probe": "an update waits 3 times: besides, Probe.usable asks whether the passes overflowed",
+    "ours, fp16, probe": "an update waits 3 times: besides, ExtraPasses.usable asks whether the passes overflowed",
     **dict.fromkeys(
         ("naive_retrain, sparsegpt", "naive_retrain, sparsegpt, offload"),
         "a start block by block counts the tokens of its batches and compares their arguments, once in a run",

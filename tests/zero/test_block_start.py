@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseforge_ds.zero.probe import Closure
+from sparseforge_ds.zero.extra_passes import Closure
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.tiny_folders import write_model

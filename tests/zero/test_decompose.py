@@ -70,7 +70,7 @@ def expected_part(matrix: Tensor, rank: int, case: Case, name: str, forge: Any) 
 
     def removed(product: Tensor) -> Tensor:
         rest_GM = forge.pattern.to_groups((matrix - product).flatten(), weight.shape, weight.input_axis)
-        gone_GM = torch.where(top_n(rest_GM.abs(), forge.pattern.kept), 0.0, rest_GM)
+        gone_GM = torch.where(top_n(rest_GM.abs(), forge.pattern.kept_count), 0.0, rest_GM)
         return forge.pattern.from_groups(gone_GM, weight.shape, weight.input_axis).view(matrix.shape)
 
     right = torch.randn(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def decompose(case: Case) -> tuple[list[str], bool]:
     for weight in forge.weights:
         positions = torch.tensor(groups_of(case.sparseforge.pattern, weight.shape, weight.input_axis))
         kept = (weights[weight.name].flatten()[positions] != 0).sum(1).unique().tolist()
-        if kept != [forge.pattern.kept]:
+        if kept != [forge.pattern.kept_count]:
             problems.append(f"{weight.name} is not {forge.pattern}: {kept}")
     return problems, forge.sharded.halo.any_cut
 

@@ -148,7 +148,7 @@ def on_a_gpu(stages: tuple[int, ...]) -> list[str]:
             subject = f"stage {stage}, {importance} {pattern} {weight.name}"
             mask = gathered(forge, "mask")[weight.name]
             kept = forge.pattern.to_groups(mask, weight.shape, weight.input_axis).sum(1)
-            if not torch.all(kept == forge.pattern.kept):
+            if not torch.all(kept == forge.pattern.kept_count):
                 problems.append(f"{subject}: groups of {kept.unique().tolist()}")
             if sum(counts[f"mask/{weight.name}"][0]) != weight.numel:
                 problems.append(f"{subject}: histogram")

@@ -19,7 +19,7 @@ from sparseforge_ds.model.architecture import Architecture, architecture_of, emp
 from sparseforge_ds.model.deepseek_moe import DeepseekConfig
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.teacher import Teacher
-from sparseforge_ds.train.lasting_memory import checkpoint_bytes, kept_gradients, model_states
+from sparseforge_ds.train.lasting_memory import checkpoint_bytes, model_states, resident_gradients
 from sparseforge_ds.train.memory_settings import MemorySettings, settings
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from tests import tiny_models
@@ -78,7 +78,7 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     model, laid_out = planned(case)
     plan = memory(model, laid_out, lambda *_: NOTHING)
     lasting = sum(plan.resident.values()) + plan.host_total
-    gradients = 0 if case.stage == 3 or laid_out.optimizer_on_host else kept_gradients(model, laid_out)
+    gradients = 0 if case.stage == 3 or laid_out.optimizer_on_host else resident_gradients(model, laid_out)
     expected = {**model_states(model, laid_out), "all": lasting, "with gradients": lasting + gradients}
     gc.collect()  # else a tensor that is about to go may leave its id to one of this run
     before = {id(value) for value in gc.get_objects() if isinstance(value, Tensor)}

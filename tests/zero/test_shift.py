@@ -92,13 +92,15 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
     dense = gathered(forge, "dense")
     b = branch_of(engine)
-    kept = forge.pattern
+    pattern = forge.pattern
     target = gathered(forge, "mask")  # of a fixed mask nothing is left where it pruned
     for weight in forge.weights:
         name = weight.name
         k = case.sparseforge.low_rank.k
         was = out_in(full[name], weight)
-        expected = torch.stack([best_shift(run, kept.kept, kept.members) for run in was.split(k, dim=1)], dim=1)
+        expected = torch.stack(
+            [best_shift(run, pattern.kept_count, pattern.members) for run in was.split(k, dim=1)], dim=1
+        )
         if not torch.allclose(b[name], expected, atol=rounding / 4, rtol=1e-2 if case.dtype == "bf16" else 1e-5):
             problems.append(f"B of {name} is not the best shift")
         if not b[name].any():

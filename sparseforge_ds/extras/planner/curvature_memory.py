@@ -27,7 +27,7 @@ def training_step_memory(model: Architecture, settings: MemorySettings) -> Kinds
     return {"row and column sums": 8 * model.rows_and_columns, "squares": max(squares, default=0)}
 
 
-def probe(model: Architecture, settings: MemorySettings, shard: int) -> Kinds:
+def probe_memory(model: Architecture, settings: MemorySettings, shard: int) -> Kinds:
     """Return the bytes of a curvature refresh besides its passes; scores and gates come later, and take less."""
     forge = settings.forge
     kinds: Kinds = {}

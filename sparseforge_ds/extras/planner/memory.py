@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparseforge_ds.extras.planner.activation_memory import Activations
-from sparseforge_ds.extras.planner.curvature_memory import probe, training_step_memory
+from sparseforge_ds.extras.planner.curvature_memory import probe_memory, training_step_memory
 from sparseforge_ds.extras.planner.start import start_memory, streams_on_host
 from sparseforge_ds.mask.kernels.chunks import CHUNK
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.model.head import micro_batches_at_once
 from sparseforge_ds.train.lasting_memory import (
     Kinds,
-    kept_gradients,
     local,
     model_states,
     positive,
+    resident_gradients,
     teacher_weights,
     whole_gradients,
 )
@@ -109,7 +109,7 @@ def _memory(
     if zero3:
         device["persistent weights"] = _persistent(model, settings)
         device["gradient bucket"] = settings.bucket * low if settings.contiguous else 0
-        (host if settings.optimizer_on_host else device)["gradients"] = kept_gradients(model, settings)
+        (host if settings.optimizer_on_host else device)["gradients"] = resident_gradients(model, settings)
     # The teacher; a replicated one is complete on every device.
     if settings.teacher:
         on_host = settings.weights_on_host and settings.divided_teacher
@@ -202,12 +202,12 @@ def _pass_buffers(model: Architecture, settings: MemorySettings) -> Kinds:
     """Return the buffers of a pass besides activations: gathered weights, or gradients before ZeRO divides them."""
     if settings.stage == 3:
         return _gathering(model, settings)
-    kept = 0 if settings.optimizer_on_host else kept_gradients(model, settings)
-    buffers = {"gradients": settings.low * model.total if settings.stage < 2 else kept}
+    gradients = 0 if settings.optimizer_on_host else resident_gradients(model, settings)
+    buffers = {"gradients": settings.low * model.total if settings.stage < 2 else gradients}
     if settings.whole_gradients:
         return buffers
     if settings.stage == 1:
-        buffers["reduced gradients"] = kept
+        buffers["reduced gradients"] = gradients
     if settings.stage and settings.contiguous:
         buffers["gradient bucket"] = settings.bucket * settings.low * (2 if settings.overlapped else 1)
     return buffers
@@ -239,7 +239,7 @@ def _step(model: Architecture, settings: MemorySettings, scratch: int, frozen: b
     gradient_bytes = 6 if settings.bf16_states else 4
     if settings.whole_gradients or (settings.stage == 0 and settings.low == 4):
         gradient_bytes = 0
-    gradients = {"gradients": 0 if settings.stage == 3 else kept_gradients(model, settings)}
+    gradients = {"gradients": 0 if settings.stage == 3 else resident_gradients(model, settings)}
     stepped = {
         **gradients,
         "fp32 gradients": gradient_bytes * group,
@@ -271,7 +271,7 @@ def _update(model: Architecture, settings: MemorySettings, probe_pass: Kinds, sc
         return {"row and column sums": 20 * model.rows_and_columns, "mask's temporaries": scratch}
     if not settings.forge.keeps_curvature:
         return {"mask's temporaries": scratch}
-    return {**probe_pass, **probe(model, settings, _largest_shard(model, settings))}
+    return {**probe_pass, **probe_memory(model, settings, _largest_shard(model, settings))}
 
 
 def _largest_shard(model: Architecture, settings: MemorySettings) -> int:

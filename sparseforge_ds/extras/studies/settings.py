@@ -185,7 +185,7 @@ class CompareConfig:
         """Name of the first method that removes nothing, like one with the pattern 4:4; None without one."""
         for name, method in self.methods.items():
             pattern = SparseForgeConfig.from_dict(self.block(method, self.budgets[0])).parsed_pattern
-            if pattern.kept == pattern.members:
+            if pattern.kept_count == pattern.members:
                 return name
         return None
 

@@ -141,7 +141,7 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     Scales of quantized values take 16 bits; one for a whole row counts nothing.
     """
     pattern = config.parsed_pattern
-    n = pattern.kept
+    n = pattern.kept_count
     m = pattern.members
     # Members that are kept together have one position.
     kept, units = (n // 2, m // 2) if isinstance(pattern, Pairs) else (n, m)

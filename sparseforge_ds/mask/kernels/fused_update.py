@@ -3,9 +3,9 @@
 Masks may be 16-bit codes, and curvature a product. The new mask is written in place; its top N comes with it, because
 that is what the steps until the next update need.
 
-Legend of shape suffixes: G groups, S spans of consecutive elements, M members of a group, C groups that are interleaved
-in a span (1 where the input axis is last), n = S M C elements in flat order. Groups of up to `SMALL` members are worked
-on as M tensors of (S, C), one a member, so that everything about a group is element-wise between them.
+Legend of shape suffixes: G groups, S periods of consecutive elements, M members of a group, C groups that are
+interleaved in a period (1 where the input axis is last), n = S M C elements in flat order. Groups of up to `SMALL`
+members are worked on as M tensors of (S, C), one a member: everything about a group is element-wise between them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def update_mask_in_place(
     """Update the mask of consecutive elements of one matrix.
 
     Args:
-        dense: (n,) fp32 weights, whole spans of the pattern.
+        dense: (n,) fp32 weights, whole periods of the pattern.
         mask: (n,) soft mask, fp32 or codes; overwritten.
         curvature: H of these elements.
         scaling: (3,) fp64, the matrix's row of `scalings`.
@@ -78,15 +78,15 @@ def update_mask_in_place(
         midpoint: see `mask.update.threshold`.
     """
     # Small groups are worked on member by member, in one kernel; rates of a blend are split to be exact at both ends.
-    span = pattern.span(shape, input_axis)
+    period = pattern.period(shape, input_axis)
     is_small = isinstance(pattern, NM) and pattern.members <= SMALL
-    sizes = [pattern.members, span // pattern.members, pattern.kept]
+    sizes = [pattern.members, period // pattern.members, pattern.kept_count]
     pull = dials.penalty_rate * dials.mid_penalty
     rates = [dials.temperature, *split_lerp(dials.beta), pull, *split_lerp(dials.mask_rate)]
-    # A chunk of whole spans at a time, so that temporaries have a limit.
+    # A chunk of whole periods at a time, so that temporaries have a limit.
     parts = []
-    for spans in chunks(dense.view(-1, span)):
-        inside = slice(spans.start * span, spans.stop * span)
+    for periods in chunks(dense.view(-1, period)):
+        inside = slice(periods.start * period, periods.stop * period)
         numbers, first = curvature_slice(curvature, inside)
         if is_small:
             new, *choices = _update_small_groups(
@@ -141,7 +141,7 @@ def _update_large_groups(
     new_GM, target_GM = update_mask(dense_GM, values_of(mask_GM), curvature_GM, scaling, dials, pattern, midpoint)
     stored_GM = stored_as(new_GM, mask_GM.dtype)
     new_GM = values_of(stored_GM)
-    kept_GM = top_n(pattern.pooled(new_GM), pattern.kept)
+    kept_GM = top_n(pattern.pooled(new_GM), pattern.kept_count)
     return [stored_GM, target_GM, kept_GM, ((new_GM > 0.5) != kept_GM).any(dim=1)]
 
 

@@ -29,7 +29,7 @@ def top_n(group_GM: Tensor, n: int) -> Tensor:
 
 def survivors(group_GM: Tensor, pattern: Pattern) -> Tensor:
     """Return the members of every group that a pattern keeps by their values: (G, M) -> (G, M) bool."""
-    return top_n(pattern.pooled(group_GM), pattern.kept)
+    return top_n(pattern.pooled(group_GM), pattern.kept_count)
 
 
 def rank_in_group(group_GM: Tensor) -> Tensor:

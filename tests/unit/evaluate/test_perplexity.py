@@ -276,7 +276,7 @@ def test_pruning_by_magnitude_keeps_the_largest(build: object, pattern: NM | Blo
         axis = -2 if build is tiny_gpt2 else -1
         before_GM = pattern.to_groups(before.detach().flatten(), tuple(before.shape), axis)
         after_GM = pattern.to_groups(after.detach().flatten(), tuple(after.shape), axis)
-        assert bool(((after_GM != 0).sum(1) == pattern.kept).all()), name
+        assert bool(((after_GM != 0).sum(1) == pattern.kept_count).all()), name
         kept = (after_GM != 0).to(before_GM.dtype)
         assert torch.equal(after_GM, before_GM * kept)
         smallest_kept = before_GM.abs().masked_fill(after_GM == 0, math.inf).amin(1)

@@ -29,13 +29,13 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 def project(weight: Tensor, pattern: NM | Block, input_axis: int) -> Tensor:
     shape = tuple(weight.shape)
     group_GM = pattern.to_groups(weight.reshape(-1), shape, input_axis)
-    kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, torch.zeros_like(group_GM))
+    kept_GM = torch.where(top_n(group_GM.abs(), pattern.kept_count), group_GM, torch.zeros_like(group_GM))
     return pattern.from_groups(kept_GM, shape, input_axis).view(shape).contiguous()
 
 
 def check_weight(weight: Tensor, name: str, pattern: NM | Block, input_axis: int) -> WeightReport:
     report = WeightReport(name, tuple(weight.shape), input_axis)
-    for chunk in weight.reshape(-1).split(chunk_size(pattern.span(report.shape, input_axis))):
+    for chunk in weight.reshape(-1).split(chunk_size(pattern.period(report.shape, input_axis))):
         report.add(chunk, pattern)
     return report
 
@@ -267,7 +267,7 @@ def test_counts_agree_with_loops(seed: int, dtype: str) -> None:
                 axis,
                 groups=len(groups),
                 nonzeros=sum(left),
-                violations=sum(count > pattern.kept for count in left),
+                violations=sum(count > pattern.kept_count for count in left),
                 negative_zeros=sum(value == 0 and math.copysign(1, value) < 0 for value in flat),
                 nonfinite=sum(not math.isfinite(value) for value in flat),
             )

@@ -21,7 +21,7 @@ from tests.tiny_models import tiny_llama
 def pruned(weight: Tensor, pattern: Pattern, axis: int) -> Tensor:
     shape = tuple(weight.shape)
     group_GM = pattern.to_groups(weight.reshape(-1), shape, axis)
-    value_GM = torch.where(top_n(group_GM.abs(), pattern.kept), group_GM, 0.0)
+    value_GM = torch.where(top_n(group_GM.abs(), pattern.kept_count), group_GM, 0.0)
     return pattern.from_groups(value_GM, shape, axis).view(shape).contiguous()
 
 

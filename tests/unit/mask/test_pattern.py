@@ -65,10 +65,10 @@ def test_any_run_of_whole_spans_can_be_grouped_alone(
 ) -> None:
     pattern, shape, axis = case
     numel = torch.Size(shape).numel()
-    span = pattern.span(shape, axis)
-    assert numel % span == 0 and span % pattern.members == 0
-    start = data.draw(st.integers(0, numel // span - 1)) * span
-    stop = data.draw(st.integers(start // span + 1, numel // span)) * span
+    period = pattern.period(shape, axis)
+    assert numel % period == 0 and period % pattern.members == 0
+    start = data.draw(st.integers(0, numel // period - 1)) * period
+    stop = data.draw(st.integers(start // period + 1, numel // period)) * period
     source = pattern.to_groups(torch.arange(start, stop), shape, axis)
     full = pattern.to_groups(torch.arange(numel), shape, axis).tolist()
     assert all(group in full for group in source.tolist())
@@ -134,7 +134,7 @@ def test_a_text_that_is_no_pattern_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("density", [0.07, 0.29, 0.57])
 def test_a_density_that_floats_cannot_hold_is_still_a_whole_number_of_entries(density: float) -> None:
-    assert Block(10, density).kept == round(100 * density)
+    assert Block(10, density).kept_count == round(100 * density)
 
 
 def test_misfit_names_the_size() -> None:

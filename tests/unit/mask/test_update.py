@@ -44,7 +44,7 @@ def test_an_update_is_the_literal_loop(
     at = {"temperature": 0.3, "beta": dials.beta, "mid_penalty": 0.7, "penalty_rate": 0.5, "mask_rate": dials.mask_rate}
     ones = torch.ones_like(dense) if h is None else h
     lists = (mask.tolist(), dense.tolist(), ones.tolist(), index_GM.tolist())
-    expected, target = updated_mask(*lists, pattern.kept, at, threshold, 1e-3)
+    expected, target = updated_mask(*lists, pattern.kept_count, at, threshold, 1e-3)
     torch.testing.assert_close(new_GM, torch.tensor(expected)[index_GM], atol=2e-6, rtol=0)
     assert torch.equal(target_GM.float(), torch.tensor(target)[index_GM])
 

@@ -158,7 +158,7 @@ def _prune(model: nn.Module, weight: PrunableWeight, pattern: Pattern) -> None:
     """Keep the largest of every group, in place."""
     parameter = model.get_parameter(weight.name).data
     group_GM = pattern.to_groups(parameter.reshape(-1), weight.shape, weight.input_axis)
-    kept_GM = group_GM * top_n(group_GM.abs(), pattern.kept)
+    kept_GM = group_GM * top_n(group_GM.abs(), pattern.kept_count)
     parameter.copy_(pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape))
 
 

@@ -54,7 +54,7 @@ def _require_pattern(model: Any, solved: list[SolvedBlock], pattern: Pattern) ->
     for weight, mask in zip(weights, masks, strict=True):
         value = model.get_parameter(weight.name).detach()
         kept_GM = pattern.to_groups(mask.reshape(-1), weight.shape, weight.input_axis)
-        assert (kept_GM.sum(1) == pattern.kept).all()
+        assert (kept_GM.sum(1) == pattern.kept_count).all()
         assert not value[~mask].any() and not value[~mask].signbit().any()
 
 

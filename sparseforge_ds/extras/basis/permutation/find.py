@@ -119,7 +119,7 @@ def find_permutation(
         "score": "magnitude" if squares is None else "activations",
         "rows": settings.rows,
         "seed": settings.seed,
-        "kept": {
+        "kept_score": {
             part: {"before": round(float(before / total), 6), "after": round(float(after / total), 6)}
             for part, (total, before, after) in totals.items()
             if total > 0

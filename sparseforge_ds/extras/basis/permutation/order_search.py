@@ -55,7 +55,7 @@ def _search(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int) -> Tensor:
     dealt_BC = score_BCR.sum(-1).argsort(dim=-1, descending=True, stable=True).view(B, M, -1).mT.reshape(B, C)
     dealt_B = kept_score(score_BCR, dealt_BC, pattern)
     group_BGM = torch.where((dealt_B > original_B)[:, None], dealt_BC, original_BC).view(B, -1, M)
-    kept = torch.maximum(dealt_B, original_B).sum()
+    best = torch.maximum(dealt_B, original_B).sum()
     for _ in range(sweeps):
         # Take the members of each group out in a random sequence.
         sequence_GM = torch.rand(C // M, M, generator=generator).argsort(1).to(group_BGM.device)
@@ -64,9 +64,9 @@ def _search(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int) -> Tensor:
             group_BGM = _exchange(score_BCR, group_BGM, member, pattern)
         # Stop when a sweep gains next to nothing.
         now = kept_score(score_BCR, group_BGM.reshape(B, C), pattern).sum()
-        if now <= kept * (1 + 2e-4):
+        if now <= best * (1 + 2e-4):
             break
-        kept = now
+        best = now
     # Sort members and groups, so that equal groupings give equal orders.
     group_BGM = group_BGM.sort(-1).values
     first_BG = group_BGM[..., 0].argsort(dim=-1)

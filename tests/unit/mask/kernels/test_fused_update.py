@@ -47,7 +47,7 @@ def readable_update(
     new_GM, target_GM = update_mask(dense_GM, mask_GM, curvature_GM, scaling_of(case, ties), dials, pattern, midpoint)
     stored_GM = stored_as(new_GM, dtype)
     new_GM = values_of(stored_GM)
-    kept_GM = top_n(new_GM, pattern.kept)
+    kept_GM = top_n(new_GM, pattern.kept_count)
     disagrees = ((new_GM > 0.5) != kept_GM).any(dim=1)
     stored, target, kept = (pattern.from_groups(choice, shape, axis) for choice in (stored_GM, target_GM, kept_GM))
     m = values_of(stored).double()

@@ -52,8 +52,8 @@ def test_kept_share_of_every_family_rises(family: str) -> None:
     }
     before = logits(model)
     for permutation in (find(model, squares=squares), find(model)):
-        assert {"mlp", "heads", "residual"} == set(permutation.facts["kept"])
-        for part in permutation.facts["kept"].values():
+        assert {"mlp", "heads", "residual"} == set(permutation.facts["kept_score"])
+        for part in permutation.facts["kept_score"].values():
             assert part["after"] > part["before"]
     reorder = Reordering(permutation, family, model.config.get_text_config(), shapes_of(parameters))
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_sample_of_rows_gains_too() -> None:
     model = BUILDERS["llama"](hidden_size=64, intermediate_size=128)
     permutation = find(model, rows=24)
     assert permutation.facts["rows"] == 24
-    assert all(part["after"] > part["before"] for part in permutation.facts["kept"].values())
+    assert all(part["after"] > part["before"] for part in permutation.facts["kept_score"].values())
 
 
 @pytest.mark.parametrize("pattern", ["block16", "2:4"])

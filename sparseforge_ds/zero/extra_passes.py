@@ -1,9 +1,9 @@
 """Extra forward and backward passes at a step boundary that leave no trace in training.
 
-The backward is the engine's own. `Probe.gradients` reduces, unscales and partitions gradients of weights as in
-training, and steps the optimizer while `Probe.harvest` is set: the step hooks then pass on the gradients and leave
-every parameter alone. `Probe.activations` serves layer hooks: no weight gets a gradient and nothing is reduced.
-Everything that DeepSpeed counts or scales on the way is restored.
+The backward is the engine's own. `ExtraPasses.gradients` reduces, unscales and partitions gradients of weights as
+in training, and steps the optimizer while `ExtraPasses.harvest` is set: the step hooks then pass on the gradients and
+leave every parameter alone. `ExtraPasses.activations` serves layer hooks: no weight gets a gradient, and nothing is
+reduced. Everything that DeepSpeed counts or scales on the way is restored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OPTIMIZER_SCALARS = ("overflow", "_global_grad_norm", "clip_grad", "_hp_optimiz
 """Attributes of DeepSpeed's optimizers that a step changes, beside the loss scaler."""
 
 
-class Probe:
+class ExtraPasses:
     """Extra passes on one engine that leave no trace in its training."""
 
     def __init__(self, layout: ShardLayout) -> None:

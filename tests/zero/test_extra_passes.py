@@ -17,7 +17,7 @@ from sparseforge_ds.curvature import RunningSums, estimator_of, sums_of
 from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.transformers_internals import checkpoint_activations
-from sparseforge_ds.zero.probe import Probe, batches_of
+from sparseforge_ds.zero.extra_passes import ExtraPasses, batches_of
 from tests import tiny_models
 from tests.distributed import run_distributed
 from tests.reference import ReferenceForge
@@ -259,7 +259,7 @@ def test_per_token_curvature_is_the_explicit_one() -> None:
         assert apart(actual, expected) < bound, (case.stage, kind)
 
 
-def with_weight_gradients(self: Probe, passes: Any) -> None:
+def with_weight_gradients(self: ExtraPasses, passes: Any) -> None:
     """Make the passes of `activations` in which weights have gradients as well, to compare with."""
     assert self.gradients(passes, lambda _index, _gradient: None)
 
@@ -267,7 +267,7 @@ def with_weight_gradients(self: Probe, passes: Any) -> None:
 def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     result = measure_all(requests)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Probe, "activations", with_weight_gradients)
+        patched.setattr(ExtraPasses, "activations", with_weight_gradients)
         return list(zip(result, measure_all(requests), strict=True))
 
 
