@@ -2,7 +2,7 @@
 
 python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats 9]
     [--values int8 int4:64] [--round_inputs]
-python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...]
+python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...] [--staged]
 
 On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
 larger than the last cache. The careful dense kernel (dense_matvec.cpp) knows one row of x and needs AVX-512 with bf16.
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
     parser.add_argument("--values", nargs="+", type=parse_grid, default=[], metavar="NAME[:GROUP]", help="rounded, too")
     parser.add_argument("--round_inputs", action="store_true", help="int8 also with inputs in 8 bits")
+    parser.add_argument("--staged", action="store_true", help="on a GPU: SPARSEFORGE_STAGED=1, too, if it is right")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args()
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
@@ -60,7 +61,7 @@ def main() -> None:
             weight.view(shape[0], -1, 4)[..., 1:3] = 0
             packed = packed_forms(weight, args.values)
             if args.round_inputs:
-                packed["int8, inputs too"] = partial(_round_inputs, packed["int8"])
+                packed["int8, inputs too"] = partial(_set, "SPARSEFORGE_CPU_ACTIVATIONS", "int8", packed["int8"])
             for rows in args.rows:
                 print(
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
@@ -80,18 +81,19 @@ def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[T
     return forms
 
 
-def _round_inputs(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    os.environ["SPARSEFORGE_CPU_ACTIVATIONS"] = "int8"
+def _set(name: str, value: str, product: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """Compute a product while the environment has a variable."""
+    os.environ[name] = value
     try:
-        return product(x)
+        return product(*operands)
     finally:
-        del os.environ["SPARSEFORGE_CPU_ACTIVATIONS"]
+        del os.environ[name]
 
 
 @torch.no_grad()
 def on_cuda(args: argparse.Namespace) -> None:
     """Measure and print."""
-    from benchmarks.tiles import WEIGHTS, graph_us, host_us, weights  # Triton, which is where torch has CUDA
+    from benchmarks.tiles import WEIGHTS, error_of, graph_us, host_us, weights  # Triton, which is where torch has CUDA
 
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in args.dtypes:
@@ -103,12 +105,25 @@ def on_cuda(args: argparse.Namespace) -> None:
                     "torch": [partial(torch.nn.functional.linear, x, weight) for weight in dense],
                     "packed": [partial(linear24, x, *weight) for weight in packed],
                 }
+                if args.staged:
+                    runs["staged"] = [
+                        partial(_set, "SPARSEFORGE_STAGED", "1", linear24, x, *weight) for weight in packed
+                    ]
+                    exact = x.double() @ dense[0].double().T
+                    size = x.double().abs() @ dense[0].double().abs().T
+                    for of in ("packed", "staged"):
+                        error = error_of(runs[of][0](), exact, size, inputs)
+                        if not error <= 1:
+                            raise SystemExit(f"{of}, {outputs} x {inputs}, {rows} rows: {error:.3g} of the bound")
                 us = {of: graph_us(calls, args.repeats) for of, calls in runs.items()}
                 host = {of: host_us(calls[0]) for of, calls in runs.items()}
                 words = [", ".join(f"{of} {taken:.1f} us" for of, taken in times.items()) for times in (us, host)]
                 quotient = us["torch"] / us["packed"]
+                staged = f", staged {us['torch'] / us['staged']:.2f}x" if args.staged else ""
+                fastest = f"; fastest: {min(us, key=lambda of: us[of])}" if args.staged else ""
                 print(
-                    f"{name} {outputs} x {inputs}, {rows} rows: {words[0]}, {quotient:.2f}x; host: {words[1]}",
+                    f"{name} {outputs} x {inputs}, {rows} rows: {words[0]}, {quotient:.2f}x{staged}{fastest}; "
+                    f"host: {words[1]}",
                     flush=True,
                 )
 

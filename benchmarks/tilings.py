@@ -1,6 +1,6 @@
 """The tilings of the kernel for sparse tensor cores on this GPU: the cheapest by the rule, and what they take.
 
-python -m benchmarks.tilings [--shapes 14336x4096 ...] [--rows 1 8 16 32] [--best 10] [--seconds 60]
+python -m benchmarks.tilings [--shapes 14336x4096 ...] [--rows 1 8 16 32 64] [--best 10] [--seconds 60]
 
 Times are those of CUDA graphs that go through six weights in turn, so that none is found in the L2 cache. The first of
 a line is what the rule takes; a tiling that is wrong is told and not counted.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,11 +19,12 @@ import torch
 from benchmarks.tiles import WEIGHTS, error_of, graph_us, weights
 from sparseforge_ds.extras.packed24.cuda_driver import shared_memory_limit
 from sparseforge_ds.extras.packed24.mma_kernel import ProductPlan, Tiling, ranked
+from sparseforge_ds.extras.packed24.staged_tiling import StagedTiling
 
 SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120", "1024x4096", "28672x8192")
 
 
-def candidates(rows: int, outputs: int, inputs: int, best: int) -> list[Tiling]:
+def candidates(rows: int, outputs: int, inputs: int, best: int) -> Sequence[Tiling | StagedTiling]:
     """Return the cheapest tilings by the rule, the one that it chooses first."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     return ranked(rows, outputs, inputs, processors, shared_memory_limit(0))[:best]

@@ -38,7 +38,11 @@ typedef uint2 Kept;
 #define KEPT 16
 typedef uint4 Kept;
 #endif
+#ifdef STAGES
+#define THREADS (32 * WO * WR)
+#else
 #define THREADS (32 * WO * WK)
+#endif
 #ifdef INT4
 typedef u16 Scale;  // the bits of bf16
 #else
@@ -198,6 +202,7 @@ __device__ __forceinline__ uint4 expand(uint2 kept) {
   return make_uint4(decode(kept.x, false), decode(kept.x, true), decode(kept.y, false), decode(kept.y, true));
 }
 
+#ifndef STAGES
 struct Stage {
   uint4 value[WM][4][2];
   uint2 place[WM][2];
@@ -324,6 +329,7 @@ __device__ __forceinline__ void fill(char* shared, const u16* x, int rows, int i
     }
   }
 }
+#endif
 
 struct Target {
   const Scale* scale;  // of rows of rounded values, or none
@@ -349,6 +355,7 @@ __device__ __forceinline__ void store4(const Target& to, float4 v, int n, int o)
   store(to, v.w, n + 1, o + 8);
 }
 
+#ifndef STAGES
 // Dynamic shared memory: x, supersteps of a part * NT * 8 * FRAGMENT bytes; then the sums, WO * WK * WM * NT * 512 bytes (none
 // with WK 1); then WO * WK * U slots. `part`: (gridDim.y, rows, out), or none with one part.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -432,6 +439,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     step = 0, task += gridDim.x;
   }
 }
+#endif
 
 // part (parts, rows, out), n = rows * out -> y (rows, out); four elements a thread where out % 4 == 0.
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,14 +1,16 @@
 """Product of few rows with a packed 2:4 weight on NVIDIA's sparse tensor cores, from compute capability 8.0 on.
 
 Their instruction (`mma.sp`) takes kept values and positions as `pack24` stores them. Nothing is unpacked, and the time
-is that of reading the packed weight. The kernel is `linear24.cu`. NVRTC compiles it in some tenths of a second when a
-process first needs a tiling. Other products go to `triton_kernel`.
+is that of reading the packed weight. The kernel is `linear24.cu`; for 33 to 256 rows there is `staged24.cu`, where it
+is asked for. NVRTC compiles them in some tenths of a second when a process first needs a tiling. Other products go to
+`triton_kernel`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -26,6 +28,7 @@ from sparseforge_ds.extras.packed24.cuda_driver import (
     nvrtc_version,
     shared_memory_limit,
 )
+from sparseforge_ds.extras.packed24.staged_tiling import STAGED_ROWS, StagedTiling, ranked_staged
 from sparseforge_ds.packed_format.packed_values import PAIRS, values_per_element
 
 _LOGGER = logging.getLogger(__name__)
@@ -89,6 +92,11 @@ class Tiling(NamedTuple):
     """Parts of the inputs, each with its own blocks."""
 
     @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return "linear24"
+
+    @property
     def threads(self) -> int:
         """Threads per block."""
         return 32 * self.WO * self.WK
@@ -135,7 +143,7 @@ class Tiling(NamedTuple):
 
 def choose_tiling(
     rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, slot: int = SLOT
-) -> Tiling | None:
+) -> Tiling | StagedTiling | None:
     """Return the tiling with the least cost, or None if none fits.
 
     Args:
@@ -152,11 +160,14 @@ def choose_tiling(
 
 def ranked(
     rows: int, outputs: int, inputs: int, multiprocessors: int, shared_memory: int, slot: int = SLOT
-) -> list[Tiling]:
+) -> Sequence[Tiling | StagedTiling]:
     """Return all tilings that fit, the cheapest first, and at equal cost the one with more warps.
 
-    They are the same for 1 and 2 rows, for 3 and 4, and then for each eight, so that few are compiled.
+    They are the same for 1 and 2 rows, for 3 and 4, and then for each eight, so that few are compiled. For more than
+    `MOST_ROWS` rows they are those of `ranked_staged`.
     """
+    if rows > MOST_ROWS:
+        return ranked_staged(rows, outputs, inputs, multiprocessors, shared_memory, slot)
     # Rounded rows give equal tilings.
     tiles = _divide_up(rows, 8)
     tile_rows = 2 if rows <= 2 else 4 if rows <= 4 else 8
@@ -180,7 +191,7 @@ class ProductPlan:
 
     def __init__(
         self,
-        tiling: Tiling,
+        tiling: Tiling | StagedTiling,
         rows: int,
         outputs: int,
         inputs: int,
@@ -214,7 +225,7 @@ class ProductPlan:
             tiling.threads,
             tiling.shared_memory(inputs, stored.slot_bytes()),
         )
-        self.multiply = Launch(module, "linear24", shape, 7, (rows, outputs, inputs), overlaps)
+        self.multiply = Launch(module, tiling.kernel, shape, 7, (rows, outputs, inputs), overlaps)
         # Parts of the inputs are added by a second kernel.
         self.add: Launch | None = None
         if tiling.parts > 1:
@@ -270,6 +281,11 @@ def may_overlap(capability: tuple[int, int]) -> bool:
     return os.environ.get("SPARSEFORGE_OVERLAP") == "1" and capability >= (9, 0)
 
 
+def stages_rows() -> bool:
+    """Return True if products of more than `MOST_ROWS` rows, up to `STAGED_ROWS`, are tried: SPARSEFORGE_STAGED=1."""
+    return os.environ.get("SPARSEFORGE_STAGED") == "1"
+
+
 def mma24(
     x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None = None
 ) -> Tensor | None:
@@ -291,7 +307,7 @@ def mma24(
     size = x.numel()
     outputs = values.shape[0]
     inputs = x.shape[-1]
-    if inputs % UNIT or not 0 < size <= MOST_ROWS * inputs:
+    if inputs % UNIT or not 0 < size <= STAGED_ROWS * inputs or (size > MOST_ROWS * inputs and not stages_rows()):
         return None
     stored = AS_X if scale is None else Stored(values.dtype)
     if scale is not None and (groups := scale.shape[-1]) > 1:
@@ -335,7 +351,7 @@ def _warn(reason: str) -> None:
         "linear24: the kernel for NVIDIA's sparse tensor cores is not available (%s); a slower one multiplies 2 to %d "
         "rows",
         reason,
-        MOST_ROWS,
+        STAGED_ROWS if stages_rows() else MOST_ROWS,
     )
 
 
@@ -352,13 +368,18 @@ def note_groups() -> None:
 
 @cache
 def load_module(macros: tuple[tuple[str, int], ...], device: int) -> Module:
-    """Compile and load `linear24.cu`, once a process for the same macros."""
+    """Compile and load a kernel, once a process for the same macros."""
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"-D{name}={value}" for name, value in macros]
     if nvrtc_version() >= (12, 5):
         options.append("-DORDERED")
-    source = Path(__file__).with_name("linear24.cu").read_text()
-    return Module(compile_cubin(source, f"sm_{major}{minor}", options), device)
+    return Module(compile_cubin(read_source("STAGES" in dict(macros)), f"sm_{major}{minor}", options), device)
+
+
+def read_source(is_staged: bool) -> str:
+    """Return the source of `linear24`, or of `staged24`, each with `sum24`."""
+    names = ("linear24.cu", "staged24.cu") if is_staged else ("linear24.cu",)
+    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
 
 
 def _divide_up(a: int, b: int) -> int:

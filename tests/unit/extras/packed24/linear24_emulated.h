@@ -1,5 +1,7 @@
 // What linear24.cu needs of CUDA, on the host: lanes are fibers of one thread, which take turns at barriers, and mma.sp
-// is written out as NVIDIA documents it. Copies to shared memory arrive when they are waited for, and not before.
+// is written out as NVIDIA documents it. Copies to shared memory arrive when they are waited for, and not before. What
+// from_shared and load_matrices read must have arrived, behind a barrier if another lane has copied it, and nothing is
+// copied to where another lane has read since the last barrier: emulated::race is the first that does not hold.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -48,6 +50,13 @@ struct Copy {
   int size;
   bool there;  // or zeros
 };
+struct Access {
+  int lane = -1, turn = -1;  // several lanes: -2
+};
+struct Word {
+  Access written, read;
+  int copies = 0;  // on their way
+};
 struct Lane {
   ucontext_t context;
   std::vector<char> stack = std::vector<char>(1 << 16);
@@ -57,12 +66,15 @@ struct Lane {
 struct Warp {
   Barrier barrier{32};
   unsigned a[32][4], b[32][4], e[32];
+  const char* rows[32];
 };
 inline std::vector<std::unique_ptr<Lane>> lanes;
 inline std::vector<Warp> warps;
 inline Barrier block;
 inline ucontext_t home;
 inline std::function<void()> kernel;
+inline std::vector<Word> words;  // of shared memory, four bytes each
+inline const char* race;
 
 inline Lane& lane() { return *lanes[threadIdx.x]; }
 inline Warp& warp() { return warps[threadIdx.x / 32]; }
@@ -71,13 +83,39 @@ inline void wait(Barrier& barrier) {
   if (++barrier.waiting == barrier.size) barrier.waiting = 0, barrier.turn++;
   while (barrier.turn == turn) swapcontext(&lane().context, &home);
 }
+inline void forbid(bool happens, const char* what) {
+  if (happens && !race) race = what;
+}
+inline bool by_another(const Access& access) {
+  return access.turn == block.turn && access.lane != (int)threadIdx.x;
+}
+template <typename Action>
+void each_word(const char* at, int size, Action action) {
+  const size_t first = at - memory;
+  for (size_t i = first / 4; i <= (first + size - 1) / 4; i++) action(words.at(i));
+}
+inline void note_read(const char* at, int size) {
+  each_word(at, size, [](Word& word) {
+    forbid(word.copies, "memory is read while a copy to it is on its way");
+    forbid(by_another(word.written), "memory is read that another lane has copied, without a barrier");
+    word.read = {by_another(word.read) ? -2 : (int)threadIdx.x, block.turn};
+  });
+}
+inline void note_copy(const char* at, int size, bool arrives) {
+  each_word(at, size, [=](Word& word) {
+    word.copies += arrives ? -1 : 1;
+    if (arrives) word.written = {(int)threadIdx.x, block.turn};
+    forbid(!arrives && by_another(word.read), "memory is copied to that another lane has read, without a barrier");
+  });
+}
 inline void begin() {
   kernel();
   lane().done = true;
   swapcontext(&lane().context, &home);
 }
 
-inline void run(std::function<void()> function, Place grid, int threads, int shared_memory) {
+inline const char* run(std::function<void()> function, Place grid, int threads, int shared_memory) {
+  race = nullptr;
   kernel = function;
   gridDim = grid;
   std::unique_ptr<char, decltype(&std::free)> held{(char*)std::aligned_alloc(128, shared_memory / 128 * 128 + 256),
@@ -87,6 +125,7 @@ inline void run(std::function<void()> function, Place grid, int threads, int sha
     blockIdx = {i % grid.x, i / grid.x};
     std::memset(memory, 0xff, shared_memory + 128);  // NaN where nothing is written
     block = {threads};
+    words.assign(shared_memory / 4, {});
     warps.assign(threads / 32, {});
     lanes.clear();
     for (int t = 0; t < threads; t++) {
@@ -104,6 +143,7 @@ inline void run(std::function<void()> function, Place grid, int threads, int sha
     }
     for (int at = 0; at < 128; at++) require(memory[shared_memory + at] == (char)0xff, "shared memory is overrun");
   }
+  return race;
 }
 
 inline float bfloat16(unsigned bits) {
@@ -139,6 +179,7 @@ inline unsigned short narrow(float v) {
 }
 inline void copy(char* to, const char* from, int size, bool there) {
   emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % size == 0, "a copy is not aligned");
+  emulated::note_copy(to, size, false);
   emulated::lane().groups.back().push_back({to, from, size, there});
 }
 inline void copy4(char* to, const char* from, bool there = true) { copy(to, from, 4, there); }
@@ -155,7 +196,32 @@ template <int LEFT>
 void arrived() {
   auto& groups = emulated::lane().groups;
   for (; groups.size() > LEFT + 1; groups.pop_front())
-    for (const auto& c : groups.front()) c.there ? std::memcpy(c.to, c.from, c.size) : std::memset(c.to, 0, c.size);
+    for (const auto& c : groups.front()) {
+      c.there ? std::memcpy(c.to, c.from, c.size) : std::memset(c.to, 0, c.size);
+      emulated::note_copy(c.to, c.size, true);
+    }
+}
+template <typename T>
+T from_shared(const char* at) {
+  emulated::note_read(at, sizeof(T));
+  return *(const T*)at;
+}
+// Four matrices, whose rows the lanes name; eight rows of a matrix are read at once, and must lie in different banks.
+inline uint4 load_matrices(const char* row) {
+  auto& warp = emulated::warp();
+  const int lane = threadIdx.x & 31;
+  warp.rows[lane] = row;
+  emulated::wait(warp.barrier);
+  unsigned found[4], banks = 0;
+  for (int k = 0; k < 4; k++) {
+    const char* word = warp.rows[8 * k + lane / 4] + lane % 4 * 4;
+    emulated::note_read(word, 4);
+    std::memcpy(&found[k], word, 4);
+  }
+  for (int other = lane & ~7; other <= (lane | 7); other++) banks |= 1 << (warp.rows[other] - emulated::memory) / 16 % 8;
+  emulated::require(banks == 255 && (row - emulated::memory) % 16 == 0, "rows of a matrix lie in the same bank");
+  emulated::wait(warp.barrier);
+  return {found[0], found[1], found[2], found[3]};
 }
 
 // m16n8k32: A is 16 x 32 with two of four kept, in four words; B is 32 x 8. The metadata of the first (last) 16 inputs
@@ -179,7 +245,7 @@ void mma(float4& c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint4 b,
     float found = 0;
     for (int p = 0; p < 8; p++) {
       const unsigned nibble = warp.e[(row & 7) * 4 + 2 * SELECTOR + (p >> 2)] >> (16 * (row >> 3) + 4 * (p & 3)) & 15;
-      emulated::require((nibble & 3) < nibble >> 2, "positions are not in order");
+      emulated::require(emulated::race || (nibble & 3) < nibble >> 2, "positions are not in order");
       found += kept(row, 2 * p) * input(4 * p + (nibble & 3), n) + kept(row, 2 * p + 1) * input(4 * p + (nibble >> 2), n);
     }
     return found;

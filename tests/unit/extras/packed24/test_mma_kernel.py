@@ -8,7 +8,7 @@ import logging
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +27,14 @@ from sparseforge_ds.extras.packed24.mma_kernel import (
     choose_tiling,
     mma24,
     ranked,
+    read_source,
 )
+from sparseforge_ds.extras.packed24.staged_tiling import STAGED_ROWS, StagedTiling
 from sparseforge_ds.packed_format.packed_values import GRIDS
 from tests.distributed import PATIENCE
 from tests.unit.extras.packed24.test_cpu_kernel import packed, within_bound
 from tests.unit.extras.packed24.test_linear24 import rounded
 
-SOURCE = Path(mma_kernel.__file__).with_name("linear24.cu")
 CASES = [
     (Tiling(1, 8, 1, 1, 2, 2, 3), 5, 130, 1024, 3, None),
     (Tiling(1, 8, 1, 2, 3, 3, 2), 8, 67, 1088, 2, None),
@@ -51,11 +52,47 @@ CASES = [
     (Tiling(3, 8, 2, 4, 1, 2, 3), 17, 130, 1088, 2, "int4", 1),
     (Tiling(1, 2, 1, 1, 2, 4, 1), 1, 40, 1024, 1, "int4", 2),
     (Tiling(1, 4, 2, 1, 2, 2, 2), 4, 50, 1152, 1, "int4", 6),
+    (StagedTiling(2, 2, 2, 2, 3, 1, 2, 2), 50, 130, 448, 6, None),
+    (StagedTiling(4, 5, 1, 1, 2, 1, 1, 4), 33, 60, 320, 1, None),
+    (StagedTiling(1, 1, 4, 4, 6, 1, 2, 1), 40, 20, 64, 2, None),
+    (StagedTiling(2, 3, 1, 2, 4, 1, 1, 1), 41, 45, 192, 2, "int8"),
+    (StagedTiling(1, 5, 3, 1, 2, 2, 1, 2), 36, 47, 320, 1, "fp8_e4m3"),
+    (StagedTiling(2, 2, 1, 4, 3, 1, 1, 1), 63, 33, 128, 2, "int4"),
+    (StagedTiling(2, 2, 1, 2, 3, 2, 2, 2), 37, 34, 448, 4, "int4", 1),
+    (StagedTiling(1, 6, 2, 1, 4, 1, 1, 1), 48, 41, 512, 2, "int4", 2),
 ]
-"""Tiling, rows, outputs, inputs, blocks along the outputs, grid of rounded values, blocks that share a scale."""
+"""Tiling, rows, outputs, inputs, blocks along outputs and rows, grid of rounded values, blocks that share a scale."""
+STAGED = StagedTiling(1, 2, 2, 2, 2, 1, 1, 1)
+MISTAKES = [
+    ("__syncthreads();", "", b"another lane has copied"),
+    ("arrived<STAGES - 2>", "arrived<STAGES - 1>", b"on its way"),
+    ("fetch_ahead(step + STAGES - 1)", "fetch_ahead(step + STAGES)", b"on its way"),
+]
+"""What could be wrong in `staged24.cu`, and the race that it is."""
 GPUS = {"H100": (132, 227 * 1024), "A100": (108, 163 * 1024), "RTX 4090": (128, 99 * 1024)}
 """Multiprocessors, and bytes of shared memory that a block may have."""
 SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for inputs in (64, 2048, 4160, 14336, 28672)]
+
+
+def case_source(name: str, tiling: Tiling | StagedTiling, macros: dict[str, int], source: str) -> list[str]:
+    """Return lines of C++ with a kernel and a function that runs it."""
+    parameters = (
+        "char* v, char* p, unsigned short* x, float* scale, unsigned short* bias, unsigned short* y, float* part"
+    )
+    return [
+        *(f"#define {macro} {value}" for macro, value in macros.items()),
+        f"namespace in_{name} {{",
+        source.replace('extern "C"', ""),
+        f"""
+        extern "C" const char* {name}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
+          auto multiply = [=] {{ {tiling.kernel}(v, p, x, (Scale*)scale, bias, y, part, rows, out, in); }};
+          const char* race = emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
+          auto add = [=] {{ sum24(part, (Scale*)scale, bias, y, rows * out, out, {tiling.parts}); }};
+          if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0);
+          return race;
+        }} }}""",
+        *(f"#undef {macro}" for macro in (*macros, "KEPT", "SPAN", "THREADS")),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +102,14 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
     text = ['#include "linear24_emulated.h"']
-    parameters = (
-        "char* v, char* p, unsigned short* x, float* scale, unsigned short* bias, unsigned short* y, float* part"
-    )
     for i, (tiling, _, _, inputs, _, grid, *span) in enumerate(CASES):
         macros = tiling.macros(inputs)
         macros |= {} if grid is None else dict(Stored(GRIDS[grid], *span).macros())
-        text += [f"#define {name} {value}" for name, value in macros.items()]
-        text += [f"namespace c{i} {{", SOURCE.read_text().replace('extern "C"', "")]
-        text.append(
-            f"""
-            extern "C" void run{i}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
-              auto multiply = [=] {{ linear24(v, p, x, (Scale*)scale, bias, y, part, rows, out, in); }};
-              emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
-              auto add = [=] {{ sum24(part, (Scale*)scale, bias, y, rows * out, out, {tiling.parts}); }};
-              if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0);
-            }} }}"""
-        )
-        text += [f"#undef {name}" for name in (*macros, "KEPT", "SPAN")]
+        text += case_source(f"run{i}", tiling, macros, read_source("STAGES" in macros))
+    for i, (right, wrong, _) in enumerate(MISTAKES):
+        source = read_source(True)
+        assert source.count(right) > 0
+        text += case_source(f"mistake{i}", STAGED, STAGED.macros(192), source.replace(right, wrong))
     (folder / "all.cpp").write_text("\n".join(text))
     command = [
         "g++",
@@ -100,6 +127,22 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "all.so"))
 
 
+def run_emulated(
+    function: Any, tiling: Tiling | StagedTiling, blocks: int, stored: Stored, operands: Sequence[Tensor | None]
+) -> tuple[Tensor, bytes | None]:
+    """Return the product of values, positions, x, scale and bias, and the race that the emulation has found."""
+    values, _, x, *_ = operands
+    assert values is not None and x is not None
+    rows, inputs = x.shape
+    outputs = len(values)
+    y = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
+    part = torch.full((tiling.parts, rows, outputs), torch.nan) if tiling.parts > 1 else None
+    pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*operands, y, part)]
+    function.restype = ctypes.c_char_p
+    memory = tiling.shared_memory(inputs, stored.slot_bytes())
+    return y, function(*pointers, rows, outputs, inputs, blocks, memory)
+
+
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL, case: int) -> None:
     tiling, rows, outputs, inputs, blocks, grid, *span = CASES[case]
@@ -107,15 +150,20 @@ def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL,
     made = packed(outputs, inputs, torch.bfloat16) if grid is None else rounded(outputs, inputs, grid, group)
     values, positions, scale = (*made, None) if grid is None else made
     x = torch.randn(rows, inputs).bfloat16()
+    stored = Stored() if grid is None else Stored(GRIDS[grid], *span)
     for bias in (torch.randn(outputs).bfloat16(), None):
-        y = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
-        part = torch.full((tiling.parts, rows, outputs), torch.nan) if tiling.parts > 1 else None
-        tensors = (values, positions, x, scale, bias, y, part)
-        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-        stored = Stored() if grid is None else Stored(GRIDS[grid], *span)
-        memory = tiling.shared_memory(inputs, stored.slot_bytes())
-        getattr(emulation, f"run{case}")(*pointers, rows, outputs, inputs, blocks, memory)
+        function = getattr(emulation, f"run{case}")
+        y, race = run_emulated(function, tiling, blocks, stored, (values, positions, x, scale, bias))
+        assert race is None
         assert within_bound(y, x, values, positions, bias, scale)
+
+
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_emulation_finds_races(emulation: ctypes.CDLL, mistake: int) -> None:
+    """Miss a barrier or a copy, or fill a slot too early: numbers may be right, for lanes take turns here."""
+    operands = (*packed(32, 192, torch.bfloat16), torch.randn(32, 192).bfloat16(), None, None)
+    _, race = run_emulated(getattr(emulation, f"mistake{mistake}"), STAGED, 1, Stored(), operands)
+    assert race is not None and MISTAKES[mistake][2] in race
 
 
 class Driver:
@@ -204,7 +252,7 @@ def test_weights_are_read_before_kernels_ahead_are_awaited_and_all_else_after(tm
         pytest.skip("nvcc is not installed; it comes with the CUDA toolkit")
     macros = {**Tiling(1, 8, 1, 1, 2, 3, 1).macros(1024), "OVERLAP": 1, "ORDERED": 1}
     lines = [f"#define {name} {value}" for name, value in macros.items()]
-    (tmp_path / "kernel.cu").write_text("\n".join([*lines, SOURCE.read_text()]))
+    (tmp_path / "kernel.cu").write_text("\n".join([*lines, read_source(False)]))
     command = ["nvcc", "-ptx", "-arch=sm_90", "-std=c++17", "-o", "kernel.ptx", "kernel.cu"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -216,6 +264,20 @@ def test_weights_are_read_before_kernels_ahead_are_awaited_and_all_else_after(tm
     # What the kernel ahead writes is no constant: 16 bytes of x, and of the sums.
     for kernel in (multiply, add):
         assert "ld.global.v4" in kernel and "ld.global.nc.v4" not in kernel
+
+
+def test_staged_kernel_is_built_for_every_architecture(tmp_path: Path) -> None:
+    """Let NVIDIA's assembler refuse what an architecture has not, for each kind of values."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed; it comes with the CUDA toolkit")
+    kinds = {"": [80, 86, 89, 90, 100, 120], "-DHALF -DFP8": [80, 90], "-DINT8": [80], "-DHALF -DINT4 -DSPAN=1": [80]}
+    macros = [f"-D{name}={value}" for name, value in STAGED.macros(192).items()]
+    (tmp_path / "kernel.cu").write_text(read_source(True))
+    for kind, architectures in kinds.items():
+        codes = [f"-gencode=arch=compute_80,code=sm_{number}" for number in architectures]
+        command = ["nvcc", "-fatbin", "-std=c++17", "-DORDERED", *kind.split(), *macros, *codes, "kernel.cu"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("gpu", list(GPUS))
@@ -232,6 +294,26 @@ def test_tilings_fit_and_divide_everything(gpu: str) -> None:
                 assert tiling.threads <= 512 and tiling.U in (1, 2, 3, 4)
                 assert rows <= tiling.XR * tiling.NT and 256 * parts * tiling.steps(inputs) >= inputs
                 assert 1 <= along * parts <= max(multiprocessors, parts)
+
+
+@pytest.mark.parametrize("gpu", list(GPUS))
+def test_staged_tilings_fit_and_divide_everything(gpu: str) -> None:
+    multiprocessors, memory = GPUS[gpu]
+    for outputs, inputs in SHAPES[::2]:
+        for rows in (33, 96, 130, 256):
+            slot = Stored(*{96: (torch.int8,), 130: (torch.uint8, 2)}.get(rows, ())).slot_bytes()
+            tilings = ranked(rows, outputs, inputs, multiprocessors, memory, slot)
+            assert tilings
+            for tiling in tilings:
+                assert isinstance(tiling, StagedTiling)
+                along, parts = tiling.blocks(outputs, multiprocessors)
+                shared = tiling.shared_memory(inputs, slot) + 1024  # a block's own, and what the driver takes
+                assert tiling.RESIDENT * shared <= memory + 1024 and tiling.STAGES >= 2
+                assert 65536 // (tiling.threads * tiling.RESIDENT) > 4 * tiling.WM * tiling.NT + 80
+                assert tiling.threads <= 512 and parts <= max(1, inputs // 256)
+                assert (
+                    rows <= tiling.rows * tiling.row_blocks and outputs <= tiling.outputs * along // tiling.row_blocks
+                )
 
 
 def test_tilings_are_those_that_were_measured() -> None:
@@ -271,6 +353,20 @@ def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, asked: list[Si
         assert mma24(*on_meta(rows, 48, inputs, dtype)) is None
         counts.append(len(asked))
     assert counts == [1, 1, 2, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(("setting", "counts"), [(None, [0, 0, 0]), ("0", [0, 0, 0]), ("1", [1, 2, 2])])
+def test_more_rows_are_its_own_where_that_is_asked_for(
+    setting: str | None, counts: list[int], asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPARSEFORGE_STAGED", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("SPARSEFORGE_STAGED", setting)
+    found = []
+    for rows in (MOST_ROWS + 1, STAGED_ROWS, STAGED_ROWS + 1):
+        assert mma24(*on_meta(rows, 48, 192, torch.bfloat16)) is None
+        found.append(len(asked))
+    assert found == counts
 
 
 def test_other_dtypes_and_builds_of_torch_are_not_its_own(

@@ -13,6 +13,7 @@ from sparseforge_ds.extras.packed24 import mma_kernel
 from sparseforge_ds.extras.packed24.linear24 import linear24
 from sparseforge_ds.extras.packed24.mma_kernel import MOST_ROWS, ProductPlan, Tiling, mma24, ranked
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
+from sparseforge_ds.extras.packed24.staged_tiling import StagedTiling
 from sparseforge_ds.packed_format.packed_values import GRIDS
 from sparseforge_ds.packed_format.packing import pack24
 from tests.tiny_models import tiny_llama, token_batch
@@ -67,6 +68,38 @@ def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dt
             assert within_bound(*(tensor.cpu() for tensor in (y, x, values, positions, bias, scale))), (rows, inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("grid", "group"), [(None, None), *((grid, None) for grid in GRIDS), ("int4", 64)])
+def test_staged_rows(grid: str | None, group: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEFORGE_STAGED", "1")
+    for outputs, inputs in ((130, 448), (68, 1088), (4096, 4096)):
+        made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, group)
+        values, positions, *scales = (tensor.cuda() for tensor in made)
+        scale = scales[0] if scales else None
+        for rows in (33, 64, 100, 129, 256):
+            x = torch.randn(rows, inputs).to(dtype).cuda()
+            for bias in (torch.randn(outputs).to(dtype).cuda(), None):
+                y = mma24(x, values, positions, bias, scale)
+                assert y is not None and y.equal(linear24(x, values, positions, bias, scale))
+                on_cpu = (tensor if tensor is None else tensor.cpu() for tensor in (values, positions, bias, scale))
+                assert within_bound(y.cpu(), x.cpu(), *on_cpu), (rows, inputs)
+
+
+def test_every_kind_of_staged_tiling() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    memory = mma_kernel.shared_memory_limit(0)
+    for rows, outputs, inputs in ((60, 999, 4160), (120, 1000, 4096), (250, 264, 2048)):
+        x, values, positions, bias = operands = on_gpu(rows, outputs, inputs, torch.bfloat16)
+        kinds: dict[tuple[object, ...], StagedTiling] = {}
+        for tiling in ranked(rows, outputs, inputs, processors, memory):
+            assert isinstance(tiling, StagedTiling)
+            kinds.setdefault((tiling.WM, tiling.WR, tiling.row_blocks, tiling.parts > 1), tiling)
+        for tiling in kinds.values():
+            y = x.new_full((rows, outputs), torch.nan)
+            ProductPlan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
+            assert right(y, operands), tiling
+
+
 def test_every_kind_of_tiling() -> None:
     """Try the tilings that the rule knows, beside those that it takes here."""
     properties = torch.cuda.get_device_properties(0)
@@ -76,6 +109,7 @@ def test_every_kind_of_tiling() -> None:
         x, values, positions, bias = operands = on_gpu(rows, outputs, inputs, torch.bfloat16)
         kinds: dict[tuple[bool, int], Tiling] = {}
         for tiling in ranked(rows, outputs, inputs, properties.multi_processor_count, memory):
+            assert isinstance(tiling, Tiling)
             kinds.setdefault((tiling.parts > 1, tiling.WO), tiling)
         for tiling in kinds.values():
             y = x.new_full((rows, outputs), torch.nan)
