@@ -88,6 +88,8 @@ def _print_table(report: FolderReport) -> None:
         f"{report.pattern}: {total['weights']} weights, {total['groups']:,} groups, {total['nonzeros']:,} non-zeros "
         f"({share:.2f}% of these weights), {total['violations']:,} violations"
     )
+    if report.exclude:
+        print(f"not checked, as --exclude says: {', '.join(report.exclude)}")
     print(f"size: {report.size}")
     if report.values is not None:
         print(describe_values(report.values, report.errors))

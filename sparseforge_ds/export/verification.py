@@ -28,7 +28,7 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
-from sparseforge_ds.model.rules import matches
+from sparseforge_ds.model.rules import check_globs, matches
 from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
 from sparseforge_ds.packed_format.packed_values import Grid
 
@@ -58,6 +58,8 @@ class FolderReport:
     """Grid of the rounded values of a packed folder; None for others."""
     errors: dict[str, float] = field(default_factory=dict)
     """Relative rounding error of each rounded weight, measured on export; hashes show that the weight is the same."""
+    exclude: Sequence[str] = ()
+    """Globs of weights that were not checked, since the caller says that they are dense."""
 
     @property
     def violations(self) -> int:
@@ -78,7 +80,7 @@ class FolderReport:
         result["elements"] = sum(torch.Size(row.shape).numel() for row in self.rows)
         result["bytes"] = asdict(self.size)
         result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
-        result["unused"] = list(self.unused)
+        result |= {"unused": list(self.unused), "exclude": list(self.exclude)}
         if self.values is not None:
             result |= {"values": self.values.name, "group": self.values.group, "errors": self.errors}
         return result | {"rows": [asdict(row) for row in self.rows]}
@@ -146,7 +148,7 @@ def check_folder(
     if sparsity:
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
     # The files beside the weights.
-    notes = []
+    notes = [] if rows else ["there is no weight to check"]
     ordinary = not tensors.packed and not tensors.quantized
     if "quantization_config" in config and ordinary and not is_only_pruned(config):
         notes.append("config.json has a quantization_config: other tools will misread the weights")
@@ -179,6 +181,7 @@ def check_folder(
         tensors.unused,
         tensors.grid,
         errors,
+        tuple(exclude),
     )
 
 
@@ -211,6 +214,7 @@ def _prunable(
         axes = {weight.name: weight.input_axis for weight in weights}
     elif not sparsity:
         matrices = [name for name, shape in shapes.items() if len(shape) in (2, 3) and _LAYER.search(name)]
+        check_globs("exclude", exclude, matrices, shapes, lambda name: "which is no matrix of a numbered layer")
         candidates = {name: -1 for name in matrices if not matches(name, exclude)}
     # Listed weights are checked too, unless the pattern does not fit them.
     misfits = []

@@ -258,6 +258,17 @@ def let_ranks_share_sequences(teacher: Any, student: Any) -> None:
     teacher.train()
 
 
+def _are_equal(block: SparseForgeConfig | dict[str, Any] | None, in_json: Any) -> bool:
+    """Return True if the block that a user gives says what that of the JSON says, which may be wrong."""
+    if block is None or block == in_json:
+        return True
+    config = SparseForgeConfig.from_dict(block) if isinstance(block, dict) else block
+    try:
+        return config == SparseForgeConfig.from_dict(in_json)
+    except ValueError:
+        return False
+
+
 def resolve_block(
     trainer: Any, user_block: SparseForgeConfig | dict[str, Any] | None, teacher: bool
 ) -> SparseForgeConfig:
@@ -276,8 +287,7 @@ def resolve_block(
         raise ValueError(f"sparseforge = {user_block!r}: give the block itself, as a dict or a SparseForgeConfig")
     block: Any = user_block
     in_json = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("sparseforge")
-    given = block.to_dict() if isinstance(block, SparseForgeConfig) else block
-    if given is not None and in_json is not None and given != in_json and trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process and in_json is not None and not _are_equal(block, in_json):
         _LOG.warning('sparseforge= is taken, and the "sparseforge" block of the DeepSpeed JSON is not')
     if block is None:
         block = in_json

@@ -353,7 +353,7 @@ class SparseForgeMixin(_Trainer):
         self._refuse_branches(method)
         if self.deepspeed is None:
             raise ValueError(
-                f"{method}() before train(): the model is dense yet; call train(), or model.save_pretrained"
+                f"{method}() before train(): nothing is trained yet; call train(), or model.save_pretrained"
             )
         if not self._frozen and self.accelerator.is_main_process:
             step = 0 if self.forge is None else self.forge.step_count

@@ -49,8 +49,10 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
             check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:
-        if not is_folder and Path(name).parent.is_dir() and Path(name).parent != Path():
-            raise ValueError(f"{who}: no such folder, and no model that the hub has here; give one") from None
+        is_path = Path(name).parent.is_dir() and Path(name).parent != Path()
+        if is_path and not Path(name).exists():
+            missing = f"no such folder, and no model that the hub has here ({reason(error)})"
+            raise ValueError(f"{who}: {missing}; give one") from None
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
     return _text_config(config)
 

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import SparseForgeConfig, StartConfig
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
-from sparseforge_ds.ranks import all_or_raise
+from sparseforge_ds.ranks import AgreedError, all_or_raise
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import argument_names, run_block, shared_arguments
@@ -169,12 +169,12 @@ class BlockStart:
         return max(batches, least)
 
     def _check_chain(self, inputs: _Inputs) -> None:
-        """Raise ValueError, on all ranks, where blocks do not hand hidden states to each other as they are."""
+        """Raise AgreedError where blocks do not hand hidden states to each other as they are."""
         layout = self.weights.layout
         chains = layout.all_reduce(torch.tensor(float(inputs.is_chain), device=layout.device))
         if not (chains == layout.world_size).item():
             model = type(layout.engine.module).__name__
-            raise ValueError(
+            raise AgreedError(
                 f"{model} does not hand its hidden states from block to block as they are, each once, so that its "
                 'blocks cannot be pruned one after the other; set "start": null, and use an importance other than '
                 '"sparsegpt"'
@@ -216,7 +216,7 @@ class BlockStart:
                 ),
             )
         except ValueError as error:  # the same on all ranks: it is said of what they have summed
-            raise ValueError(f"{block.name}: {error}") from None
+            raise AgreedError(f"{block.name}: {error}") from None
         # Ranks may differ in the last bits, and a group of which two hold a part must be decided once.
         masks = {f"{block.name}.{name}": kept.contiguous() for name, kept in solved.masks.items()}
         for tensor in (flat, *(kept.view(torch.uint8) for kept in masks.values())):
@@ -239,7 +239,7 @@ class BlockStart:
         return solved
 
     def _check_alone(self, block: DecoderBlock, output_BSH: Tensor, end_BH: Tensor) -> None:
-        """Raise ValueError, on all ranks, where a block alone computes something else than in its model."""
+        """Raise AgreedError where a block alone computes something else than in its model."""
         layout = self.weights.layout
         end_BH = end_BH.float()
         apart = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
@@ -247,7 +247,7 @@ class BlockStart:
         # What is not finite is for `solve_block` to name.
         near = layout.all_reduce((~(apart > bound)).float())
         if not (near == layout.world_size).item():
-            raise ValueError(
+            raise AgreedError(
                 f"{block.name} computes something else alone than in its model (relative distance {float(apart):.2g} "
                 'of its output), so that it cannot be pruned alone; set "start": null, and use an importance other '
                 'than "sparsegpt"'

@@ -127,13 +127,19 @@ class _Solver:
 
     def solve(self) -> SolvedBlock:
         self.block.eval().requires_grad_(False)
+        # What makes no sense is refused before anything is computed.
+        kind = mask_for(self.settings, self.weights, self.pattern) if self.weights else ""
+        if kind == "annealed" and self._steps < 2:
+            raise ValueError(
+                f"annealed masks move between Adam steps, and these tokens make {self._steps} for each block; give "
+                "more tokens, more epochs, or smaller batches"
+            )
         # The dense stream moves on while the block is dense: from here on it has the targets.
         self._advance(self.dense)
         if not self.weights:
             self._advance(self.pruned)
             return SolvedBlock({})
         # Inputs decide about the first mask, and about experts with too few tokens for more.
-        kind = mask_for(self.settings, self.weights, self.pattern)
         moments = self._measure_inputs(kind)
         starved = self._starved_experts(moments)
         solved = SolvedBlock({}, few_tokens={name: int(starved_E.sum()) for name, starved_E in starved.items()})
@@ -174,6 +180,11 @@ class _Solver:
     @property
     def _device(self) -> torch.device:
         return next(self.block.parameters()).device
+
+    @property
+    def _steps(self) -> int:
+        """Number of Adam steps of the block."""
+        return self.settings.epochs * max(1, len(self.pruned) // self.options.per_step)
 
     @torch.no_grad()
     def _advance(self, stream: Stream) -> None:
@@ -243,14 +254,7 @@ class _Solver:
             starved: result of `_starved_experts`.
         """
         settings = self.settings
-        count = len(self.pruned)
-        steps_an_epoch = max(1, count // self.options.per_step)
-        steps = settings.epochs * steps_an_epoch
-        if masks is None and steps < 2:
-            raise ValueError(
-                f"annealed masks move between Adam steps, and these tokens make {steps} for each block; give more with "
-                '"tokens" or "epochs" of the start, or smaller steps with its "batch"'
-            )
+        steps = self._steps
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
         parameters = [*matrices, *(self._vectors() if settings.norms else [])]
         # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
@@ -265,10 +269,10 @@ class _Solver:
             parameter.requires_grad_(True)
         for step in range(steps):
             # A step reads consecutive micro-batches, which ranks divide among them: it is the same on any number.
-            order = order or torch.randperm(steps_an_epoch, generator=generator).tolist()
+            order = order or torch.randperm(steps // settings.epochs, generator=generator).tolist()
             first = order.pop() * self.options.per_step
             with nullcontext() if annealing is None else annealing.collect_sums():
-                for micro_batch in range(first, min(first + self.options.per_step, count)):
+                for micro_batch in range(first, min(first + self.options.per_step, len(self.pruned))):
                     self._backward(micro_batch)
             # All ranks take the same step, with the sum of their gradients.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

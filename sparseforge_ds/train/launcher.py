@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import random
 import socket
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -18,8 +18,8 @@ _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STE
 """Environment variables with the number of processes that mpirun or srun has started."""
 _PORTS = (10_000, 32_768)
 """First port, and the first of those that Linux hands out as ephemeral ones."""
-_NUMBERS = itertools.count(os.getpid() * 7919)
-"""Numbers that this process goes through; a prime keeps processes with neighbouring numbers apart."""
+_CHOSEN: set[int] = set()
+"""Ports that this process has chosen."""
 _SHARED_BUFFER = "/dev/shm/deepspeed_allreduce_buffer_"
 
 
@@ -83,15 +83,18 @@ def restored_environment() -> Iterator[None]:
 def free_port() -> int:
     """Return a free port of this machine that the kernel does not hand out as an ephemeral one.
 
-    Somebody listens on it seconds later. Meanwhile any connection could take a port that the kernel chooses; and each
-    process goes through these ports from another one on, so that two do not choose the same at once.
+    Somebody listens on it seconds later. Meanwhile any connection could take a port that the kernel chooses. Process
+    ids say nothing of who else chooses: containers that share a network count alike. So the choice is random, and does
+    not depend on a seed.
     """
-    first, stop = _PORTS
+    generator = random.SystemRandom()
     while True:
-        port = first + next(_NUMBERS) % (stop - first)
+        port = generator.randrange(*_PORTS)
         with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(("", port))
-            return port
+            if port not in _CHOSEN:
+                listener.bind(("", port))
+                _CHOSEN.add(port)
+                return port
 
 
 def rank_from_launcher() -> int:

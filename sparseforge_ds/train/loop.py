@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,21 @@ def train(
         ValueError: a weight was pruned without ever having been measured.
         OSError: a checkpoint cannot be written.
     """
+    watch = DivergenceWatch(checkpoints, context.spec, context.forge.step_count)
+    with closing(StepLog(context, checkpoints, monitor, watch)) as step_log:
+        return _train(context, checkpoints, monitor, preemption, evaluation, watch, step_log)
+
+
+def _train(
+    context: TrainContext,
+    checkpoints: Checkpoints,
+    monitor: Monitor,
+    preemption: Preemption,
+    evaluation: Evaluation,
+    watch: DivergenceWatch,
+    step_log: StepLog,
+) -> dict[str, Any]:
+    """Do `train`, with what counts and logs its losses."""
     spec = context.spec
     engine = context.engine
     forge = context.forge
@@ -55,8 +70,6 @@ def train(
     objective = context.objective
     start_time = time.perf_counter()
     first_step = forge.step_count
-    watch = DivergenceWatch(checkpoints, spec, first_step)
-    step_log = StepLog(context, checkpoints, monitor, watch)
 
     # Decide once how logits are made: whole, or in blocks by the heads, which takes less memory.
     if reason := objective.why_whole_logits(batches.batch_at(batches.position)[:1, :1].to(context.device)):

@@ -7,6 +7,7 @@ such as a save, reads them before.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from sparseforge_ds.train.divergence import DivergenceWatch
 from sparseforge_ds.train.engine import TrainContext
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
+
+_LAST_WAIT = 10.0
+"""Seconds that the end of a run by an error waits for numbers of the step before it."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +130,34 @@ class StepLog:
         if step.copied is not None:
             step.copied.synchronize()
         *means, share_asked_to_stop = step.numbers[: len(LOSSES) + 1].tolist()
-        norms = step.numbers[len(LOSSES) + 1 :].tolist()
-        mean = dict(zip(LOSSES, means, strict=True))
         self.asked_to_stop = share_asked_to_stop > 0
-        self._watch.count_step(mean["total"], step.before, step.after)
-        if step.after == step.before:  # skipped by loss scaling
-            return
+        self._watch.count_step(means[LOSSES.index("total")], step.before, step.after)
+        self._log(step)
+        # The newest checkpoint now is of weights that have a finite loss, so older ones may go.
+        if step.after > step.before and self._watch.loss_is_finite:
+            self._checkpoints.remove_old()
 
-        # Log the step, without losses that the run does not have.
+    def close(self) -> None:
+        """Log the step that an error of the next one has left unread, if its numbers arrive. Not collective."""
+        step = self._unread
+        self._unread = None
+        if step is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the device itself may be the error
+            # Another rank may be gone, which this one would wait for.
+            deadline = time.monotonic() + _LAST_WAIT
+            while step.copied is not None and not step.copied.query():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
+            self._log(step)
+
+    def _log(self, step: _Step) -> None:
+        """Log a step unless loss scaling has skipped it, without losses that the run does not have."""
+        if step.after == step.before:
+            return
+        mean = dict(zip(LOSSES, step.numbers.tolist(), strict=False))
+        norms = step.numbers[len(LOSSES) + 1 :].tolist()
         teaches = self._context.objective.teacher is not None or self._context.batches.teacher_logits is not None
         absent = set() if teaches else {"kl"}
         absent |= {name for name in ("hidden", "balance") if not mean[name]}
@@ -145,7 +169,3 @@ class StepLog:
         self._monitor.step(step.after, self.scalars, step.phase, step.dials, step.end_time)
         if step.mask_metrics is not None:
             self._monitor.write(step.after, step.mask_metrics)
-
-        # The newest checkpoint now is of weights that have a finite loss, so older ones may go.
-        if self._watch.loss_is_finite:
-            self._checkpoints.remove_old()

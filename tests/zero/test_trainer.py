@@ -563,7 +563,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "the trainer counts steps that fp16 skips" in refused["fp16"]
     assert "train() was called before" in refused["again"]
     assert 'the "sparseforge" block of the DeepSpeed JSON is not' in refused["two blocks"]
-    assert "save_model() before train(): the model is dense yet" in refused["early"]
+    assert "save_model() before train(): nothing is trained yet" in refused["early"]
     assert "embed_tokens.weight" in refused["tied"] and "lm_head.weight" not in refused["tied"]
     assert "none/checkpoint-99: no such folder; there is none that is whole in" in refused["checkpoint"]
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]

@@ -260,10 +260,10 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
     if (paired && s.size(1) > 1) job.group = kept / s.size(1), job.groups = s.size(1);
     const Path path = path_of(bf16);
+    const bool in_8_bits = rounds_rows(path);  // refuses a wish that it cannot grant, whatever the product
 
 #if defined(__x86_64__)
-    if ((bf16 || fp32) && kind == Values::int8 && job.rows >= ROUNDED_ROWS && kept <= vnni::MOST_KEPT &&
-        rounds_rows(path)) {
+    if (in_8_bits && (bf16 || fp32) && kind == Values::int8 && job.rows >= ROUNDED_ROWS && kept <= vnni::MOST_KEPT) {
         const Tensor wide = padded(rows.to(at::kFloat), 2 * vnni::KEPT);
         const Tensor codes = at::empty(wide.sizes(), at::kByte), scales = at::empty({job.rows}, at::kFloat);
         job.x = codes.const_data_ptr(), job.x_stride = wide.size(1), job.x_scale = scales.const_data_ptr<float>();

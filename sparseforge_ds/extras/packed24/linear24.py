@@ -9,6 +9,7 @@ torch.compile. Under autocast its inputs are cast as those of nn.functional.line
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -53,7 +54,19 @@ def linear24(
     if x.device.type == "cpu" and load_cpu_kernel():
         result: Tensor = linear24(x, values, positions, bias, scale)  # the C++ kernel has replaced this function
         return result
+    note_exact_inputs()
     return reference24(x, values, positions, bias, scale)
+
+
+@cache
+def note_exact_inputs() -> None:
+    """Say once that a wish for rounded inputs is one for the kernel on CPUs, where somebody has it."""
+    if wish := os.environ.get("SPARSEFORGE_CPU_ACTIVATIONS"):
+        _LOGGER.warning(
+            "linear24: SPARSEFORGE_CPU_ACTIVATIONS=%s: only the kernel for CPUs rounds inputs, and it does not run "
+            "here; these products take them as they are",
+            wish,
+        )
 
 
 def reference24(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
@@ -66,6 +79,7 @@ def linear24_on_gpu(
 ) -> Tensor:
     """Compute `linear24` on NVIDIA's and AMD's GPUs, which are both "cuda" to torch, by the fastest kernel."""
     require_operands("linear24", x, values, positions, bias, scale=scale)
+    note_exact_inputs()
     product = mma24(x, values, positions, bias, scale)
     if product is not None:
         return product

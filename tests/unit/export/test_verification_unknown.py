@@ -55,6 +55,17 @@ def test_a_violation_in_the_last_group_is_found(tmp_path: Path, monkeypatch: pyt
     assert not report.ok and report.violations == 1
 
 
+def test_globs_of_dense_weights_match_matrices(tmp_path: Path) -> None:
+    weight = pruned(torch.randn(64, 32), NM(2, 4), -1) + 0.0
+    assert not check(tmp_path, weight, torch.ones(8, 8)).ok
+    assert check_folder(tmp_path, exclude=["*.1.w"]).ok
+    for glob in ("*.2.w", "embedding"):
+        with pytest.raises(ValueError, match=f"sparseforge.exclude: '.*{glob[-2:]}' matches no weight"):
+            check_folder(tmp_path, exclude=[glob])
+    nothing = check_folder(tmp_path, exclude=["*"])
+    assert not nothing.ok and nothing.notes == ["there is no weight to check"]
+
+
 def test_a_shape_that_no_pattern_fits_is_reported(tmp_path: Path) -> None:
     report = check(tmp_path, torch.zeros(7, 9))
     assert not report.ok and report.missing[0].startswith("layers.0.w (")

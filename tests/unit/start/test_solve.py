@@ -190,7 +190,7 @@ def test_masks_that_a_model_cannot_have_are_refused() -> None:
         _solve_all(tiny_llama(), StartConfig(mask="sparsegpt"), "block16")
     with pytest.raises(ValueError, match=r"start\.epochs 0.*another mask"):
         _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=0))
-    with pytest.raises(ValueError, match=r"these tokens make 1 for each block; give more"):
+    with pytest.raises(ValueError, match=r"these tokens make 1 for each block; give more tokens"):
         _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=1), per_step=BATCHES)
     with pytest.raises(ValueError, match=r"training has raised the error of the block from 0\.\d+ .*a rate below 100"):
         _solve_all(tiny_llama(), StartConfig(rate=100))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import socket
 import sys
 from pathlib import Path
@@ -72,11 +73,14 @@ def test_without_a_launcher_a_process_is_alone(nowhere: pytest.MonkeyPatch) -> N
     assert 10_000 <= int(port) < 32_768  # an ephemeral one could be taken by a connection before DeepSpeed listens
 
 
-def test_a_port_that_is_taken_is_not_chosen() -> None:
-    taken = free_port() + 1  # the next in order
+def test_ports_that_are_taken_or_were_chosen_before_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    second = free_port()
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", taken))
-        assert free_port() != taken
+        listener.bind(("127.0.0.1", 0))
+        drawn = iter([first, listener.getsockname()[1], second, second + 1, *range(10_000, 20_000)])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
+        assert free_port() not in (first, listener.getsockname()[1], second)
 
 
 def test_an_environment_of_a_launcher_is_kept(nowhere: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,3 +85,13 @@ def test_a_bad_loss_keeps_the_number_of_its_step(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(TrainingDivergedError, match=f"nan for {PATIENCE} steps in a row, at step {PATIENCE + 1} with "):
         run.take(math.nan)
     assert [step for step, *_ in run.logged] == list(range(1, PATIENCE + 1))
+
+
+def test_an_error_of_the_next_step_does_not_lose_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    with pytest.raises(RuntimeError), closing(run.log):
+        run.take(1.0)
+        raise RuntimeError("out of memory")
+    assert [step for step, *_ in run.logged] == [1] and run.tidied == 0
+    run.log.close()  # nothing is left
+    assert len(run.logged) == 1

@@ -78,7 +78,7 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
         lambda: tensor.reshape(-1),
         lambda: tensor.float().sum().to(tensor.dtype),
         lambda: tensor.to("meta"),
-        lambda: tensor.to_sparse(),
+        lambda: (tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).to_sparse(),
         lambda: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor.clone(),
     ]
     if name == "ends":
@@ -144,8 +144,10 @@ def try_case(seed: int) -> str:
         return "any number"
     assert product.shape == expected.shape and product.dtype == operands["x"].dtype, f"seed {seed}: {operator}"
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.02}.get(product.dtype, 1e-3)
-    tolerance = 1.0 if in_8_bits else tolerance  # sums of up to 132 products of normal numbers, 0.01 of them off
-    torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance, msg=f"seed {seed}")
+    absolute = tolerance
+    if in_8_bits and "gradient" not in operator and operands["values"].dtype == torch.int8:
+        absolute = 0.5  # sums of up to 132 products of normal numbers, whose inputs are up to 0.02 off
+    torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=absolute, msg=f"seed {seed}")
     return "right"
 
 

@@ -234,9 +234,17 @@ def test_rows_in_other_bits_and_on_other_paths_are_refused(in_8_bits: None, monk
     monkeypatch.setenv("SPARSEFORGE_CPU_KERNEL", "avx2")
     with pytest.raises(ValueError, match="SPARSEFORGE_CPU_ACTIVATIONS=int8: it needs .* the kernel for AVX-512; leave"):
         linear24(x, *operands)
+
+
+def test_a_wrong_word_for_inputs_is_refused_by_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by one whose inputs would not be rounded."""
+    assert load_cpu_kernel()
     monkeypatch.setenv("SPARSEFORGE_CPU_ACTIVATIONS", "int4")
-    with pytest.raises(ValueError, match="SPARSEFORGE_CPU_ACTIVATIONS=int4: give int8, or leave it out"):
-        linear24(x, *operands)
+    rounded_weight = rounded_operands(9, 132)
+    exact_weight = packed(9, 132, torch.float32)
+    for x, operands in ((torch.ones(3, 132), rounded_weight), (torch.ones(5, 132), exact_weight)):
+        with pytest.raises(ValueError, match="SPARSEFORGE_CPU_ACTIVATIONS=int4: give int8, or leave it out"):
+            linear24(x, *operands)
 
 
 def test_no_rows_and_a_path_that_does_not_exist(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
