@@ -54,7 +54,7 @@ def write(out: str, config: PreTrainedConfig, grid: Grid | None) -> None:
                 setattr(layer, name + POSITIONS, positions)
                 if scale is not None:
                     setattr(layer, name + SCALE, scale)
-    model._weight_conversions = []  # names of its own: those of published files would split values and not positions
+    model._weight_conversions = []  # names of its own: those of saved files would split values and not positions
     model.save_pretrained(out)
 
 

@@ -29,7 +29,7 @@ if __package__ in (None, ""):
 with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed says that there is no GPU
     import torch
 
-    from benchmarks.rehearsal_model import PUBLISHED, VOCABULARY, published, rehearsal_config, write_model, write_text
+    from benchmarks.rehearsal_model import HUB_IDS, VOCABULARY, hub_config, rehearsal_config, write_model, write_text
     from benchmarks.rehearsal_processes import Trained, command, train
     from benchmarks.rehearsal_report import phases, report
     from sparseforge_ds.config import SparseForgeConfig
@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A run at a published model's layer shapes, from weights to export")
     add = parser.add_argument
     add("folder", type=Path, help="scratch folder; a checkpoint takes 24 bytes a parameter")
-    add("--model", required=True, choices=tuple(PUBLISHED))
+    add("--model", required=True, choices=tuple(HUB_IDS))
     add("--layers", nargs="+", default=["1"], help="decoder layers, or fit; a run each, two give the cost of a layer")
     add("--experts", type=int, help="routed experts of a layer (default: as published)")
     add("--vocabulary", type=int, default=VOCABULARY, help="rows of embedding and head")
@@ -175,7 +175,7 @@ def depth_of(word: str, arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: they do not fit.
     """
-    most = int(published(arguments.model).num_hidden_layers)
+    most = int(hub_config(arguments.model).num_hidden_layers)
     if word != "fit":
         layers = int(word)
         if layers > most:
@@ -270,8 +270,8 @@ def memory_of(trained: Trained, planned: Plan) -> dict[str, Any]:
 
 def full_depth(arguments: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Estimate the published model: memory by the planner, step times by a straight line through two depths."""
-    planned = plan(arguments, published(arguments.model), arguments.full_gpus, on_gpus=True)
-    layers = int(published(arguments.model).num_hidden_layers)
+    planned = plan(arguments, hub_config(arguments.model), arguments.full_gpus, on_gpus=True)
+    layers = int(hub_config(arguments.model).num_hidden_layers)
     results: dict[str, Any] = {
         "layers": layers,
         "gpus": arguments.full_gpus,

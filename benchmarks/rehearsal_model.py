@@ -1,8 +1,8 @@
 """Layers of published models with random weights, as a Hugging Face folder that the launcher takes for a real model.
 
 Widths, heads and experts are those of the published config.json; layers and vocabulary are fewer. Weights have the
-names of the published files, one entry per expert, are made one after the other, and depend on the seed, their name and
-their shape alone.
+names that `save_pretrained` writes, one entry per expert. They are made one after the other, and depend on the seed,
+their name and their shape alone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ TOKENIZER = Path(sparseforge_ds.__file__).parent / "assets" / "stdlib_llama"
 """A tokenizer of `VOCABULARY` pieces that is part of the package."""
 VOCABULARY = 1024
 
-PUBLISHED = {"qwen3_14b": "Qwen/Qwen3-14B", "deepseek_moe_16b": "deepseek-ai/deepseek-moe-16b-base"}
+HUB_IDS = {"qwen3_14b": "Qwen/Qwen3-14B", "deepseek_moe_16b": "deepseek-ai/deepseek-moe-16b-base"}
 """Hub ids, whose published config.json is part of the package, by the name of the recipe."""
 _DIVIDED = ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
-def published(name: str, **changes: Any) -> PretrainedConfig:
+def hub_config(name: str, **changes: Any) -> PretrainedConfig:
     """Return the published config, with `changes`."""
-    config = read_model_config(PUBLISHED[name])
+    config = read_model_config(HUB_IDS[name])
     values = {key: value for key, value in config.to_dict().items() if key != "layer_types"}  # follows the layers
     return type(config)(**{**values, **changes})
 
@@ -45,7 +45,7 @@ def rehearsal_config(name: str, layers: int, vocabulary: int, experts: int | Non
     """Return the config of a small model with the published layer shapes.
 
     Args:
-        name: key of `PUBLISHED`.
+        name: key of `HUB_IDS`.
         layers: decoder layers. A mixture whose first layer is dense begins with a mixture when it has one layer only.
         vocabulary: rows of embedding and head, at least those of the tokenizer.
         experts: routed experts of a layer, None for the published number.
@@ -54,7 +54,7 @@ def rehearsal_config(name: str, layers: int, vocabulary: int, experts: int | Non
     Raises:
         ValueError: the model has no experts, more are asked for than published, or `shrink` does not divide.
     """
-    values = published(name).to_dict()
+    values = hub_config(name).to_dict()
     changes: dict[str, Any] = {"num_hidden_layers": layers, "vocab_size": vocabulary, "dtype": "bfloat16"}
     changes |= {"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128}
     for key in _DIVIDED:
@@ -71,11 +71,11 @@ def rehearsal_config(name: str, layers: int, vocabulary: int, experts: int | Non
             allowed = "it has none" if most is None else f"use {least} to {most}"
             raise ValueError(f"--experts {experts}: {name} cannot have so many: {allowed}")
         changes["n_routed_experts"] = experts
-    return published(name, **changes)
+    return hub_config(name, **changes)
 
 
 def write_model(folder: Path, config: PretrainedConfig, seed: int) -> int:
-    """Write config, weights in bf16 and tokenizer; at most one published tensor is in memory.
+    """Write config, weights in bf16 and tokenizer; at most one of these tensors is in memory.
 
     Returns:
         Bytes of the weights.
@@ -87,7 +87,7 @@ def write_model(folder: Path, config: PretrainedConfig, seed: int) -> int:
         shutil.copyfile(TOKENIZER / name, folder / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    specs = {name: TensorSpec(shape, torch.bfloat16) for name, shape in _published_shapes(model)}
+    specs = {name: TensorSpec(shape, torch.bfloat16) for name, shape in _saved_shapes(model)}
     std = float(getattr(config, "initializer_range", 0.02))
 
     def make(name: str) -> dict[str, Tensor]:
@@ -103,8 +103,8 @@ def write_text(path: Path) -> None:
         file.writelines(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics))
 
 
-def _published_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes as in published files, where every expert has matrices of its own."""
+def _saved_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes that `save_pretrained` writes, where every expert has matrices of its own."""
     for name, parameter in model.named_parameters():
         layer, result, weight = name.partition(".experts.")
         if not result:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparseforge_ds.integrations.mask_keeper import MaskKeeper, keep_mask
     from sparseforge_ds.model.any_family import any_family
     from sparseforge_ds.model.distill import DistillationLoss, distillation_loss
-    from sparseforge_ds.model.family_table import Published, Row, register_family
+    from sparseforge_ds.model.family_table import Row, SavedAs, register_family
     from sparseforge_ds.model.head import loss_in_head
     from sparseforge_ds.model.low_rank import prepare
     from sparseforge_ds.model.param_groups import param_groups
@@ -26,7 +26,7 @@ _WHERE = {
     "DistillationLoss": "model.distill",
     "ForgeError": "forge",
     "MaskKeeper": "integrations.mask_keeper",
-    "Published": "model.family_table",
+    "SavedAs": "model.family_table",
     "Row": "model.family_table",
     "SparseForge": "forge",
     "SparseForgeConfig": "config",
@@ -47,7 +47,7 @@ __all__ = [
     "DistillationLoss",
     "ForgeError",
     "MaskKeeper",
-    "Published",
+    "SavedAs",
     "Row",
     "SparseForge",
     "SparseForgeConfig",

@@ -16,7 +16,7 @@ from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.published_names import published_tensors
+from sparseforge_ds.model.saved_names import saved_tensors
 from tests.tiny_models import BUILDERS, tiny_llama
 
 _TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -36,9 +36,7 @@ class ModelSource(Source):
         self.pattern = config.parsed_pattern
         self.dtype = dtype
         state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
-        positions = published_tensors(
-            model.config.model_type, {name: tuple(value.shape) for name, value in state.items()}
-        )
+        positions = saved_tensors(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
         self._dense = {n: state[p.memory_name].view(-1)[p.start : p.stop].view(p.shape) for n, p in positions.items()}
         self.specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in self._dense.items()}
         self.fused_name = {

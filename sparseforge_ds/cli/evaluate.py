@@ -16,7 +16,7 @@ from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.cli.printing import require_json_file
-from sparseforge_ds.evaluate.published import PUBLISHED, SUITES, accuracy_table, generation_table, means
+from sparseforge_ds.evaluate.paper_accuracies import PAPER_ACCURACIES, SUITES, accuracy_table, generation_table, means
 
 if TYPE_CHECKING:
     from sparseforge_ds.evaluate.harness import LoadedTasks
@@ -112,7 +112,11 @@ def register(commands: Any) -> None:
         metavar="DIR",
         help="folder of task files in the harness' format, or of benchmark data; they replace the harness' own",
     )
-    add("--paper", choices=list(PUBLISHED), help="show the paper's accuracies of this model beside the measured ones")
+    add(
+        "--paper",
+        choices=list(PAPER_ACCURACIES),
+        help="show the paper's accuracies of this model beside the measured ones",
+    )
     add(
         "--backend",
         choices=BACKENDS,

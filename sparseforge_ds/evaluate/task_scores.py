@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.harness import LoadedTasks
+from sparseforge_ds.evaluate.paper_accuracies import CUT, GAINED, KL, LOST, SAME, TOKENS, with_ending
 from sparseforge_ds.evaluate.perplexity import Passage, max_positions, mean_scores
-from sparseforge_ds.evaluate.published import CUT, GAINED, KL, LOST, SAME, TOKENS, with_ending
 
 _ANSWER_LIMIT = 256
 """Most tokens of an answer where neither a task nor a user says how many: the harness' own number."""

@@ -26,7 +26,7 @@ from sparseforge_ds.export.model_folder import describe_values
 from sparseforge_ds.export.source import recorded_config
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
-from sparseforge_ds.model.hub_access import HUB_ID, published_name
+from sparseforge_ds.model.hub_access import HUB_ID, public_name
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
@@ -86,7 +86,7 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
             for key in ("protocol", "seq_length", "stride", "limit", "max_tokens", "dtype")
             if conditions.get(key)
         }
-        text = published_name(row["text"])
+        text = public_name(row["text"])
         results.append(_result("text-generation", text, "perplexity", row["perplexity"], arguments))
         if row.get("kl") is not None:
             results.append(_result("text-generation", text, KL, row["kl"], arguments))
@@ -331,7 +331,7 @@ def _run_result(score: Any) -> list[EvalResult]:
     if not isinstance(loss, (int, float)) or not 0 <= loss <= _LARGEST_LOSS:  # a run may have diverged
         return []
     arguments = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
-    text = published_name(str(score.get("text")))
+    text = public_name(str(score.get("text")))
     return [_result("text-generation", text, "perplexity", math.exp(loss), arguments)]
 
 

@@ -30,9 +30,9 @@ from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.quantization import SCALE_DTYPE, quantize, quantized, scale_group
 from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
-from sparseforge_ds.model.hub_access import published_name
-from sparseforge_ds.model.published_names import published_tensors
+from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.saved_names import saved_tensors
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class RunSource(Source):
         description = read_json_object(run / "sparseforge.json") if run else {}
         if model is None:
             check_config(self.model_folder, self.model_config, description.get("config_sha256"))
-        # Its tensors by published names, and the branches beside them.
+        # Its tensors by saved names, and the branches beside them.
         self._name_tensors()
         self._specify(masked)
         self.branches = {
@@ -131,11 +131,11 @@ class RunSource(Source):
         raise ValueError(f"{path}: is in no run folder; give the folder with config.json and tokenizer by --model")
 
     def _name_tensors(self) -> None:
-        """Map published names to tensors of the checkpoint."""
+        """Map saved names to tensors of the checkpoint."""
         shapes = self.checkpoint.shapes
         self._origin = {name: name for name in shapes if name.rpartition(".")[2] not in (*BRANCH, SCALE)}
         """Name in the checkpoint of each tensor of the model."""
-        # A tied head is published if config.json does not tie it.
+        # A tied head is written if config.json does not tie it.
         tied = self.model_config.get("tie_word_embeddings")
         if tied is None:  # the class of some families ties by itself
             tied = load_config(self.model_folder, str(self.model_folder), cached=True).tie_word_embeddings
@@ -143,14 +143,16 @@ class RunSource(Source):
             aliases = self.checkpoint.aliases.items()
             self._origin |= {alias: name for alias, name in aliases if name in self._origin}
         model_shapes = {name: shapes[stored_name] for name, stored_name in self._origin.items()}
-        self._published = published_tensors(self.model_config.get("model_type"), model_shapes)
-        self.fused_name = {name: part.memory_name for name, part in self._published.items() if part.memory_name != name}
+        self._saved_tensors = saved_tensors(self.model_config.get("model_type"), model_shapes)
+        self.fused_name = {
+            name: part.memory_name for name, part in self._saved_tensors.items() if part.memory_name != name
+        }
 
     def _specify(self, masked: Mapping[str, SparseWeight]) -> None:
         """Fill `specs` and `prunable`."""
         self.specs = {}
         self.prunable = {}
-        for name, part in self._published.items():
+        for name, part in self._saved_tensors.items():
             stored_name = self._origin[part.memory_name]
             is_buffer = stored_name in self.checkpoint.buffers
             dtype = self.checkpoint.entries[stored_name].trained_dtype if is_buffer else self.dtype
@@ -207,14 +209,14 @@ class RunSource(Source):
             each(PtFile.check_bytes, self.checkpoint.files, workers)
 
     def _state(self, name: str, key: str | None, start: int, stop: int) -> Tensor:
-        """Read elements start..stop of a published tensor, as `Checkpoint.slice` does."""
-        part = self._published[name]
+        """Read elements start..stop of a saved tensor, as `Checkpoint.slice` does."""
+        part = self._saved_tensors[name]
         return self.checkpoint.slice(self._origin[part.memory_name], key, part.start + start, part.start + stop)
 
     def _kept(self, weight: SparseWeight, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return hard(mask) and the dense weight in fp32 of whole periods start..stop, (stop - start,) each."""
         pattern = self.pattern
-        part = self._published[weight.name]
+        part = self._saved_tensors[weight.name]
         stored_name = self._origin[part.memory_name]
         mask, dense = read_masked(self.checkpoint, stored_name, self.released, part.start + start, part.start + stop)
         # An unfinished mask is projected.
@@ -289,7 +291,7 @@ class RunSource(Source):
 
     def _scale(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """Return CAST's factor of each element, which is folded into the weights when the mask freezes; 1 without."""
-        part = self._published[weight.name]
+        part = self._saved_tensors[weight.name]
         stored_name = self._origin[part.memory_name]
         scale_name = f"{stored_name.rpartition('.')[0]}.{SCALE}"
         if scale_name not in self.checkpoint.shapes:
@@ -312,14 +314,14 @@ def describe_run(description: dict[str, Any], train: object, step: int) -> dict[
     flags = description.get("run")
     if not isinstance(flags, dict):
         return {}
-    # Older runs published their flags as they were, paths among them.
-    published: Any = description.get("published")
-    publish: Callable[[str], str] = str
-    if not isinstance(published, dict):
-        published = flags
-        publish = published_name
-    names = {key: publish(published[key]) for key in ("model", "teacher") if isinstance(published.get(key), str)}
-    texts = [publish(text) for text in published.get("dataset") or [] if isinstance(text, str)]
+    # A run of an older version has its flags alone, paths among them.
+    given_names: Any = description.get("public_names")
+    to_public: Callable[[str], str] = str
+    if not isinstance(given_names, dict):
+        given_names = flags
+        to_public = public_name
+    names = {key: to_public(given_names[key]) for key in ("model", "teacher") if isinstance(given_names.get(key), str)}
+    texts = [to_public(text) for text in given_names.get("dataset") or [] if isinstance(text, str)]
     keys = ("seq_length", "global_batch", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
     settings = {key: flags.get(key) for key in keys}
     # The loss that the run itself measured at this step.
@@ -337,4 +339,4 @@ def _evaluation_at(step: int, evaluations: object) -> dict[str, Any] | None:
     if not isinstance(loss, float):
         return None
     sizes = {key: evaluations.get(key) for key in ("sequences", "seq_length")}
-    return {"loss": loss, **sizes, "text": published_name(str(evaluations.get("text")))}
+    return {"loss": loss, **sizes, "text": public_name(str(evaluations.get("text")))}

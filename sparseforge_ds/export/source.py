@@ -41,9 +41,9 @@ class Source(abc.ABC):
     """Source of final weights."""
 
     specs: dict[str, TensorSpec]
-    """Shape and dtype of every tensor of the final model, in order, by published name."""
+    """Shape and dtype of every tensor of the final model, in order, by saved name (`model.saved_names`)."""
     fused_name: Mapping[str, str] = MappingProxyType({})
-    """Name of a tensor in the run, if it differs from the published one: that of the fused weight of all experts."""
+    """Name of a tensor in the run, if it differs from the saved one: that of the fused weight of all experts."""
     prunable: dict[str, SparseWeight]
     """Tensors of `specs` that are in the pattern."""
     pattern: Pattern

@@ -319,13 +319,13 @@ class SparseForgeMixin(_Trainer):
             ValueError: the model has low-rank branches, which transformers would leave out without a word.
         """
         if not _internal_call:
-            self._before_publication("save_model")
+            self._before_model_save("save_model")
         with self._gathered_on_save(not _internal_call or self.args.push_to_hub):
             super().save_model(output_dir, _internal_call)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push a model that transformers loads; errors are those of `save_model`."""
-        self._before_publication("push_to_hub")
+        self._before_model_save("push_to_hub")
         with self._gathered_on_save(True):
             return super().push_to_hub(*args, **kwargs)
 
@@ -348,7 +348,7 @@ class SparseForgeMixin(_Trainer):
         finally:
             zero.gather_16bit_weights_on_model_save = before
 
-    def _before_publication(self, method: str) -> None:
+    def _before_model_save(self, method: str) -> None:
         """Reject a model with low-rank branches, and warn of masks that are not frozen; `method` is for messages."""
         self._refuse_branches(method)
         if self.deepspeed is None:

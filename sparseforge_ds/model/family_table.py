@@ -29,8 +29,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A weight that has another name, or is divided, in the files that a family is published in."""
+class SavedAs:
+    """A weight that has another name, or is divided, in the files that `save_pretrained` writes."""
 
     name: str
     """End of its name in memory, after a dot. Its first axis is experts if the parts have a `*`."""
@@ -46,7 +46,7 @@ class Family:
     dense: tuple[str, ...]
     experts: tuple[str, ...] = ()
     """Globs over the names of the modules that hold all routed experts of a layer; see `leaf_modules`."""
-    published: tuple[Published, ...] = ()
+    saved_as: tuple[SavedAs, ...] = ()
     """Weights that `save_pretrained` of transformers writes under other names than the model has."""
 
 
@@ -69,12 +69,12 @@ _FUSED_EXPERTS = (
     Row("layers.*.mlp.experts.gate_up_proj", experts=True, stacked=2),
     Row("layers.*.mlp.experts.down_proj", experts=True),
 )
-# transformers 5 fuses the experts of a layer; in published files, and in models of others, each has its own three.
+# transformers 5 fuses the experts of a layer; in files, and in models of others, each has its own three.
 _EXPERTS = (*_FUSED_EXPERTS, *_gated("mlp.experts.*", experts=True))
 _ROUTER = "layers.*.mlp.gate.weight"
-_PUBLISHED_EXPERTS = (
-    Published("mlp.experts.gate_up_proj", ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight")),
-    Published("mlp.experts.down_proj", ("mlp.experts.*.down_proj.weight",)),
+_SAVED_EXPERTS = (
+    SavedAs("mlp.experts.gate_up_proj", ("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight")),
+    SavedAs("mlp.experts.down_proj", ("mlp.experts.*.down_proj.weight",)),
 )
 
 _LLAMA = Family(prunable=(*_ATTENTION, *_gated("mlp")), dense=_HEAD)
@@ -95,7 +95,7 @@ _GPT_NEOX = Family(
         Row("layers.*.mlp.dense_*.weight"),
     ),
     dense=("embed_in.weight", "lm_head.weight", "embed_out.weight", "layers.*.attention.bias"),
-    published=(Published("lm_head.weight", ("embed_out.weight",)),),
+    saved_as=(SavedAs("lm_head.weight", ("embed_out.weight",)),),
 )
 _GPT_NEO = Family(
     prunable=(
@@ -143,20 +143,20 @@ _MIXTRAL = Family(
     ),
     dense=(*_HEAD, _ROUTER, "layers.*.block_sparse_moe.gate.weight"),
     experts=("layers.*.mlp.experts", "layers.*.block_sparse_moe.experts"),
-    published=(
-        Published(
+    saved_as=(
+        SavedAs(
             "mlp.experts.gate_up_proj",
             ("block_sparse_moe.experts.*.w1.weight", "block_sparse_moe.experts.*.w3.weight"),
         ),
-        Published("mlp.experts.down_proj", ("block_sparse_moe.experts.*.w2.weight",)),
-        Published("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
+        SavedAs("mlp.experts.down_proj", ("block_sparse_moe.experts.*.w2.weight",)),
+        SavedAs("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
     ),
 )
 _OLMOE = Family(
     prunable=(*_ATTENTION, *_EXPERTS),
     dense=(*_HEAD, _ROUTER),
     experts=("layers.*.mlp.experts",),
-    published=_PUBLISHED_EXPERTS,
+    saved_as=_SAVED_EXPERTS,
 )
 _QWEN3_MOE = replace(_OLMOE, prunable=(*_LLAMA.prunable, *_EXPERTS))
 _QWEN2_MOE = replace(
@@ -243,7 +243,7 @@ def register_family(
     prunable: Iterable[Row | str] = (),
     dense: Iterable[str] = (),
     experts: Iterable[str] = (),
-    published: Iterable[Published] = (),
+    saved_as: Iterable[SavedAs] = (),
 ) -> None:
     """Add a family to the table, for this process, without editing this file.
 
@@ -259,7 +259,7 @@ def register_family(
         prunable: rows, or globs for weights stored as (..., out, in).
         dense: globs for embeddings, heads, routers and all other matrices that stay dense.
         experts: globs for the modules that hold all routed experts of a layer.
-        published: weights that `save_pretrained` of transformers writes under other names than the model has.
+        saved_as: weights that `save_pretrained` of transformers writes under other names than the model has.
 
     Raises:
         ValueError: the family has other rows already, `like` has none, or nothing is prunable.
@@ -273,7 +273,7 @@ def register_family(
         prunable=(*base.prunable, *rows),
         dense=(*base.dense, *dense),
         experts=(*base.experts, *experts),
-        published=(*base.published, *published),
+        saved_as=(*base.saved_as, *saved_as),
     )
     if not family.prunable:
         raise ValueError(f"register_family: {model_type!r} has nothing that is prunable; give rows, or like")

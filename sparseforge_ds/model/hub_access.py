@@ -44,7 +44,7 @@ def ask_hub() -> str | None:
     return f"{constants.ENDPOINT} cannot be reached ({failures[0]})" if failures else None
 
 
-def published_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Return the name of a model or a text for others: a hub id as it is, or the last part of a path."""
     hub = HUB_ID.fullmatch(name) and not name.startswith(".") and not Path(name).exists()
     return name if hub else Path(name).name or name

@@ -28,8 +28,8 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     """
     path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
     if not path.exists() and name.count("/") == 1 and ".." not in name:
-        published = _ASSETS / "published" / name
-        path = published if published.is_dir() else path
+        hub_config = _ASSETS / "hub_configs" / name
+        path = hub_config if hub_config.is_dir() else path
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{flag} {name}: no config.json in this folder")
     # A name that is no path may be a hub id.

@@ -26,8 +26,8 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.model_config import require_causal
-from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.saved_names import saved_tensors
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
 from sparseforge_ds.model.stored_config import is_only_pruned, is_packed_config
@@ -140,7 +140,7 @@ def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
     if not any(model.folder.glob("model*.safetensors*")):  # a dry run needs the config alone
         return
     shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
-    expected = {name: part.shape for name, part in published_tensors(model.config.model_type, shapes).items()}
+    expected = {name: part.shape for name, part in saved_tensors(model.config.model_type, shapes).items()}
     for name, spec in TensorFolder(model.folder).specs.items():
         shape = expected.get(name, expected.get(f"{empty.base_model_prefix}.{name}"))
         if shape is not None and shape != spec.shape:

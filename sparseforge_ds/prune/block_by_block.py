@@ -30,7 +30,7 @@ from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import coverage, prunable_weights
-from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
 from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result
@@ -124,7 +124,7 @@ def prune(
     sequences, length = sequences_NS.shape
     size, _ = micro_batches(sequences, length, dense.hidden, start)
     tokens = sequences // size * size * length
-    source = {"dense": published_name(str(folder)), "start": asdict(start), "tokens": tokens}
+    source = {"dense": public_name(str(folder)), "start": asdict(start), "tokens": tokens}
     record = {
         "finished": True,
         "step": None,
@@ -132,8 +132,8 @@ def prune(
         "coverage": asdict(coverage(dense.module, weights)),
         "config": config.to_dict(),
         "run": {
-            "model": published_name(str(folder)),
-            "dataset": [published_name(settings.text)] if settings.text else [],
+            "model": public_name(str(folder)),
+            "dataset": [public_name(settings.text)] if settings.text else [],
             "seq_length": length,
             "tokens": tokens,
         },

@@ -17,8 +17,8 @@ from sparseforge_ds.export.adapter import CONFIG
 from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import build_model, load_config
+from sparseforge_ds.model.saved_names import saved_tensors
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.transformers_internals import no_init_weights
@@ -165,11 +165,11 @@ class DenseModel:
     def _match(self) -> dict[str, StoredPart]:
         """Return the part of the model that each tensor of the files is, by its name there.
 
-        Files may use published names, the model's own, or those without the prefix of the base model.
+        Files may use saved names, the model's own, or those without the prefix of the base model.
         """
         model_type: Any = self.stored_config.get("model_type")
         tensors = {
-            name: (part.memory_name, part.start) for name, part in published_tensors(model_type, self._shapes).items()
+            name: (part.memory_name, part.start) for name, part in saved_tensors(model_type, self._shapes).items()
         }
         tensors |= {name: (name, 0) for name in self._shapes}
         inner = f"{self.module.base_model_prefix}."

@@ -78,7 +78,7 @@ class Checkpoints:
         Raises:
             DivergedError: weights are infinite or NaN; nothing was written.
             OSError: DeepSpeed cannot write the files on this rank; the unfinished folder was removed.
-            AgreedError: a file is not on disk as it was written, or cannot be published; the folder was removed.
+            AgreedError: a file is not on disk as it was written, or the folder cannot be committed; it was removed.
         """
         start_time = time.perf_counter()
         tag = _tag(step)
@@ -95,7 +95,7 @@ class Checkpoints:
             self.ranks.all_or_raise(
                 lambda: write_json(temporary / random_file(self.ranks.rank), generators, indent=None)
             )
-            # Read every file back, and publish the folder with a list of them.
+            # Read every file back, and commit the folder with a list of them.
             check_time = time.perf_counter()
             written = self._check_written(temporary)
             seconds_checking = time.perf_counter() - check_time
@@ -107,7 +107,7 @@ class Checkpoints:
                 files={name: size for name, (size, _) in written.items()},
                 fingerprints={name: digest for name, (_, digest) in written.items()},
             )
-            self.ranks.on_first(lambda: self._publish(tag, manifest))
+            self.ranks.on_first(lambda: self._commit(tag, manifest))
         except (AgreedError, OSError) as error:
             # After an error inside DeepSpeed the other ranks wait there and end with this process: no agreement then.
             is_agreed = isinstance(error, AgreedError)
@@ -236,7 +236,7 @@ class Checkpoints:
                 raise ValueError(f"{temporary.name} has {count} {kind} files of {expected}")
         return _by_size(names)
 
-    def _publish(self, tag: str, manifest: Manifest) -> None:
+    def _commit(self, tag: str, manifest: Manifest) -> None:
         """Write the manifest, and give the folder its final name."""
         write_json(manifest.folder / MANIFEST, manifest.record())
         sync(manifest.folder)

@@ -43,7 +43,7 @@ from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_weight
 from sparseforge_ds.model.basis import PERMUTATION, ROTATION, basis_of, keep_basis
-from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.banner import readable_bytes
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes
@@ -62,17 +62,17 @@ def run_description(spec: RunSpec) -> dict[str, Any]:
         "coverage": asdict(spec.coverage),
         "model_type": spec.model.config.model_type,
         "run": flags(spec.arguments),
-        "published": _published(spec.arguments),
+        "public_names": _public_names(spec.arguments),
         "versions": {package.__name__: package.__version__ for package in packages},
     }
     return dict(json.loads(json.dumps(description)))
 
 
-def _published(arguments: RunArguments) -> dict[str, Any]:
+def _public_names(arguments: RunArguments) -> dict[str, Any]:
     """Return the names of models and texts for cards. Paths exist here, so that they can be told from hub ids."""
     models = {"model": arguments.model, "teacher": arguments.teacher}
-    names = {key: published_name(name) for key, name in models.items() if name is not None}
-    return {**names, "dataset": [published_name(source_and_weight(value)[0]) for value in arguments.dataset]}
+    names = {key: public_name(name) for key, name in models.items() if name is not None}
+    return {**names, "dataset": [public_name(source_and_weight(value)[0]) for value in arguments.dataset]}
 
 
 def check_run_folder(spec: RunSpec) -> None:

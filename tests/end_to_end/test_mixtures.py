@@ -60,7 +60,7 @@ def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
 
     assert main(["export", str(run), str(out), "--format", "hf"]) == 0
     assert main(["verify", str(out)]) == 0
-    # Published names went in and come out, one tensor an expert.
+    # Saved names went in and come out, one tensor an expert.
     dense = TensorFolder(tmp_path / "model")
     sparse = TensorFolder(out)
     assert sparse.specs.keys() == dense.specs.keys() and f"{LAYER}.3.up_proj.weight" in sparse.specs

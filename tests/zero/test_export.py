@@ -178,7 +178,7 @@ def test_experts_of_a_list_fill_the_model_that_fuses_them(runs: dict[str, Run], 
     """Fill the model as the proof of an export does."""
     name = "stage2-listed"
     source = open_source(runs[name].folder)
-    assert not source.fused_name  # the run had the published names
+    assert not source.fused_name  # the run had the saved names
     expected = AutoModelForCausalLM.from_pretrained(exported[name]).state_dict()
     result = filled_model(source).state_dict()
     assert "model.layers.0.mlp.experts.gate_up_proj" in result

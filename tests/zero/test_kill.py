@@ -1,7 +1,7 @@
 """A save that is killed: whatever the moment, the newest complete checkpoint is there, loads, and is the right one.
 
 Ranks train a small model and save at every step, as a run does, and are killed (SIGKILL) at random moments, most of
-them inside a save. tests/unit/train/test_publication.py kills at every single file-system action instead.
+them inside a save. tests/unit/train/test_commit.py kills at every single file-system action instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.zero.case import Case, build, probe_of, train_step
 
 STEPS = 5
 CASES = {3: Case(stage=3, dtype="bf16", steps=STEPS), 1: Case(stage=1, dtype="bf16", steps=STEPS)}
-PARTS = ("writing", "checking", "publishing", "naming", "pruning")
+PARTS = ("writing", "checking", "committing", "naming", "pruning")
 
 
 class OneRank:

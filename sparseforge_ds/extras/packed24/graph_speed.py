@@ -26,8 +26,8 @@ from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of,
 from sparseforge_ds.packed_format.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
 
-_PUBLISHED = Path(__file__).resolve().parents[2] / "assets" / "published"
-SHAPES = {"llama-2-7b": _PUBLISHED / "meta-llama" / "Llama-2-7b-hf", "qwen3-14b": _PUBLISHED / "Qwen" / "Qwen3-14B"}
+_HUB_CONFIGS = Path(__file__).resolve().parents[2] / "assets" / "hub_configs"
+SHAPES = {"llama-2-7b": _HUB_CONFIGS / "meta-llama" / "Llama-2-7b-hf", "qwen3-14b": _HUB_CONFIGS / "Qwen" / "Qwen3-14B"}
 """Configs of models that are measured with random weights."""
 
 

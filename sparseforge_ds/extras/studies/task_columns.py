@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import load_tasks
-from sparseforge_ds.evaluate.published import CUT, LOST, TOKENS, is_accuracy, with_ending
+from sparseforge_ds.evaluate.paper_accuracies import CUT, LOST, TOKENS, is_accuracy, with_ending
 from sparseforge_ds.evaluate.task_scores import (
     TaskScores,
     TaskSettings,

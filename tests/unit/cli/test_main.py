@@ -17,7 +17,7 @@ from sparseforge_ds.cli import verify
 from sparseforge_ds.cli.main import main, parser
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.config import arguments, block_sections
-from sparseforge_ds.evaluate import perplexity, published
+from sparseforge_ds.evaluate import paper_accuracies, perplexity
 from sparseforge_ds.export import formats, source
 from sparseforge_ds.extras.basis.permutation import channels
 from sparseforge_ds.extras.packed24 import graph_speed, speed
@@ -75,7 +75,10 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("teach", "--loss_on"): get_args(arguments.LossOn),
         ("teach", "--document_frame"): get_args(arguments.DocumentFrame),
     }
-    expected |= {("evaluate", "--suite"): published.SUITES, ("evaluate", "--paper"): published.PUBLISHED}
+    expected |= {
+        ("evaluate", "--suite"): paper_accuracies.SUITES,
+        ("evaluate", "--paper"): paper_accuracies.PAPER_ACCURACIES,
+    }
     message = {(name, flag): action for name, some in result.items() for flag, action in some.items() if action.choices}
     assert message.keys() == expected.keys()
     for key, action in message.items():

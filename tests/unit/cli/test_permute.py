@@ -28,7 +28,7 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("family", CHANNELS)
-def test_published_files_of_every_family(
+def test_saved_files_of_every_family(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))

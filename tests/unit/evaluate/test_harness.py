@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.evaluate.harness import load_tasks
-from sparseforge_ds.evaluate.published import SUITES
+from sparseforge_ds.evaluate.paper_accuracies import SUITES
 from tests.task_files import write_task
 
 pytest.importorskip("lm_eval")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import finished_model, harness, task_scores
 from sparseforge_ds.evaluate.answers import Answer, AnswerLog
-from sparseforge_ds.evaluate.published import SUITES
+from sparseforge_ds.evaluate.paper_accuracies import SUITES
 from sparseforge_ds.mask.pattern import parse_pattern
 from tests.task_files import GENERATION_LIMIT as LIMIT
 from tests.task_files import STOPS, write_generation_task, write_task

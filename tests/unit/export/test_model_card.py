@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, ModelCard
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export import model_card
-from sparseforge_ds.model.hub_access import published_name
+from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.packed_format.packing import PACKED24
 from tests.tiny_folders import write_json
 
@@ -252,7 +252,7 @@ def test_a_card_of_somebody_else_stays(folder: Path, capsys: pytest.CaptureFixtu
     [("owner/name", "owner/name"), ("a/b:c/d", "a/b:c/d"), ("/home/me/secret/model", "model"), ("./model/", "model")],
 )
 def test_no_path_of_a_machine_is_published(name: str, published: str) -> None:
-    assert published_name(name) == published
+    assert public_name(name) == published
 
 
 def test_files_that_are_no_export_or_no_result_are_refused(

@@ -16,7 +16,7 @@ from sparseforge_ds.model.architecture import Architecture, architecture_of, bar
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.model_config import read_model_config
 from tests import tiny_models
-from tests.unit.extras.planner.published_configs import PUBLISHED, gpt2_xl, llama2_7b, qwen3_14b
+from tests.unit.extras.planner.hub_configs import PARAMETERS, gpt2_xl, llama2_7b, qwen3_14b
 
 FORGE = SparseForgeConfig()
 
@@ -28,14 +28,14 @@ def architecture(
     return architecture_of(model, prunable_weights(model, forge), leaves)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_full_size_models_have_their_published_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = read_model_config(name)
     result = architecture(config)
     model = bare_model(config)
     of = coverage(model, prunable_weights(model, FORGE))
-    assert result.total == PUBLISHED[name]
+    assert result.total == PARAMETERS[name]
     assert result.active == (2_828_650_496 if "moe" in name else result.total)
     assert result.masked == of.masked == of.linear - sum(of.dense.values())
     assert [*of.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])

@@ -20,7 +20,7 @@ from tests.tiny_models import BUILDERS, token_batch
 IMPLEMENTATIONS = ["eager", "batched_mm", "grouped_mm"]
 
 # config.json of deepseek-ai/deepseek-moe-16b-base.
-PUBLISHED: dict[str, Any] = {
+HUB_CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -67,7 +67,7 @@ def _tiny(**overrides: Any) -> PreTrainedModel:
 def _checkpoint(folder: Path, **overrides: Any) -> dict[str, Tensor]:
     """Write a checkpoint the way it is published, every name and shape spelled out here; its tensors."""
     hidden, width, expert_width, experts, shared, layers = 32, 48, 16, 4, 2, 3
-    config = PUBLISHED | {
+    config = HUB_CONFIG | {
         "vocab_size": 64,
         "hidden_size": hidden,
         "intermediate_size": width,
@@ -238,7 +238,7 @@ def test_gradients_are_those_of_the_paper(tmp_path: Path, implementation: str) -
             torch.testing.assert_close(parameter.grad.double(), leaves[name].grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_published_names_load_and_come_back_unchanged(tmp_path: Path) -> None:
+def test_saved_names_load_and_come_back_unchanged(tmp_path: Path) -> None:
     tensors = _checkpoint(tmp_path / "model")
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert isinstance(model, DeepseekForCausalLM)
@@ -279,7 +279,7 @@ def test_remote_code_is_not_run(tmp_path: Path) -> None:
 
 def test_the_published_config_has_the_published_sizes() -> None:
     """16.4 B parameters in all, 2.8 B of them for a token (section 5.1.2 of the paper)."""
-    config = DeepseekConfig(**{key: value for key, value in PUBLISHED.items() if key != "architectures"})
+    config = DeepseekConfig(**{key: value for key, value in HUB_CONFIG.items() if key != "architectures"})
     with torch.device("meta"):
         model = DeepseekForCausalLM(config)
     total = sum(parameter.numel() for parameter in model.parameters())

@@ -82,8 +82,8 @@ DENSE_LINEAR = (
     "in_proj_b",
 )
 """nn.Linear modules that stay dense."""
-LISTED = [name for name in MIXTURES if FAMILIES[name].published]
-"""Those in whose files every expert has weights of its own; others are published as they are in memory."""
+LISTED = [name for name in MIXTURES if FAMILIES[name].saved_as]
+"""Those in whose files every expert has weights of its own; others are saved as they are in memory."""
 TRANSPOSED = ("gpt_oss", "llama4_text")
 """Those whose experts are stored (experts, in, out)."""
 
@@ -93,7 +93,7 @@ def _rows_of(name: str, family: Family) -> list[str]:
     return [row for row in rows if fits_row(name, row)]
 
 
-def _published(model: PreTrainedModel) -> dict[str, Tensor]:
+def _saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors as `save_pretrained` writes them: one entry per expert."""
     return revert_weight_conversion(model, model.state_dict())
 
@@ -105,11 +105,11 @@ def test_the_tests_walk_the_whole_table() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_is_named_exactly_once(family: str) -> None:
-    """Name them in memory with fused experts, and in published files with one entry per expert."""
+    """Name them in memory with fused experts, and in saved files with one entry per expert."""
     used = set()
     for overrides in ({}, {"tie_word_embeddings": True}, VARIANTS.get(family, {})):
         model = BUILDERS[family](**overrides)
-        for tensors in (dict(model.named_parameters()), model.state_dict(), _published(model)):
+        for tensors in (dict(model.named_parameters()), model.state_dict(), _saved(model)):
             for name, tensor in tensors.items():
                 if tensor.ndim > 1:
                     assert len(_rows_of(name, FAMILIES[family])) == 1, name
@@ -242,9 +242,9 @@ def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, impl
 
 @pytest.mark.parametrize("family", LISTED)
 def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
-    """Gate, up and down of every expert, as they are published, are the runs that `matrices` promises."""
+    """Gate, up and down of every expert, as they are saved, are the runs that `matrices` promises."""
     model = BUILDERS[family]()
-    published = _published(model)
+    saved = _saved(model)
     for weight in prunable_weights(model, SparseForgeConfig()):
         if not weight.experts:
             assert weight.matrices == 1
@@ -254,7 +254,7 @@ def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
         names = {1: ("w2",), 2: ("w1", "w3")} if mixtral else {1: ("down_proj",), 2: ("gate_proj", "up_proj")}
         block = weight.module.replace(".mlp.", ".block_sparse_moe.") if mixtral else weight.module
         expected = [
-            published[f"{block}.{expert}.{part}.weight"]
+            saved[f"{block}.{expert}.{part}.weight"]
             for expert in range(weight.experts)
             for part in names[weight.stacked]
         ]
@@ -263,9 +263,9 @@ def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_names_cover_as_much(family: str) -> None:
+def test_saved_names_cover_as_much(family: str) -> None:
     model = BUILDERS[family]()
-    shapes = {name: tuple(tensor.shape) for name, tensor in _published(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _saved(model).items()}
     listed = prunable_names(family, shapes, SparseForgeConfig())
     fused = prunable_weights(model, SparseForgeConfig())
     assert sum(weight.numel for weight in listed) == sum(weight.numel for weight in fused)
@@ -457,7 +457,7 @@ def test_a_weight_survives_json() -> None:
 def test_every_expert_has_a_place(family: str) -> None:
     """Fused and listed weights of one expert are at the same place, in the module that is a leaf (or its list)."""
     model = BUILDERS[family]()
-    shapes = {name: tuple(tensor.shape) for name, tensor in _published(model).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _saved(model).items()}
     fused = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
     listed = [weight for weight in prunable_names(family, shapes, SparseForgeConfig()) if weight.experts]
     assert {weight.first_expert for weight in fused} == {(name, 0) for name in leaf_modules(model)}
@@ -470,7 +470,7 @@ def test_every_expert_has_a_place(family: str) -> None:
 
 
 def test_tiles_lie_in_one_matrix() -> None:
-    """Refuse a tile over the last rows of gate and the first of up, which would be in no published tensor."""
+    """Refuse a tile over the last rows of gate and the first of up, which would be in no saved tensor."""
     model = BUILDERS["qwen3_moe"](moe_intermediate_size=24)
     with pytest.raises(ValueError, match=r"experts.gate_up_proj .*cannot be block16:0.5: its matrix is 24 x 32"):
         prunable_weights(model, SparseForgeConfig(pattern="block16", exclude=("*.experts.down_proj",)))

@@ -54,7 +54,17 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     write_folder(first)
     run = tmp_path / "run"
     record = json.loads((run / "sparseforge.json").read_text())
-    keys = {"version", "config", "weights", "coverage", "model_type", "run", "published", "versions", "config_sha256"}
+    keys = {
+        "version",
+        "config",
+        "weights",
+        "coverage",
+        "model_type",
+        "run",
+        "public_names",
+        "versions",
+        "config_sha256",
+    }
     assert set(record) == {*keys, "weights_sha256"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
     assert SparseForgeConfig.from_dict(record["config"]) == first.config
@@ -367,11 +377,11 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
     check_run_folder(first)
     write_folder(first)
     described = json.loads((tmp_path / "run" / "sparseforge.json").read_text())
-    assert described["published"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}
+    assert described["public_names"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}
     monkeypatch.chdir("/")
     assert describe_run(described, {}, 1)["model"] == "dense" and describe_run(described, {}, 1)["dataset"] == [
         "books",
         "text.jsonl",
     ]
-    del described["published"]  # a run of an earlier release
+    del described["public_names"]  # a run of an earlier release
     assert describe_run(described, {}, 1)["model"] == "models/dense"

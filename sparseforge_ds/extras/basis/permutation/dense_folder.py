@@ -21,8 +21,8 @@ from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.extras.basis.permutation.reordering import Reordering
 from sparseforge_ds.model.basis import PERMUTATION
 from sparseforge_ds.model.families import PrunableWeight, prunable_names
-from sparseforge_ds.model.published_names import published_tensors
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.saved_names import saved_tensors
 from sparseforge_ds.model.sound_weights import require_float_weights
 
 
@@ -65,7 +65,7 @@ class DenseFolder:
             shapes: shapes of the model in memory, to whose names the block's globs refer.
         """
         # A file name may lack the prefix of the model in memory.
-        names = {name: part.memory_name for name, part in published_tensors(self.model_type, shapes).items()}
+        names = {name: part.memory_name for name, part in saved_tensors(self.model_type, shapes).items()}
         names |= {name.partition(".")[2]: in_memory for name, in_memory in names.items()}
         renamed = {name: in_memory for name, in_memory in names.items() if name in self.specs and name != in_memory}
         return prunable_names(self.model_type, self.shapes, config, renamed)

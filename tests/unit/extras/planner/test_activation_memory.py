@@ -19,7 +19,7 @@ from sparseforge_ds.model.peak_memory import PeakMemoryCounter
 from sparseforge_ds.transformers_internals import checkpoint_activations
 from sparseforge_ds.zero.expert_hooks import expert_tokens
 from tests import tiny_models
-from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.hub_configs import qwen3_14b
 
 FORGE = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64}})
 BATCH, LENGTH = 4, 48

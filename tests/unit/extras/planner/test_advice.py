@@ -26,7 +26,7 @@ from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.packed_format.packed_values import Grid, round_values
 from sparseforge_ds.packed_format.packing import pack24
 from tests.conftest import ROOT
-from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.hub_configs import qwen3_14b
 
 RESULTS = (ROOT / "studies" / "gpu.md").read_text()
 LLAMA = "meta-llama/Llama-2-7b-hf"

@@ -20,7 +20,7 @@ from sparseforge_ds.model.architecture import Architecture, architecture_of, emp
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.train.lasting_memory import checkpoint_bytes, lasting, model_states
 from sparseforge_ds.train.memory_settings import MemorySettings, settings
-from tests.unit.extras.planner.published_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
+from tests.unit.extras.planner.hub_configs import deepseek_moe_16b, gpt2_xl, llama2_7b, qwen3_14b
 
 # Without curvature, teacher, bucket or read-ahead: what is left is DeepSpeed's, but for `dense`, `mask` and flip bits.
 PLAIN = {"importance": "magnitude", "distillation": None}

@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from sparseforge_ds.extras.planner.operations import operations
 from sparseforge_ds.model.architecture import architecture_of, bare_model
-from tests.unit.extras.planner.published_configs import gpt2_xl, qwen3_14b
+from tests.unit.extras.planner.hub_configs import gpt2_xl, qwen3_14b
 
 LENGTH = 64
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 40}

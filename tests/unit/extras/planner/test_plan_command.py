@@ -18,7 +18,7 @@ from sparseforge_ds.extras.planner.machine import GPUS
 from tests.conftest import ROOT
 from tests.tiny_folders import deepspeed_json, write_json
 from tests.tiny_models import tiny_dense, tiny_mixture
-from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.hub_configs import qwen3_14b
 
 EXPERTS = {
     "vocab_size": 64,

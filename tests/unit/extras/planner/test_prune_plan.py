@@ -16,7 +16,7 @@ from sparseforge_ds.extras.planner.prune_plan import PrunePlan, plan_prune
 from sparseforge_ds.model.architecture import bare_model
 from tests.tiny_folders import BYTE_VOCABULARY, write_json, write_model, write_text
 from tests.tiny_models import BUILDERS
-from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.hub_configs import qwen3_14b
 
 A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
 """Weights of a decoder block of Qwen3-14B under a mask."""

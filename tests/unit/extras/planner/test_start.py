@@ -11,7 +11,7 @@ import pytest
 from sparseforge_ds.extras.planner.memory import memory
 from sparseforge_ds.extras.planner.start import start_operations, start_tokens
 from tests.tiny_folders import deepspeed_json, write_json
-from tests.unit.extras.planner.published_configs import qwen3_14b
+from tests.unit.extras.planner.hub_configs import qwen3_14b
 from tests.unit.extras.planner.test_memory import NOTHING, planned
 from tests.unit.extras.planner.test_plan_command import plan
 

@@ -1,5 +1,5 @@
-"""A process that dies before any one of the file-system actions by which a checkpoint is published, or by which an
-interrupted publication is finished: afterwards the old newest checkpoint or the new one is there, whole."""
+"""A process that dies before any one of the file-system actions by which a checkpoint is committed, or by which an
+interrupted commit is finished: afterwards the old newest checkpoint or the new one is there, whole."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Engine:
         assert Path(folder, tag, MODEL_FILE).is_file()
 
 
-def publish(folder: Path) -> None:
-    """Publish step 300 once DeepSpeed has written its file, and remove what is older."""
+def commit_step_300(folder: Path) -> None:
+    """Commit step 300 once DeepSpeed has written its file, and remove what is older."""
     checkpoints = checkpoints_in(folder)
     checkpoints.save(Engine(), 300, {})
     checkpoints.remove_old()
@@ -97,7 +97,7 @@ def newest(folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize("before", [nothing_before, two_before])
-def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(tmp_path, before):
+def test_a_kill_before_any_action_of_a_commit_leaves_an_intact_checkpoint(tmp_path, before):
     start = tmp_path / "start"
     start.mkdir()
     before(start)
@@ -111,7 +111,7 @@ def test_a_kill_before_any_action_of_a_publication_leaves_an_intact_checkpoint(t
     for action in range(1, 200):
         folder = tmp_path / str(action)
         shutil.copytree(start, folder)
-        died = die_before(action, lambda folder=folder: publish(folder))
+        died = die_before(action, lambda folder=folder: commit_step_300(folder))
         if list_checkpoints(folder):  # what the offline tools see, which recover nothing
             Manifest.read(find_checkpoint(folder)).check_sizes()
         again = tmp_path / "again"

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from sparseforge_ds.model.model_config import read_model_config
 
-PUBLISHED = {
+PARAMETERS = {
     "Qwen/Qwen3-1.7B": 1_720_574_976,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparseforge_ds.evaluate.published import MEANS, PUBLISHED, SUITES, accuracy_table, mean_accuracy
+from sparseforge_ds.evaluate.paper_accuracies import MEANS, PAPER_ACCURACIES, SUITES, accuracy_table, mean_accuracy
 
 SEVEN = {
     task: {"acc": 0.1 * i, "acc_stderr": 0.01, "acc_norm": 0.9, "acc_norm_stderr": 0.02, "items": 100.0}
@@ -14,8 +14,8 @@ def test_the_suites_are_seven_of_nine() -> None:
     assert len(SUITES["paper"]) == 9
     for suite in MEANS:
         assert len(SUITES[suite]) == 7 and set(SUITES[suite]) < set(SUITES["paper"])
-    for published in PUBLISHED.values():
-        assert set(published.dense) | set(published.sparse) <= {*SUITES["paper"], *MEANS, "seven"}
+    for accuracies in PAPER_ACCURACIES.values():
+        assert set(accuracies.dense) | set(accuracies.sparse) <= {*SUITES["paper"], *MEANS, "seven"}
 
 
 def test_the_mean_is_plain_acc_and_needs_every_task() -> None:

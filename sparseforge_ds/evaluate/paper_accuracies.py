@@ -1,6 +1,6 @@
-"""The paper's zero-shot suites and published accuracies, beside measured ones in a Markdown table.
+"""The paper's zero-shot suites and accuracies, beside measured ones in a Markdown table.
 
-Published accuracies are plain `acc` in percent, zero-shot, of arXiv 2605.06402 (dense model and its 2:4 result).
+They are plain `acc` in percent, zero-shot, of arXiv 2605.06402 (dense model and its 2:4 result).
 Unknown ones are absent: their cells stay empty.
 """
 
@@ -41,7 +41,7 @@ class PaperAccuracies:
     """Training tokens of the 2:4 model, where they are known."""
 
 
-PUBLISHED = {
+PAPER_ACCURACIES = {
     "llama2-7b": PaperAccuracies(
         dense={
             **{"arc_challenge": 43.52, "hellaswag": 57.18, "openbookqa": 31.4, "race": 39.52},
@@ -101,31 +101,31 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
     Args:
         models: results by the name of a model, in the order of their columns. A model whose answers were compared with
             the dense model's has a column for that too.
-        paper: key of `PUBLISHED`, for columns of the paper's accuracies; None for none.
+        paper: key of `PAPER_ACCURACIES`, for columns of the paper's accuracies; None for none.
     """
     # Head.
-    published = [] if paper is None else [PUBLISHED[paper].dense, PUBLISHED[paper].sparse]
+    of_paper = [] if paper is None else [PAPER_ACCURACIES[paper].dense, PAPER_ACCURACIES[paper].sparse]
     columns = [(name, metric) for name in models for metric in ("acc", "acc_norm")]
     compared = [name for name in models if any(SAME in metrics for metrics in models[name].values())]
     columns += [(name, metric) for name in compared for metric in (SAME, f"acc{LOST}", f"acc{GAINED}")]
     head = ["task", "items", *(f"{name}: {metric}" for name, metric in columns)]
     if paper is not None:
-        tokens = PUBLISHED[paper].tokens
+        tokens = PAPER_ACCURACIES[paper].tokens
         head += [f"paper, dense {paper}", f"paper, 2:4{f', {tokens} tokens' if tokens else ''}"]
     # A row for every task.
     rows = []
     for task in dict.fromkeys(task for results in models.values() for task in results):
         items = sorted({f"{results[task]['items']:g}" for results in models.values() if task in results})
         measured = [_cell(models[name].get(task, {}), metric) for name, metric in columns]
-        rows.append([task, " / ".join(items), *measured, *(_known(values, task) for values in published)])
+        rows.append([task, " / ".join(items), *measured, *(_known(values, task) for values in of_paper)])
     # A row for every mean that is known, of our models or of the paper's.
     averages = {name: means(results) for name, results in models.items()}
     for suite in (*MEANS, "seven"):
         title = f"mean acc of {', '.join(SUITES[suite])}" if suite in MEANS else "mean of seven tasks, not known which"
-        is_published = suite == "seven" and any(suite in values for values in published)
-        if is_published or any(suite in average for average in averages.values()):
+        is_in_paper = suite == "seven" and any(suite in values for values in of_paper)
+        if is_in_paper or any(suite in average for average in averages.values()):
             measured = [_known(averages[name], suite, 100) if metric == "acc" else "" for name, metric in columns]
-            rows.append([title, "", *measured, *(_known(values, suite) for values in published)])
+            rows.append([title, "", *measured, *(_known(values, suite) for values in of_paper)])
     return _markdown(head, rows)
 
 

@@ -1,6 +1,6 @@
-"""Published names of a family's weights: one tensor an expert, while transformers keeps all experts in one in memory.
+"""Saved names of a family's weights: one tensor an expert, while transformers keeps all experts in one in memory.
 
-`save_pretrained` of transformers writes these names, and other loaders read them. A tensor of a published file is a run
+`save_pretrained` of transformers writes these names, and other loaders read them. A saved tensor is a run
 of consecutive elements of one tensor of the model, so it can be read from a checkpoint by itself.
 """
 
@@ -14,8 +14,8 @@ from sparseforge_ds.model.families import FAMILIES
 
 
 @dataclass(frozen=True)
-class PublishedTensor:
-    """Place of a published tensor in the model."""
+class SavedTensor:
+    """Place of a saved tensor in the model."""
 
     memory_name: str
     """Name of the model's tensor in memory that it is a part of."""
@@ -29,30 +29,30 @@ class PublishedTensor:
         return self.start + math.prod(self.shape)
 
 
-def published_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, PublishedTensor]:
-    """Return the published tensors of a model by name, in the model's order.
+def saved_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, SavedTensor]:
+    """Return the saved tensors of a model by name, in the model's order.
 
     Args:
         model_type: key of the family table; in another family, names and tensors are those of the model.
         shapes: of the model's tensors.
     """
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    tensors: dict[str, PublishedTensor] = {}
+    tensors: dict[str, SavedTensor] = {}
     for name, shape in shapes.items():
-        row = next((row for row in family.published if f".{name}".endswith(f".{row.name}")), None) if family else None
+        row = next((row for row in family.saved_as if f".{name}".endswith(f".{row.name}")), None) if family else None
         if row is None:
-            tensors[name] = PublishedTensor(name, 0, tuple(shape))
+            tensors[name] = SavedTensor(name, 0, tuple(shape))
             continue
         prefix = name.removesuffix(row.name)
         if "*" not in row.parts[0]:
-            tensors[prefix + row.parts[0]] = PublishedTensor(name, 0, tuple(shape))
+            tensors[prefix + row.parts[0]] = SavedTensor(name, 0, tuple(shape))
             continue
         # The parts of an expert lie end to end, and the experts one behind the other.
         experts, rows, columns = shape
         start = 0
         for expert in range(experts):
             for part in row.parts:
-                tensor = PublishedTensor(name, start, (rows // len(row.parts), columns))
+                tensor = SavedTensor(name, start, (rows // len(row.parts), columns))
                 tensors[prefix + part.replace("*", str(expert))] = tensor
                 start = tensor.stop
     return tensors

@@ -14,7 +14,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.model.published_names import PublishedTensor, published_tensors
+from sparseforge_ds.model.saved_names import SavedTensor, saved_tensors
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
 from tests.tiny_models import BUILDERS, MIXTURES
 
@@ -26,25 +26,23 @@ def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> 
     saved = load_file(tmp_path / "model.safetensors")
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    result = published_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
-    assert result.keys() == saved.keys() and (result.keys() != state.keys()) == bool(FAMILIES[family].published)
+    result = saved_tensors(family, {name: tuple(value.shape) for name, value in state.items()})
+    assert result.keys() == saved.keys() and (result.keys() != state.keys()) == bool(FAMILIES[family].saved_as)
     for name, piece in result.items():
         value = state[piece.memory_name].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, saved[name]), name
-    assert published_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
-        name: PublishedTensor(name, 0, tuple(value.shape)) for name, value in saved.items()
+    assert saved_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
+        name: SavedTensor(name, 0, tuple(value.shape)) for name, value in saved.items()
     }
 
 
 def test_names_of_unknown_families_are_what_they_are() -> None:
     shapes = {"model.layers.0.mlp.experts.down_proj": (2, 4, 4)}
     for family in ("bloom", None, 3):
-        assert published_tensors(family, shapes) == {
-            name: PublishedTensor(name, 0, shape) for name, shape in shapes.items()
-        }
+        assert saved_tensors(family, shapes) == {name: SavedTensor(name, 0, shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("family", [family for family in MIXTURES if FAMILIES[family].published])
+@pytest.mark.parametrize("family", [family for family in MIXTURES if FAMILIES[family].saved_as])
 def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_path: Path) -> None:
     """Export the names that were read; verify checks all experts, also where globs name fused ones."""
     dense = write_dense(tmp_path / "dense", family)
@@ -56,7 +54,7 @@ def test_an_exported_mixture_has_the_names_of_the_dense_one(family: str, tmp_pat
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     source = ModelSource(BUILDERS[family](), dense, torch.float32)
     state = model.state_dict()
-    for name, piece in published_tensors(family, {name: tuple(value.shape) for name, value in state.items()}).items():
+    for name, piece in saved_tensors(family, {name: tuple(value.shape) for name, value in state.items()}).items():
         value = state[piece.memory_name].view(-1)[piece.start : piece.stop].view(piece.shape)
         assert torch.equal(value, source.read(name)), name
     opened = open_source(sparse)
