@@ -67,7 +67,7 @@ class Ranks:
         joined = dist.is_initialized()
         self.rank = dist.get_rank() if joined else 0
         self.world_size = dist.get_world_size() if joined else 1
-        self._group = _patient_group() if joined else None
+        self._process_group = _patient_group() if joined else None
 
     @property
     def first(self) -> bool:
@@ -76,10 +76,10 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in rank order."""
-        if self._group is None:
+        if self._process_group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self._process_group)
         return values
 
     def all_or_raise(self, work: Callable[[], T]) -> T:
@@ -93,8 +93,8 @@ class Ranks:
             AgreedError: it was refused (ValueError), failed (OSError) or ran out of memory.
         """
         answer: list[Any] = [_attempt(work) if self.first else None]
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
+        if self._process_group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._process_group)
         result, verdict = answer[0]
         if verdict is not None:
             raise AgreedError(verdict)
@@ -102,8 +102,8 @@ class Ranks:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        if self._group is not None:
-            dist.barrier(group=self._group)
+        if self._process_group is not None:
+            dist.barrier(group=self._process_group)
 
     def leave(self) -> None:
         """Wait for every rank and close the connections, so that no rank takes the end of another for a failure."""

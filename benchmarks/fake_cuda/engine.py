@@ -73,7 +73,7 @@ class Partitions:
 
     def __init__(self, groups: list[list[tuple[str, tuple[int, ...]]]], rank: Rank) -> None:
         self.rank = rank
-        self.group_of_flat: list[int] = []
+        self.param_group_of_flat: list[int] = []
         self.sizes: list[int] = []
         self.placed: list[tuple[str, tuple[int, ...], int, int]] = []
         """Name, shape, master partition, and where the weight begins: in a rank's partition for stages 3 and 0, else in
@@ -92,7 +92,7 @@ class Partitions:
 
     def _open(self, group: int) -> None:
         self.sizes.append(0)
-        self.group_of_flat.append(group)
+        self.param_group_of_flat.append(group)
 
     def _part(self, shape: tuple[int, ...]) -> int:
         """Elements that a weight takes up in a partition before it is cut."""
@@ -238,7 +238,7 @@ class BareLayout(ShardLayout):
         partitions = self.engine.partitions
         parameters = dict(self.engine.module.named_parameters())
         self.flats = self.optimizer.flats
-        self.group_of_flat = partitions.group_of_flat
+        self.param_group_of_flat = partitions.param_group_of_flat
         for shard in partitions.shards(partitions.rank.number):
             self.shards[shard.name] = shard
             self.low_precision[shard.name] = parameters[shard.name]
@@ -283,7 +283,7 @@ def attach(
     with counter.paused():
         flats = [nn.Parameter(torch.zeros(size, dtype=rank.master, device=device)) for size in partitions.sizes]
     for number, group in enumerate(groups):
-        belonging = zip(flats, partitions.group_of_flat, strict=True)
+        belonging = zip(flats, partitions.param_group_of_flat, strict=True)
         group["params"] = [flat for flat, owner in belonging if owner == number]
     inner = torch.optim.AdamW(groups, lr=1e-4, fused=fused and not rank.offload)
     engine = BareEngine(model, BareOptimizer(inner, flats, rank, counter), partitions)

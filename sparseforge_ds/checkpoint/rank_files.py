@@ -68,7 +68,9 @@ class RankFiles:
     def _save_point(self, rank: int) -> tuple[object, object]:
         """Return what is equal in all files of one save: every flat's step and every group's hyperparameters."""
         flats = self.flats(rank)
-        return flats.step(), [{k: v for k, v in group.items() if not isinstance(v, Tensor)} for group in flats.groups]
+        return flats.step(), [
+            {k: v for k, v in group.items() if not isinstance(v, Tensor)} for group in flats.param_groups
+        ]
 
     def state_file(self, rank: int) -> PtFile:
         """Return the file with masters and states of a rank, which at stage 0 is the model file."""

@@ -66,13 +66,13 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Param group of the optimizer."""
 
     names: tuple[str, ...]
     """Names of its weights; empty at stage 0 if the client state has no names."""
     settings: dict[str, Any]
-    """Hyperparameters and other keys of the group, without the parameters."""
+    """Hyperparameters and other keys of the param group, without the parameters."""
 
 
 class Checkpoint:
@@ -122,7 +122,7 @@ class Checkpoint:
             """Full shape of everything that `weight` returns, in the module's order."""
             self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
             """Description of everything that `weight` returns."""
-            self.groups = self._read_groups(flat_shapes)
+            self.param_groups = self._read_param_groups(flat_shapes)
             """Param groups of the optimizer."""
             self.loss_scale = read_loss_scale(files.state_file(0), files.stage)
             """State of a dynamic fp16 loss scale (scale, iteration, last_overflow, hysteresis), or None."""
@@ -175,18 +175,18 @@ class Checkpoint:
         slots = self._slots.get(name, [])
         pieces = [(slot, self._files.flats(slot.rank)) for slot in slots]
         # Per-element states that every piece has.
-        dtypes = [element_states(flats.states[slot.group], slot.stop) for slot, flats in pieces]
+        dtypes = [element_states(flats.states[slot.flat], slot.stop) for slot, flats in pieces]
         keys = sorted(set.intersection(*map(set, dtypes))) if dtypes else []
-        masters = {flats.masters[slot.group].dtype for slot, flats in pieces if flats.masters is not None}
+        masters = {flats.masters[slot.flat].dtype for slot, flats in pieces if flats.masters is not None}
         if len(masters) > 1 or any(states[key] != dtypes[0][key] for states in dtypes for key in keys):
             raise ValueError(f"{self.folder}: the ranks hold {name} in different dtypes; use another checkpoint")
         if not masters and self._in_fragments(name):
             masters = {read_field(self._first, Tensor, "frozen_param_fragments", name).dtype}
         # Mask bits that some piece has too few of, or lacks, are no state of another kind.
-        if KEPT not in keys and any(KEPT in flats.states[slot.group] for slot, flats in pieces):
+        if KEPT not in keys and any(KEPT in flats.states[slot.flat] for slot, flats in pieces):
             raise ValueError(f"{self.folder}: the mask bits of {name} are damaged; use another checkpoint")
         # The first piece tells of all other states.
-        state = pieces[0][1].states[slots[0].group] if pieces else {}
+        state = pieces[0][1].states[slots[0].flat] if pieces else {}
         scalars = number_states(state)
         indivisible = sorted(key for key, value in state.items() if key not in {*keys, *scalars} and value is not None)
         return StoredTensor(
@@ -198,12 +198,15 @@ class Checkpoint:
             indivisible=tuple(indivisible),
         )
 
-    def _read_groups(self, flat_shapes: FlatShapes) -> list[Group]:
+    def _read_param_groups(self, flat_shapes: FlatShapes) -> list[ParamGroup]:
         flats = self._files.flats(0)
-        names: list[list[str]] = [[] for _ in flats.groups]
-        for group, shapes in zip(flats.group_of_flat, flat_shapes, strict=True):
-            names[group].extend(shapes)
-        return [Group(tuple(own_names), settings) for own_names, settings in zip(names, flats.groups, strict=True)]
+        names: list[list[str]] = [[] for _ in flats.param_groups]
+        for number, shapes in zip(flats.param_group_of_flat, flat_shapes, strict=True):
+            names[number].extend(shapes)
+        return [
+            ParamGroup(tuple(own_names), settings)
+            for own_names, settings in zip(names, flats.param_groups, strict=True)
+        ]
 
     def _in_fragments(self, name: str) -> bool:
         """Return whether ZeRO-3 keeps this weight in pieces outside of the optimizer, since it is not trained."""
@@ -222,7 +225,7 @@ class Checkpoint:
             return self._in_module(name, start, stop).clone()
         # All else lies in the slots of the flats.
         slots = self._slots[name]
-        pieces = ((files.flats(slot.rank).flat(slot.group, key), slot.start, slot.stop) for slot in slots)
+        pieces = ((files.flats(slot.rank).flat(slot.flat, key), slot.start, slot.stop) for slot in slots)
         values = self._assemble(name, key, pieces, start, stop)
         if key is None and self.stage < 3:
             self._check_copy(name, values, start, stop)

@@ -1,7 +1,7 @@
 """Names and shapes of a checkpoint's weights, and the slots of flats that hold their elements.
 
-A *flat* is one rank's one-dimensional fp32 partition of an optimizer group (ZeRO-1/2) or of a sub-group (ZeRO-3), or a
-full group or parameter (stage 0). This is the offline counterpart of `zero/shard.py`, and reads no element.
+A *flat* is one rank's one-dimensional fp32 partition of a param group (ZeRO-1/2) or of a sub-group (ZeRO-3), or a
+full param group or parameter (stage 0). This is the offline counterpart of `zero/shard.py`, and reads no element.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FlatShapes = list[dict[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, stop) of the flat `group` of `rank`."""
+    """Elements [start, stop) of flat number `flat` of `rank`."""
 
     rank: int
-    group: int
+    flat: int
     start: int
     stop: int
 
@@ -114,13 +114,13 @@ def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: i
         Slots of each weight, which end to end are the flat weight; the padding of the last pieces is left out.
     """
     slots: dict[str, list[Slot]] = {}
-    for group, shapes in enumerate(sub_groups):
+    for flat, shapes in enumerate(sub_groups):
         offset = 0
         for name, shape in shapes.items():
             numel = math.prod(shape)
             piece = math.ceil(numel / world_size)
             slots[name] = [
-                Slot(rank, group, offset, offset + min(piece, numel - rank * piece))
+                Slot(rank, flat, offset, offset + min(piece, numel - rank * piece))
                 for rank in range(world_size)
                 if numel > rank * piece
             ]
@@ -131,7 +131,7 @@ def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: i
 def zero12_slots(
     groups: Sequence[Mapping[str, Sequence[int]]], paddings: Sequence[Sequence[int]], partitions: Sequence[int]
 ) -> dict[str, list[Slot]]:
-    """Return the slots of every weight under ZeRO-1/2, which lay a group end to end and cut it into equal partitions.
+    """Return the slots of every weight under ZeRO-1/2, which cut a param group into equal partitions.
 
     Args:
         groups: names and full shapes in the order of each group's flat (with `round_robin_gradients`, the saved order).
@@ -139,11 +139,11 @@ def zero12_slots(
         partitions: number of elements of one rank's partition of each group, padding included.
     """
     slots: dict[str, list[Slot]] = {}
-    for group, (shapes, gaps, partition) in enumerate(zip(groups, paddings, partitions, strict=True)):
+    for flat, (shapes, gaps, partition) in enumerate(zip(groups, paddings, partitions, strict=True)):
         offset = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             numel = math.prod(shape)
-            slots[name] = _cut(group, offset, offset + numel, partition)
+            slots[name] = _cut(flat, offset, offset + numel, partition)
             offset += numel + gap
     return slots
 
@@ -154,13 +154,13 @@ def whole_slots(flats: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     return zero12_slots(flats, [[0] * len(shapes) for shapes in flats], sizes)
 
 
-def _cut(group: int, start: int, stop: int, partition: int) -> list[Slot]:
-    """Return the slots of the elements [start, stop) of a group that is cut at multiples of `partition`."""
+def _cut(flat: int, start: int, stop: int, partition: int) -> list[Slot]:
+    """Return the slots of the elements [start, stop) of a param group that is cut at multiples of `partition`."""
     slots = []
     while start < stop:
         rank = start // partition
         end = min(stop, (rank + 1) * partition)
-        slots.append(Slot(rank, group, start - rank * partition, end - rank * partition))
+        slots.append(Slot(rank, flat, start - rank * partition, end - rank * partition))
         start = end
     return slots
 
@@ -177,8 +177,8 @@ def _check_flats(files: RankFiles, slots: dict[str, list[Slot]]) -> None:
         raise ValueError(f"{files.folder}: its masters are of several dtypes, {', '.join(dtypes)}; it was changed")
     for name, slot in ((name, slot) for name, own_slots in slots.items() for slot in own_slots):
         flats = files.flats(slot.rank).masters
-        if flats is not None and (numel := flats[slot.group].numel()) < slot.stop:
+        if flats is not None and (numel := flats[slot.flat].numel()) < slot.stop:
             raise ValueError(
-                f"{files.state_file(slot.rank).path}: its partition {slot.group} has {numel} elements, {name} needs "
+                f"{files.state_file(slot.rank).path}: its partition {slot.flat} has {numel} elements, {name} needs "
                 f"{slot.stop}; the file does not belong to {files.model[0].path.name}"
             )

@@ -24,10 +24,10 @@ class RankPartitions:
     """Master of each flat, fp32 or bf16; None at stage 0 in fp32, where the module's weights are the masters."""
     states: list[dict[str, Any]]
     """Optimizer state of each flat."""
-    groups: list[dict[str, Any]]
+    param_groups: list[dict[str, Any]]
     """The inner optimizer's param groups: hyperparameters and our own keys, without the parameters."""
-    group_of_flat: list[int]
-    """Index into `groups` of each flat."""
+    param_group_of_flat: list[int]
+    """Index into `param_groups` of each flat."""
 
     def flat(self, index: int, key: str | None) -> Tensor:
         """Return the (n,) elements of a flat's state, or of its master if `key` is None."""
@@ -96,26 +96,26 @@ def read_flats(archive: PtFile, stage: int) -> RankPartitions:
         masters = read_field(archive, list, *outer_keys, masters_key)
     states_by_index = read_field(archive, dict, *inner_keys, "state")
     # Param groups, without the numbers of their parameters.
-    groups = []
+    param_groups = []
     indices = []
-    group_of_flat = []
-    for number, group in enumerate(read_field(archive, list, *inner_keys, "param_groups")):
-        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+    param_group_of_flat = []
+    for number, param_group in enumerate(read_field(archive, list, *inner_keys, "param_groups")):
+        if not isinstance(param_group, dict) or not isinstance(param_group.get("params"), list):
             raise ValueError(f"{archive.path}: param group {number} is damaged")
-        groups.append({key: value for key, value in group.items() if key != "params"})
-        indices.extend(group["params"])
-        group_of_flat.extend([number] * len(group["params"]))
+        param_groups.append({key: value for key, value in param_group.items() if key != "params"})
+        indices.extend(param_group["params"])
+        param_group_of_flat.extend([number] * len(param_group["params"]))
     # Every flat has a master and a state.
     if masters is not None and (len(masters) != len(indices) or not all(isinstance(m, Tensor) for m in masters)):
         raise ValueError(f"{archive.path}: holds {len(masters)} fp32 partitions for {len(indices)} optimizer states")
     states = [states_by_index.get(index, {}) for index in indices]
     if not all(isinstance(state, dict) for state in states):
         raise ValueError(f"{archive.path}: the state of a parameter is not a dict")
-    return RankPartitions(masters, states, groups, group_of_flat)
+    return RankPartitions(masters, states, param_groups, param_group_of_flat)
 
 
 def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
-    """Return the number of elements of this rank's partition of each group, padding included.
+    """Return the number of elements of this rank's partition of each param group, padding included.
 
     DeepSpeedZeroOptimizer cuts the padding off before it saves; BF16_Optimizer does not.
     """
@@ -123,17 +123,17 @@ def zero12_partitions(archive: PtFile, flats: RankPartitions) -> list[int]:
     outer = read_field(archive, dict, "optimizer_state_dict")
     paddings = read_field(archive, list, "optimizer_state_dict", "group_paddings") if "zero_stage" in outer else None
     if paddings is not None and len(paddings) != len(flats.masters):
-        raise ValueError(f"{archive.path}: {len(paddings)} paddings for {len(flats.masters)} groups")
+        raise ValueError(f"{archive.path}: {len(paddings)} paddings for {len(flats.masters)} param groups")
     return [master.numel() + (paddings[i] if paddings else 0) for i, master in enumerate(flats.masters)]
 
 
-def zero12_alignment(archive: PtFile, groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
-    """Return the number of alignment elements after each weight of each group (`parameter_alignment`), mostly 0."""
+def zero12_alignment(archive: PtFile, param_groups: list[dict[str, tuple[int, ...]]]) -> list[list[int]]:
+    """Return the number of alignment elements after each weight (`parameter_alignment`), mostly 0, by param group."""
     gaps = read_field(archive, dict, "optimizer_state_dict").get("param_alignment_paddings")
     if gaps is None:
-        return [[0] * len(group) for group in groups]
-    if [len(gap) for gap in gaps] != [len(group) for group in groups]:
-        raise ValueError(f"{archive.path}: its groups do not have the weights that the model file names")
+        return [[0] * len(shapes) for shapes in param_groups]
+    if [len(gap) for gap in gaps] != [len(shapes) for shapes in param_groups]:
+        raise ValueError(f"{archive.path}: its param groups do not have the weights that the model file names")
     return [list(gap) for gap in gaps]
 
 
@@ -146,14 +146,14 @@ def stage0_names(
     state the flats have no names, and all weights are read from the module.
     """
     if not forge_state:
-        return [{} for _ in flats.group_of_flat]
-    named: list[dict[str, tuple[int, ...]]] = [{} for _ in flats.group_of_flat]
+        return [{} for _ in flats.param_group_of_flat]
+    named: list[dict[str, tuple[int, ...]]] = [{} for _ in flats.param_group_of_flat]
     for number, names in enumerate(_group_names(archive, flats, forge_state)):
-        indices = [index for index, group in enumerate(flats.group_of_flat) if group == number]
-        # A flat is one weight, or all weights of its group end to end.
+        indices = [index for index, param_group in enumerate(flats.param_group_of_flat) if param_group == number]
+        # A flat is one weight, or all weights of its param group end to end.
         names_of_flat = [[name] for name in names] if len(indices) == len(names) else [names]
         if len(indices) != len(names_of_flat) or not shapes.keys() >= set(names):
-            raise ValueError(f"{archive.path}: group {number} of its client state does not fit its optimizer state")
+            raise ValueError(f"{archive.path}: param group {number} of its client state does not fit its optimizer")
         for index, flat_names in zip(indices, names_of_flat, strict=True):
             named[index] = {name: shapes[name] for name in flat_names}
             # The flat has as many elements as its weights.
@@ -169,24 +169,25 @@ def stage0_names(
 
 
 def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
-    """Return the names of each param group's weights; the groups marked as prunable hold the prunable weights."""
+    """Return the names of each param group's weights; those marked as prunable hold the prunable weights."""
     listed = forge_state.get("weights", [])
-    groups = forge_state.get("groups")
+    param_groups = forge_state.get("groups")
     if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
         raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
-    if not isinstance(groups, list) or not all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in groups
+    if not isinstance(param_groups, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in param_groups
     ):
-        raise ValueError(f"{archive.path}: the list of groups in its client state is damaged")
-    names = [name for group in groups for name in group]
-    marked = [g for g, saved in zip(groups, flats.groups, strict=False) if saved.get("sparseforge") == "prunable"]
+        raise ValueError(f"{archive.path}: the list of param groups in its client state is damaged")
+    names = [name for group in param_groups for name in group]
+    pairs = zip(param_groups, flats.param_groups, strict=False)
+    marked = [group for group, saved in pairs if saved.get("sparseforge") == "prunable"]
     if (
-        len(groups) != len(flats.groups)
+        len(param_groups) != len(flats.param_groups)
         or len(set(names)) != len(names)
         or sorted(name for group in marked for name in group) != sorted(weight["name"] for weight in listed)
     ):
-        raise ValueError(f"{archive.path}: the groups in its client state are not those of its optimizer")
-    return groups
+        raise ValueError(f"{archive.path}: the param groups in its client state are not those of its optimizer")
+    return param_groups
 
 
 def _stage0_masters(archive: PtFile, outer: dict[str, Any]) -> list[Tensor] | None:

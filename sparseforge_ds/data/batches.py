@@ -151,14 +151,14 @@ class Batches:
         """Return the (B, S) tokens of `batch_at`, with their flags."""
         micro_batch = self.layout.micro_batch
         self.prepare(position, self.layout.sequences_at_once)
-        first = position + self.layout.group * micro_batch
+        first = position + self.layout.data_parallel_rank * micro_batch
         return np.stack([self._window(first + row) for row in range(micro_batch)])
 
     def _top_logits(self, position: int) -> TopLogits | None:
         """Return the teacher's logits of this rank's next micro-batch after `position` sequences."""
         if self.teacher_logits is None:
             return None
-        first = position + self.layout.group * self.layout.micro_batch
+        first = position + self.layout.data_parallel_rank * self.layout.micro_batch
         rows = []
         for row in range(self.layout.micro_batch):
             source, sample = self._order.locate(first + row)

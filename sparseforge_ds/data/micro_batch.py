@@ -42,8 +42,8 @@ class BatchLayout:
         return self.sequences_at_once * self.accumulation
 
     @property
-    def group(self) -> int:
-        """Return the index of the group of ranks that shares sequences with this rank."""
+    def data_parallel_rank(self) -> int:
+        """Return the index of this rank among those with other sequences: that of its sequence-parallel group."""
         return self.rank // self.sequence_parallel
 
     def token_slice(self, seq_length: int) -> slice:

@@ -27,7 +27,7 @@ class Ast(PeriodicMagnitudeMask):
         weights.require_adam("ast")
 
     @override
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Step the weights in the place of the optimizer."""
         # Use the optimizer's own moments and step count; create them as its first step would.
         trained = self.weights.state.weights_being_trained(index)
@@ -37,17 +37,17 @@ class Ast(PeriodicMagnitudeMask):
                 state[key] = torch.zeros_like(trained)
         count = int(state.get("step", 0)) + 1
         state["step"] = torch.tensor(float(count))
-        beta1, beta2 = group["betas"]
-        rate = group["lr"]
+        beta1, beta2 = param_group["betas"]
+        rate = param_group["lr"]
         dense, gradients, first, second = (
             tensor.view(-1) for tensor in (trained, gradient, state["exp_avg"], state["exp_avg_sq"])
         )
         # W <- W - lr / c1 * u / (sqrt(v / c2) + eps), a run of elements at a time.
         for run, pruned in self.pruned_runs(index):
-            dense[run].mul_(1 - rate * group["weight_decay"])
+            dense[run].mul_(1 - rate * param_group["weight_decay"])
             first[run].lerp_(gradients[run], 1 - beta1)
             change = torch.addcmul(first[run], dense[run], pruned, value=self.decay)
             second[run].mul_(beta2).addcmul_(change, change, value=1 - beta2)
-            divisor = second[run].sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+            divisor = second[run].sqrt().div_(math.sqrt(1 - beta2**count)).add_(param_group["eps"])
             dense[run].addcdiv_(change, divisor, value=-rate / (1 - beta1**count))
         return None

@@ -49,27 +49,27 @@ class Cast(PeriodicMagnitudeMask):
         return self.weights.schedule.freeze_step
 
     @override
-    def after_step(self, index: int, group: dict[str, Any]) -> None:
+    def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         state = self.weights.state.partition(index)
         if self.weights.step < self.weights.schedule.freeze_step and "exp_avg_sq" in state:
             # An Adam that counts its steps on the device needs no wait for the host.
-            count = torch.as_tensor(self._steps(state, group)).double()
-            correction = (1 - group["betas"][1] ** count).sqrt()
+            count = torch.as_tensor(self._steps(state, param_group)).double()
+            correction = (1 - param_group["betas"][1] ** count).sqrt()
             dense = state["dense"].view(-1)
             second = state["exp_avg_sq"].view(-1)
             for run, pruned in self.pruned_runs(index):
                 divisor = second[run].float().sqrt().div_(correction)
-                pull = pruned.mul_(group["lr"] * self.decay).div_(divisor.add_(group["eps"]))
+                pull = pruned.mul_(param_group["lr"] * self.decay).div_(divisor.add_(param_group["eps"]))
                 dense[run] = dense[run].sign() * (dense[run].abs() - pull).clamp_(min=0)
-        super().after_step(index, group)
+        super().after_step(index, param_group)
 
-    def _steps(self, state: dict[str, Any], group: dict[str, Any]) -> Tensor | int:
+    def _steps(self, state: dict[str, Any], param_group: dict[str, Any]) -> Tensor | int:
         """Return Adam's step count. DeepSpeed's Adam keeps an integer, with only one of a group's parameters."""
-        count: Tensor | int = state.get("step", group.get("step", 0))
+        count: Tensor | int = state.get("step", param_group.get("step", 0))
         if isinstance(count, Tensor):
             return count
         states = self.weights.layout.inner.state
-        return max(count, *(states.get(flat, {}).get("step", 0) for flat in group["params"]))
+        return max(count, *(states.get(flat, {}).get("step", 0) for flat in param_group["params"]))
 
     @torch.no_grad()
     def _fold(self) -> None:

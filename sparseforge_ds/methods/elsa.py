@@ -46,7 +46,7 @@ class Elsa(PeriodicMagnitudeMask):
             torch.mul(weights.dense(chunk), weights.state.mask(chunk), out=weights.state_view(chunk, "split"))
 
     @override
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Add the gradient of the penalty, lambda (W - z + u)."""
         state = self.weights.state
         if self.weights.step < self.weights.schedule.freeze_step:

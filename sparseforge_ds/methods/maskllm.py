@@ -95,7 +95,7 @@ class MaskLLM(StartingMask):
             publish(shard.slice_of_flat(dense), self._best(shard), shard.slice_of_flat(out))
 
     @override
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Take a step of Adam on the logits, and leave the weights alone."""
         weights = self.weights
         if weights.step >= weights.schedule.freeze_step:
@@ -116,11 +116,11 @@ class MaskLLM(StartingMask):
         for shard in self._shards(index):
             grad_GM = weights.to_groups(shard, of_mask(shard), halo)
             choice_GK = choice(self._logits(shard), self._noise(shard, weights.step), scale, temperature)
-            self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), group)
+            self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), param_group)
         return None
 
     @override
-    def after_step(self, index: int, group: dict[str, Any]) -> None:
+    def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         """Draw the mask of the next forward."""
         if self.weights.step < self.weights.schedule.freeze_step:
             self._halo[index] = self._exchange(index)
@@ -172,15 +172,15 @@ class MaskLLM(StartingMask):
         padded = torch.nn.functional.pad(value_GK, (0, slots - self.patterns))
         return [self.weights.from_groups(shard, plane.contiguous()) for plane in padded.split(self.members, dim=1)]
 
-    def _adam(self, shard: Shard, grad_GK: Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+    def _adam(self, shard: Shard, grad_GK: Tensor, param_group: dict[str, Any]) -> None:
+        beta1, beta2 = param_group["betas"]
         count = self.next_step
-        rate = group["lr"] / (1 - beta1**count)
+        rate = param_group["lr"] / (1 - beta1**count)
         for plane, grad in enumerate(self._planes(shard, grad_GK)):
             logit, first, second = (self.weights.state_view(shard, self._keys[kind][plane]) for kind in self._keys)
             first.lerp_(grad, 1 - beta1)
             second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(group["eps"])
+            divisor = second.sqrt().div_(math.sqrt(1 - beta2**count)).add_(param_group["eps"])
             logit.addcdiv_(first, divisor, value=-rate)
 
     @torch.no_grad()

@@ -111,13 +111,13 @@ class MaskMethod:
             if dense is not None and index not in written:  # without a separate W the master is W
                 self.write_master(index, dense, None, self.weights.step, hard)
 
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Return the gradient for the optimizer's step of a master partition; None leaves the partition as it is.
 
-        `gradient` is averaged, unscaled and clipped, laid out like the master, and may be changed in place. `group` is
-        the optimizer's.
+        `gradient` is averaged, unscaled and clipped, laid out like the master, and may be changed in place.
+        `param_group` is the optimizer's.
         """
         return gradient
 
-    def after_step(self, index: int, group: dict[str, Any]) -> None:
+    def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         """Change a partition after the optimizer's step, before it is published. May be collective."""

@@ -75,7 +75,7 @@ class PeriodicMagnitudeMask(StartingMask):
         yield from ((chunk, (~mask[chunk]).float()) for chunk in chunks(mask))
 
     @override
-    def after_step(self, index: int, group: dict[str, Any]) -> None:
+    def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         """Choose the mask anew where that is due."""
         step = self.next_step
         if step <= self.weights.schedule.freeze_step and self.is_due(step):

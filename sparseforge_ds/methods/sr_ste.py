@@ -20,7 +20,7 @@ class SrSte(PeriodicMagnitudeMask):
         weights.require_gradients(f'steps of method "{weights.config.method.name}"')
 
     @override
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Add the pull on what is pruned (eq. 9) to the gradient."""
         dense = self.weights.state.weights_being_trained(index).view(-1)
         flat = gradient.view(-1)

@@ -159,7 +159,7 @@ class Evaluation:
         part = layout.token_slice(token_NS.shape[1])
         sums: list[float] = []
         for first in range(0, len(passes), ranks.world_size // parts):
-            number = first + layout.group
+            number = first + layout.data_parallel_rank
             batch = passes[min(number, len(passes) - 1)]
             loss = self._sum(batch if parts == 1 else batch.take_tokens(part, parts)) / parts
             if number < len(passes):

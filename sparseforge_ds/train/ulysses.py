@@ -50,7 +50,7 @@ class SequenceParallel:
         self.size = size
         self.document_attention = document_attention
         self.rank: int = parallel_state_sp.get_sequence_parallel_rank()
-        self.group: dist.ProcessGroup = parallel_state_sp.get_sequence_parallel_group()
+        self.process_group: dist.ProcessGroup = parallel_state_sp.get_sequence_parallel_group()
         self._is_whole = False
         """True while every rank is given whole sequences, which are not exchanged."""
 
@@ -97,7 +97,7 @@ class SequenceParallel:
                     attn_head_size=D,
                     kv_head_count=groups,
                     num_hidden_layers=0,  # for a debugging mode alone
-                    process_group=self.group,
+                    process_group=self.process_group,
                     seq_length_is_variable=True,
                 )
             # The mask covers this rank's tokens only, so it is dropped. Over the whole sequence the kernel's own causal

@@ -86,17 +86,17 @@ class Zero3Layout(_AveragedGradients):
     """Layout of ZeRO-3: every weight in equal parts, one a rank; a sub-group's parts end to end in a flat."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        # zero.Init partitions over the world's own group, `deepspeed.initialize` over a clone of it. Prunable weights
-        # come first, and theirs is the group that counts.
-        group: dist.ProcessGroup | None = self.optimizer.fp16_groups[0][0].ds_process_group
-        return group
+        # zero.Init partitions over the world's own process group, `deepspeed.initialize` over a clone of it. Prunable
+        # weights come first, and theirs is the one that counts.
+        process_group: dist.ProcessGroup | None = self.optimizer.fp16_groups[0][0].ds_process_group
+        return process_group
 
     def _read(self) -> None:
         optimizer = self.optimizer
         self.flats = list(optimizer.fp32_partitioned_groups_flat)
-        self.group_of_flat = [optimizer.sub_group_to_group_id[index] for index in range(len(self.flats))]
-        for group in optimizer.fp16_groups:
-            for parameter in group:
+        self.param_group_of_flat = [optimizer.sub_group_to_group_id[index] for index in range(len(self.flats))]
+        for sub_group in optimizer.fp16_groups:
+            for parameter in sub_group:
                 index, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
                 start, stop = _zero3_range(parameter, length)
                 self._add(parameter, tuple(parameter.ds_shape), start, stop, index, offset)
@@ -150,8 +150,8 @@ class _FlatGroupsLayout(ShardLayout):
     """Layout of a param group's weights end to end, cut at any element into equal partitions, one a rank."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup | None = self.optimizer.real_dp_process_group[0]
-        return group
+        process_group: dist.ProcessGroup | None = self.optimizer.real_dp_process_group[0]
+        return process_group
 
     def _read_groups(self, flats: Iterable[Tensor], groups: Iterable[tuple[list[Parameter], list[int]]]) -> None:
         """Add the shards of all groups.
@@ -161,7 +161,7 @@ class _FlatGroupsLayout(ShardLayout):
             groups: weights of each group, and the offset of each weight in its group.
         """
         self.flats = list(flats)
-        self.group_of_flat = list(range(len(self.flats)))
+        self.param_group_of_flat = list(range(len(self.flats)))
         for index, (parameters, offsets) in enumerate(groups):
             size = self.flats[index].numel()
             first = self.rank * size
@@ -230,8 +230,8 @@ class _Stage0Layout(ShardLayout):
     replicated = True
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup | None = self.engine.seq_data_parallel_group
-        return group
+        process_group: dist.ProcessGroup | None = self.engine.seq_data_parallel_group
+        return process_group
 
     def _add_each(self, groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
         """Add weights that have a master each.
@@ -243,7 +243,7 @@ class _Stage0Layout(ShardLayout):
             for parameter, master in pairs:
                 self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
                 self.flats.append(master)
-                self.group_of_flat.append(index)
+                self.param_group_of_flat.append(index)
 
     def check(self, names: Iterable[str]) -> None:
         """Check nothing: DeepSpeed's 16-bit constructors of stage 0 step once and leave master and weight apart."""
@@ -268,7 +268,7 @@ class Fp16Layout(_Stage0Layout):
 
     def _read(self) -> None:
         self.flats = list(self.optimizer.fp32_groups_flat)
-        self.group_of_flat = list(range(len(self.flats)))
+        self.param_group_of_flat = list(range(len(self.flats)))
         for index, group in enumerate(self.optimizer.fp16_groups):
             for parameter, offset in zip(group, _offsets(group), strict=True):
                 self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), index, offset)
@@ -341,11 +341,11 @@ def _flatten_run(run: list[Tensor]) -> Iterator[Tensor]:
         yield run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,))
 
 
-def _offsets(group: Iterable[Parameter]) -> list[int]:
-    """Return where each weight of a group begins, if they lie end to end."""
+def _offsets(parameters: Iterable[Parameter]) -> list[int]:
+    """Return where each weight of a param group begins, if they lie end to end."""
     offsets = []
     position = 0
-    for parameter in group:
+    for parameter in parameters:
         offsets.append(position)
         position += parameter.numel()
     return offsets

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.reader import Checkpoint, Group
+from sparseforge_ds.checkpoint.reader import Checkpoint, ParamGroup
 from sparseforge_ds.checkpoint.zero_partitions import KEPT, Number
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import stored_as, values_of
@@ -101,7 +101,7 @@ class _Reader:
         self.masks = masks
         self.folder = checkpoint.folder
         self._largest_scalars: dict[tuple[str, ...], dict[str, Number]] = {}
-        self.group_of = {name: group for group in checkpoint.groups for name in group.names}
+        self.param_group_of = {name: group for group in checkpoint.param_groups for name in group.names}
         """Param group of each trained weight, by its name in the checkpoint."""
         self.shards: list[list[Shard]] = [[] for _ in layout.flats]
         """Shards in each flat."""
@@ -157,7 +157,7 @@ class _Reader:
         entries = self.checkpoint.entries
         # A weight that is trained now was trained then, and the other way round.
         for name in self.layout.shards:
-            if self.source[name] not in self.group_of:
+            if self.source[name] not in self.param_group_of:
                 raise ValueError(
                     f"{self.folder}: knows no optimizer state of {name}, which is trained here: it was frozen in the "
                     "saved run; train what that run trained, or start a fresh run from its weights with --model"
@@ -168,7 +168,7 @@ class _Reader:
                     "and is no number: it is damaged, or of an optimizer unlike AdamW; use another checkpoint"
                 )
         for name in self.layout.untrained():
-            if self.source[name] in self.group_of:
+            if self.source[name] in self.param_group_of:
                 raise ValueError(f"{self.folder}: {name} was trained in the saved run and is frozen here")
         # Both runs have a scheduler in the engine, or neither.
         scheduler = self.layout.engine.lr_scheduler
@@ -244,7 +244,7 @@ class _Reader:
             source = self.source[shard.name]
             for key, value in self.checkpoint.entries[source].scalars.items():
                 # DeepSpeed's optimizers count in integers, FusedAdam in one weight of a param group alone.
-                value = self._largest(self.group_of[source], key) if isinstance(value, int) else value
+                value = self._largest(self.param_group_of[source], key) if isinstance(value, int) else value
                 scalars[key] = max(value, scalars.get(key, value))
         of_deepspeed = type(self.layout.inner).__module__.startswith("deepspeed.")
         return {
@@ -252,11 +252,11 @@ class _Reader:
             for key, value in scalars.items()
         }
 
-    def _largest(self, group: Group, key: str) -> Number:
+    def _largest(self, param_group: ParamGroup, key: str) -> Number:
         """Return the largest value of a scalar state in a param group."""
-        cache = self._largest_scalars.setdefault(group.names, {})
+        cache = self._largest_scalars.setdefault(param_group.names, {})
         if key not in cache:
-            scalars = [self.checkpoint.entries[name].scalars for name in group.names]
+            scalars = [self.checkpoint.entries[name].scalars for name in param_group.names]
             cache[key] = max(weight_scalars[key] for weight_scalars in scalars if key in weight_scalars)
         return cache[key]
 
@@ -267,19 +267,19 @@ class _Reader:
             ValueError: another kind of optimizer was saved.
         """
         settings = []
-        for names, group in zip(self.layout.groups, self.layout.inner.param_groups, strict=True):
-            saved = self.group_of[self.source[names[0]]].settings if names else {}
+        for names, param_group in zip(self.layout.param_group_names, self.layout.inner.param_groups, strict=True):
+            saved = self.param_group_of[self.source[names[0]]].settings if names else {}
             for key in _KINDS if names else ():
-                if (key in saved) != (key in group):
+                if (key in saved) != (key in param_group):
                     raise ValueError(
-                        f"{self.folder}: was saved with another kind of optimizer: its groups have "
+                        f"{self.folder}: was saved with another kind of optimizer: its param groups have "
                         f"{'a' if key in saved else 'no'} {key}, unlike {type(self.layout.inner).__name__}"
                     )
-            if bool(saved.get("amsgrad")) != bool(group.get("amsgrad")) and names:
+            if bool(saved.get("amsgrad")) != bool(param_group.get("amsgrad")) and names:
                 raise ValueError(
                     f"{self.folder}: was saved with amsgrad = {bool(saved.get('amsgrad'))}, unlike this run"
                 )
-            settings.append({key: _like(saved[key], group[key]) for key in saved.keys() & group.keys()})
+            settings.append({key: _like(saved[key], param_group[key]) for key in saved.keys() & param_group.keys()})
         return settings
 
 

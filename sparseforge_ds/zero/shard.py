@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 
 MaskGradient = Callable[[int, int, Tensor], None]
 """Function of a master partition's index, the first element of gradients in it, and (n,) gradients to change."""
-GROUP_KEY = "sparseforge"
+PARAM_GROUP_KEY = "sparseforge"
 """Key of the optimizer's param groups that hold prunable weights."""
 
 
-def _is_marked(group: dict[str, Any]) -> bool:
+def _is_marked(param_group: dict[str, Any]) -> bool:
     """Return True if a param group holds prunable weights. Of Muon's groups DeepSpeed keeps no key but the name."""
-    return GROUP_KEY in group or ("use_muon" in group and str(group.get("name")).startswith("prunable-"))
+    return PARAM_GROUP_KEY in param_group or (
+        "use_muon" in param_group and str(param_group.get("name")).startswith("prunable-")
+    )
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,8 @@ class ShardLayout(ABC):
     The collectives run on the communicator of ZeRO's own gathers and reductions. A second communicator beside it could
     deadlock under NCCL, where ranks may start the kernels of two communicators in different orders.
 
-    A subclass names the ranks' group (`_data_parallel_group`), fills `flats`, `group_of_flat` and the shards (`_read`,
-    which calls `_add` once for each weight), and copies masters to the weights of the forward (`push`).
+    A subclass names the process group (`_data_parallel_group`), and copies masters to the weights of the forward
+    (`push`). Its `_read` fills `flats`, `param_group_of_flat` and the shards, by `_add` once for each weight.
     """
 
     replicated: bool = False
@@ -82,17 +84,17 @@ class ShardLayout(ABC):
         self.optimizer: Any = engine.optimizer
         self.inner: torch.optim.Optimizer = engine.basic_optimizer
         self.device: torch.device = torch.device(engine.device)
-        self.group: dist.ProcessGroup | None = self._data_parallel_group()
+        self.process_group: dist.ProcessGroup | None = self._data_parallel_group()
         """Ranks that hold the shards; None for the whole world."""
-        self.world_size: int = dist.get_world_size(self.group)
-        self.rank: int = dist.get_rank(self.group)
+        self.world_size: int = dist.get_world_size(self.process_group)
+        self.rank: int = dist.get_rank(self.process_group)
         configured_size = engine._config._param_dict.get("sequence_parallel_size") or 1
         self.sequence_parallel = max(int(engine.sequence_parallel_size), int(configured_size))
         """Number of consecutive ranks that share their sequences, each with a part of the tokens."""
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
         """Master partitions of this rank, the very tensors that the inner optimizer steps."""
-        self.group_of_flat: list[int] = []
+        self.param_group_of_flat: list[int] = []
         """Index of each flat's param group in the inner optimizer."""
         self.shards: dict[str, Shard] = {}
         """Shard of each weight in the optimizer, by name; in the same order on every rank."""
@@ -106,11 +108,11 @@ class ShardLayout(ABC):
 
     @abstractmethod
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the group on which ZeRO gathers weights and reduces gradients."""
+        """Return the process group on which ZeRO gathers weights and reduces gradients."""
 
     @abstractmethod
     def _read(self) -> None:
-        """Fill `flats`, `group_of_flat`, and the shards."""
+        """Fill `flats`, `param_group_of_flat`, and the shards."""
 
     @abstractmethod
     def push(self) -> None:
@@ -149,18 +151,18 @@ class ShardLayout(ABC):
         return 1.0 if scale is None else float(scale)
 
     @property
-    def groups(self) -> list[list[str]]:
+    def param_group_names(self) -> list[list[str]]:
         """Names of the weights in each param group of the inner optimizer, in the order of its flats."""
         names: list[list[str]] = [[] for _ in self.inner.param_groups]
         for name, shard in self.shards.items():
-            names[self.group_of_flat[shard.flat]].append(name)
+            names[self.param_group_of_flat[shard.flat]].append(name)
         return names
 
     @cached_property
     def marked(self) -> set[str]:
         """Names of the weights whose param groups are marked as prunable."""
-        groups = zip(self.groups, self.inner.param_groups, strict=True)
-        return {name for names, group in groups if _is_marked(group) for name in names}
+        pairs = zip(self.param_group_names, self.inner.param_groups, strict=True)
+        return {name for names, param_group in pairs if _is_marked(param_group) for name in names}
 
     def require_own_partitions(self, names: Iterable[str]) -> dict[str, Shard]:
         """Return the shards of prunable weights, after a check that no other weight lies in their partitions.
@@ -233,14 +235,15 @@ class ShardLayout(ABC):
             settings: new values of each param group's hyperparameters.
         """
         state: dict[int, dict[str, Any]] = {}
-        groups = []
-        # A state_dict numbers parameters through all groups.
-        for group, changed in zip(self.inner.param_groups, settings, strict=True):
-            numbers = list(range(len(state), len(state) + len(group["params"])))
-            state |= {n: states[self.index_of[id(flat)]] for n, flat in zip(numbers, group["params"], strict=True)}
-            groups.append({**group, **changed, "params": numbers})
+        param_groups = []
+        # A state_dict numbers parameters through all param groups.
+        for param_group, changed in zip(self.inner.param_groups, settings, strict=True):
+            numbers = list(range(len(state), len(state) + len(param_group["params"])))
+            flats = zip(numbers, param_group["params"], strict=True)
+            state |= {number: states[self.index_of[id(flat)]] for number, flat in flats}
+            param_groups.append({**param_group, **changed, "params": numbers})
         filled = {number: flat_state for number, flat_state in state.items() if flat_state}
-        self.inner.load_state_dict({"state": filled, "param_groups": groups})
+        self.inner.load_state_dict({"state": filled, "param_groups": param_groups})
 
     def set_loss_scale(self, saved: dict[str, Any]) -> None:
         """Continue a dynamic fp16 loss scale from saved numbers; a fixed scale stays as it is."""
@@ -257,11 +260,11 @@ class ShardLayout(ABC):
         scalers = (getattr(self.optimizer, name, None) for name in ("loss_scaler", "loss_scale_config"))
         return [scaler for scaler in scalers if hasattr(scaler, "__dict__")]
 
-    # -- collectives; a rank is its number in the group ---------------------------------------------------------------
+    # -- collectives; a rank is its number in the process group -------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks in place, and return it."""
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def sum_shards(self, tensor: Tensor) -> Tensor:
@@ -270,15 +273,15 @@ class ShardLayout(ABC):
 
     def reduce(self, tensor: Tensor, owner: int) -> None:
         """Sum a tensor over the ranks, in place on the owner; on other ranks it is scratch afterwards."""
-        dist.reduce(tensor, group=self.group, group_dst=owner)
+        dist.reduce(tensor, group=self.process_group, group_dst=owner)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor) -> None:
         """Sum (world_size * n,) over the ranks, and fill `out`, (n,), with this rank's part."""
-        dist.reduce_scatter_tensor(out, tensor, group=self.group)
+        dist.reduce_scatter_tensor(out, tensor, group=self.process_group)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Fill `out`, (world_size * n,), with the (n,) tensors of all ranks."""
-        dist.all_gather_into_tensor(out, tensor, group=self.group)
+        dist.all_gather_into_tensor(out, tensor, group=self.process_group)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, received: list[int], sent: list[int]) -> None:
         """Exchange elements with every rank.
@@ -289,16 +292,16 @@ class ShardLayout(ABC):
             received: number of elements from each rank.
             sent: number of elements to each rank.
         """
-        dist.all_to_all_single(out, tensor, received, sent, group=self.group)
+        dist.all_to_all_single(out, tensor, received, sent, group=self.process_group)
 
     def broadcast(self, tensor: Tensor, owner: int) -> None:
         """Copy the owner's tensor to every rank, in place."""
-        dist.broadcast(tensor, group=self.group, group_src=owner)
+        dist.broadcast(tensor, group=self.process_group, group_src=owner)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the picklable values of all ranks, in rank order."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=self.process_group)
         return values
 
 

@@ -32,10 +32,10 @@ class StepMethod(Protocol):
     def needs_previous_weights(self) -> bool:
         """True if publishing the step in progress needs W as it was before the step."""
 
-    def before_step(self, index: int, gradient: Tensor, group: dict[str, Any]) -> Tensor | None:
+    def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Return the gradient to step a master partition's weights with; None to leave them as they are."""
 
-    def after_step(self, index: int, group: dict[str, Any]) -> None:
+    def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         """Act on a master partition after the optimizer's step, before it is published."""
 
     def write_master(self, index: int, dense: Tensor, before: Tensor | None, step: int) -> None:
@@ -85,14 +85,14 @@ class StepHooks:
     def _active(self) -> list[tuple[int, Tensor, dict[str, Any]]]:
         """Return the index, flat and param group of each partition in this call; ZeRO-3 steps one sub-group a call."""
         index_of = self._layout.index_of
-        groups = self._layout.inner.param_groups
-        return [(index_of[id(flat)], flat, group) for group in groups for flat in group["params"]]
+        param_groups = self._layout.inner.param_groups
+        return [(index_of[id(flat)], flat, owner) for owner in param_groups for flat in owner["params"]]
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put W in the place of the master, and give the optimizer the gradients that the method wants."""
         prunable = set(self.state.flats)
-        for index, flat, group in self._active():
+        for index, flat, param_group in self._active():
             # A probe's step passes its gradients on and changes nothing.
             if self.extra_passes.harvest is not None:
                 if flat.grad is not None:
@@ -103,7 +103,7 @@ class StepHooks:
                 if flat.grad is not None:
                     if self.state.frozen and not self._masks_before_norm:
                         self.state.zero_pruned(index, flat.grad)
-                    gradient = self.method.before_step(index, flat.grad, group)
+                    gradient = self.method.before_step(index, flat.grad, param_group)
                     if gradient is None:
                         self._withhold_gradient(flat)
                     else:
@@ -134,7 +134,7 @@ class StepHooks:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put the master back in its place, and publish m_eff W to it."""
         prunable = set(self.state.flats)
-        for index, flat, group in self._active():
+        for index, flat, param_group in self._active():
             if self.extra_passes.harvest is not None:
                 continue
             before = self._before.pop(index, None)
@@ -143,7 +143,7 @@ class StepHooks:
             if index not in prunable:
                 continue
             self.state.adopt_into_optimizer_state(index)
-            self.method.after_step(index, group)
+            self.method.after_step(index, param_group)
             # Some optimizers move weights without gradient and moments.
             if self.state.released and not self._is_elementwise:
                 self.state.zero_pruned(index, flat.data)

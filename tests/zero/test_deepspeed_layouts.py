@@ -80,14 +80,14 @@ def groups_of(name: str) -> list[str]:
         engine.optimizer.zero_grad()
     # The test's own mean of the loss is 4 bytes, and so are norms and overflow flags.
     used = {id(group) for _, size, group in reference if size > 64}
-    if used != {id(layout.group)}:
+    if used != {id(layout.process_group)}:
         problems.append(f"{name}: DeepSpeed moves tensors over {len(used)} groups, or not over the layout's")
     assert not forge.step(probe_of(engine, case, 0))
     train_step(engine, case, 1)
     with heard() as ours:
         assert forge.step(probe_of(engine, case, 1))
         forge.histograms()
-    if not ours or {id(group) for _, size, group in ours if size > 64} != {id(layout.group)}:
+    if not ours or {id(group) for _, size, group in ours if size > 64} != {id(layout.process_group)}:
         problems.append(f"{name}: an update is not on the layout's group alone: {[(n, s) for n, s, _ in ours]}")
     return problems
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(stage: int, tmp_path:
     assert "sparseforge.method.mask_rate was 0.4, is 0.5" in messages["schedule"]
     assert "is of a run of 10 steps, and this one has 20: masks are scheduled in" in messages["max_steps"]
     # At stage 0 the list says what lies in the flats as well, and is missed before the runs are compared.
-    missed = "the groups in its client state" if stage == 0 else "was null, is"
+    missed = "the param groups in its client state" if stage == 0 else "was null, is"
     assert "weights" in messages["weights"] and missed in messages["weights"]
     assert messages["at the start"].endswith("save after a step, or before forge.start")
     assert "version 0" in messages["version"]

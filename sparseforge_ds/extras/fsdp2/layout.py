@@ -20,14 +20,16 @@ class Fsdp2Layout(ShardLayout):
         return self.optimizer.mesh.get_group()
 
     def _read(self) -> None:
-        for group in self.optimizer.weights:
-            for weight, master in group:
+        for param_group in self.optimizer.weights:
+            for weight, master in param_group:
                 # FSDP2 divides rows as torch.chunk does: all ranks but the last ones have the same number.
                 length = math.ceil(weight.shape[0] / self.world_size) * math.prod(weight.shape[1:])
                 start = min(self.rank * length, weight.numel())
                 self._add(weight, tuple(weight.shape), start, start + master.numel(), len(self.flats), 0)
                 self.flats.append(master)
-        self.group_of_flat = [index for index, group in enumerate(self.optimizer.weights) for _ in group]
+        self.param_group_of_flat = [
+            index for index, param_group in enumerate(self.optimizer.weights) for _ in param_group
+        ]
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
         part: Tensor = self.low_precision[shard.name].to_local().detach().reshape(-1)

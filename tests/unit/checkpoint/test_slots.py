@@ -26,7 +26,7 @@ def test_zero3_slots_end_to_end_are_the_weight(sizes: list[tuple[int, int]], wor
             pieces.append(padded[rank * piece : (rank + 1) * piece])
         flats.append([torch.cat(pieces)])
     for name, slots in zero3_slots([group], world_size).items():
-        assert torch.equal(torch.cat([flats[s.rank][s.group][s.start : s.stop] for s in slots]), weights[name])
+        assert torch.equal(torch.cat([flats[s.rank][s.flat][s.start : s.stop] for s in slots]), weights[name])
 
 
 @given(shapes, st.integers(1, 5), st.integers(0, 3))

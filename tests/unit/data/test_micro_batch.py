@@ -59,7 +59,7 @@ def test_parts_of_all_ranks_are_the_whole(world_size: int, parts: int, uneven: b
 
 def test_a_rank_knows_its_group_and_its_part() -> None:
     layout = BatchLayout(micro_batch=2, accumulation=3, world_size=6, rank=4, sequence_parallel=3)
-    assert (layout.sequences_at_once, layout.global_batch, layout.group, layout.token_slice(12)) == (
+    assert (layout.sequences_at_once, layout.global_batch, layout.data_parallel_rank, layout.token_slice(12)) == (
         4,
         12,
         1,
