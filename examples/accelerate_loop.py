@@ -23,14 +23,14 @@ ASSETS = Path(sf.__file__).parent / "assets"
 
 
 def main() -> None:
-    """Train, save after every epoch, and go on where an earlier start was saved."""
+    """Train, save after every epoch, and go on where an earlier launch was saved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ASSETS / "stdlib_llama"))
     parser.add_argument("--text", default=str(ASSETS / "stdlib_text" / "train.jsonl.gz"))
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--resume", help="one of the folders epoch_* of an earlier start")
+    parser.add_argument("--resume", help="one of the folders epoch_* of an earlier launch")
     args = parser.parse_args()
 
     on_cpus = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]

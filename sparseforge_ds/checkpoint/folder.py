@@ -112,7 +112,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def require_saved(path: Path) -> None:
-    """Raise ValueError for the folder of a run, known by what its start leaves, which has no checkpoint yet."""
+    """Raise ValueError for the folder of a run, known by what its launch leaves, which has no checkpoint yet."""
     if any((path / name).is_file() for name in (".lock", "sparseforge.json")):
         raise ValueError(
             f"{path}: a run began here and has no checkpoint yet; wait for its first one, or, if it has ended, start "

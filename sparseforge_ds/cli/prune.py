@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         import torch
 
-        from sparseforge_ds.config import SparseForgeConfig, StartConfig
+        from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
         from sparseforge_ds.evaluate.finished_model import load_tokenizer
         from sparseforge_ds.evaluate.scored_text import text_file
         from sparseforge_ds.export.writer import parse_size, require_free
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.prune.block_by_block import PruneSettings, prune
         from sparseforge_ds.prune.sequences import read_sequences
 
-    rate = StartConfig.rate if args.rate is None else args.rate
-    start = StartConfig(mask=args.mask, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch)
+    rate = BlockStartConfig.rate if args.rate is None else args.rate
+    block_start = BlockStartConfig(mask=args.mask, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch)
     block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed}
     config = SparseForgeConfig.from_dict(block)
     shard_bytes = parse_size(args.max_shard_size)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu is None:  # a plan for another machine needs no text
         text_file(args.text)
     if args.dry_run:
-        return _plan(args, config, start)
+        return _plan(args, config, block_start)
     require_model(args.model, hub=False)
     device = _device(args.device, torch)
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
 
     # Prune.
-    settings = PruneSettings(config, start, args.any_family, args.text)
+    settings = PruneSettings(config, block_start, args.any_family, args.text)
     result = prune(args.model, args.out, text, settings, device, shard_bytes)
     weights = result.record["weights"].values()
     print(
@@ -132,7 +132,7 @@ def _require_dry_run(args: argparse.Namespace) -> None:
         raise ValueError(f"--mfu {args.mfu}: use a share, 0 < share <= 1")
 
 
-def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
+def _plan(args: argparse.Namespace, config: Any, block_start: Any) -> int:
     """Print memory, disk and time, and return 1 where the memory is too small."""
     with large_imports():
         import torch
@@ -162,7 +162,7 @@ def _plan(args: argparse.Namespace, config: Any, start: Any) -> int:
     plan = plan_prune(
         model,
         config,
-        start,
+        block_start,
         dtype,
         (args.tokens // length, length),
         Path(args.out),

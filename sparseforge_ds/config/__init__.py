@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.config.block_sections import (
+    BlockStartConfig,
     DistillationConfig,
     HiddenConfig,
     LowRankConfig,
     QuantizeConfig,
     ReconstructionConfig,
-    StartConfig,
 )
 from sparseforge_ds.config.methods import METHODS
 from sparseforge_ds.config.presets import PRESETS
@@ -25,7 +25,7 @@ __all__ = [
     "QuantizeConfig",
     "ReconstructionConfig",
     "SparseForgeConfig",
-    "StartConfig",
+    "BlockStartConfig",
 ]
 
 

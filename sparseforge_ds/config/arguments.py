@@ -232,7 +232,7 @@ class RunArguments:
             "nargs": "?",
             "const": True,
             "help": "continue from the newest complete checkpoint of the run folder; --resume auto starts the run "
-            "where there is none yet, so that one command serves the first start and every later one",
+            "where there is none yet, so that one command serves the first launch and every later one",
         },
     )
     resume_other_data: bool = _flag(

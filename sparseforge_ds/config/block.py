@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparseforge_ds.config.block_sections import (
+    BlockStartConfig,
     CurvatureConfig,
     DistillationConfig,
     Importance,
@@ -23,7 +24,6 @@ from sparseforge_ds.config.block_sections import (
     MonitorConfig,
     QuantizeConfig,
     ReconstructionConfig,
-    StartConfig,
 )
 from sparseforge_ds.config.combinations import (
     check_branch_start,
@@ -75,7 +75,7 @@ class SparseForgeConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     reconstruction: ReconstructionConfig | None = None
     quantize: QuantizeConfig | None = None
-    start: StartConfig | None = None
+    start: BlockStartConfig | None = None
     """Choose masks block by block before the first step, and train the kept weights of each block; null: do not.
     `naive_retrain` keeps these masks. In `sparseforge` what they prune begins at 0 and can come back while
     masks move; with `method.hardening` [0, 0] it keeps them, too. `start.mask` is the rule that chooses them."""

@@ -225,7 +225,7 @@ class QuantizeConfig:
 
 
 @dataclass(frozen=True)
-class StartConfig:
+class BlockStartConfig:
     """Start that is trained block by block, before the first step.
 
     Each decoder block gets its mask, and its kept weights are trained to give the dense block's outputs, before the

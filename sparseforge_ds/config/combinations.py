@@ -78,14 +78,14 @@ def check_quantization_start(config: SparseForgeConfig) -> None:
 def _check_start(config: SparseForgeConfig) -> None:
     """Raise ValueError if a start that is trained block by block does not fit the pattern and other keys."""
     assert config.start is not None
-    start = config.start
+    block_start = config.start
     # 1. `start.mask` takes the place of `importance`, unless masks move afterwards, and of `reconstruction`.
-    if config.soft is None and config.importance not in (_default(config, "importance"), start.mask):
+    if config.soft is None and config.importance not in (_default(config, "importance"), block_start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
-            f'{json.dumps(start.mask)}; leave it out, or set "start" to null'
+            f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null'
         )
-    if start.mask == "annealed" and not start.epochs:
+    if block_start.mask == "annealed" and not block_start.epochs:
         raise ValueError(
             "sparseforge.start.epochs = 0: annealed masks are found while a block is trained; use 1 or more, or another"
             " mask"
@@ -93,7 +93,7 @@ def _check_start(config: SparseForgeConfig) -> None:
     if config.reconstruction is not None:
         raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
     # 2. The rule must know the pattern, and branches something to begin from.
-    if start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
+    if block_start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
             f"sparseforge.start.mask: sparsegpt makes masks of an n:m pattern, not {config.pattern}; use "
             '"annealed", "wanda" or "magnitude"'

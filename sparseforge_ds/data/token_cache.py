@@ -5,7 +5,7 @@ A finished cache is two files:
     <key>.bin     tokens of `tokenization.token_dtype`: ids as uint16 or uint32, each with up to two bytes of flags
     <key>.json    its record, which appears last, with a checksum of every block of the first file
 
-A start compares the file's size and some of its blocks, all of them if it is small. A cache with other bytes than were
+A launch compares the file's size and some of its blocks, all of them if it is small. A cache with other bytes than were
 written is made again.
 """
 
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 CHECKSUM_BLOCK = 2**20
 """Bytes of a block, which has one checksum."""
 _SAMPLED = 62
-"""Blocks that a start compares, beside the first and the last."""
+"""Blocks that a launch compares, beside the first and the last."""
 _LEFTOVER_SECONDS = 600
 """Age from which a temporary file counts as left by a killed run, since its last write."""
 
@@ -191,7 +191,7 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
     actual = path.stat().st_size if path.is_file() else 0
     if actual != size:
         raise ValueError(f"{path} has {actual:,} bytes instead of {size:,}")
-    # Both ends are compared, and others by chance, so each start of a large file looks at others.
+    # Both ends are compared, and others by chance, so each launch of a large file looks at others.
     middle = random.SystemRandom().sample(range(1, len(checksums) - 1), min(_SAMPLED, max(len(checksums) - 2, 0)))
     with path.open("rb") as file:
         for block in sorted({0, *middle, len(checksums) - 1}):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.config import StartConfig
+from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
 from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, task_head
@@ -151,11 +151,11 @@ class StartBatches:
 
     Args:
         trainer: the trainer, of which set, collator and micro-batch are used.
-        start: says how many sequences an Adam step has. The first examples say how long a sequence is.
+        block_start: says how many sequences an Adam step has. The first examples say how long a sequence is.
         objective: the task loss.
     """
 
-    def __init__(self, trainer: Any, start: StartConfig, objective: Objective) -> None:
+    def __init__(self, trainer: Any, block_start: BlockStartConfig, objective: Objective) -> None:
         self.objective = objective
         self._prepare = trainer._prepare_inputs
         self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
@@ -172,8 +172,8 @@ class StartBatches:
         length = max(1, int(total) // self._ranks)
         # Divide the sequences of an Adam step into micro-batches, none larger than a training step's.
         steps = trainer.forge.config.max_steps
-        tokens = start.tokens_of(steps * trainer.forge.engine.train_batch_size() * length)
-        self._size, self.per_batch = start.micro_batches(tokens, length, self._ranks, largest)
+        tokens = block_start.tokens_of(steps * trainer.forge.engine.train_batch_size() * length)
+        self._size, self.per_batch = block_start.micro_batches(tokens, length, self._ranks, largest)
 
     def passes(self, batch: int) -> list[Closure]:
         """Return the losses of this rank's next micro-batches; `batch` must count up by one."""

@@ -23,7 +23,7 @@ from accelerate.utils import DummyOptim
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import SparseForge
@@ -302,10 +302,10 @@ class SparseForgeMixin(_Trainer):
         torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
         return max(1, int(trained)) / self.get_sp_size()
 
-    def _start_batches(self, start: StartConfig) -> StartBatches:
+    def _start_batches(self, block_start: BlockStartConfig) -> StartBatches:
         """Return the text of a start."""
         assert self._task is not None
-        return StartBatches(self, start, self._task)
+        return StartBatches(self, block_start, self._task)
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

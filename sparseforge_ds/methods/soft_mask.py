@@ -36,10 +36,12 @@ class SoftMask(MaskMethod):
         assert isinstance(weights.config.method, SoftMaskConfig)
         self.settings = weights.config.method
         self.schedule = self.settings.schedule(weights.config.max_steps)
-        start = weights.config.start
+        block_start = weights.config.start
         self._tiled: TiledShards | None = None
         """Shards whose masks are moved a partition at a time, from the first move to the freeze."""
-        self._by_block = None if start is None else BlockStart(weights, ranking.curvature.extra_passes, start)
+        self._by_block = (
+            None if block_start is None else BlockStart(weights, ranking.curvature.extra_passes, block_start)
+        )
 
     @property
     @override

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
@@ -50,7 +50,7 @@ class PruneSettings:
 
     config: SparseForgeConfig
     """Config of which pattern, include, exclude, allow_dense and seed are used."""
-    start: StartConfig
+    block_start: BlockStartConfig
     any_family: bool = False
     """True to prune a family without rows along the axes that its layers tell (`model.any_family`)."""
     text: str | None = None
@@ -105,7 +105,7 @@ def prune(
     config = any_family(dense.module, settings.config) if settings.any_family else settings.config
     weights = prunable_weights(dense.module, config)
     blocks = decoder_blocks(dense.module, weights)
-    start = replace(settings.start, mask=mask_for(settings.start, weights, config.parsed_pattern))
+    block_start = replace(settings.block_start, mask=mask_for(settings.block_start, weights, config.parsed_pattern))
     dtype = dense.dtype(weight.name for weight in weights)
     # Blocks are pruned, or were by an earlier call.
     part = Path(out).absolute().with_name(Path(out).name + ".part")
@@ -113,7 +113,7 @@ def prune(
     solved = []
     try:
         if len(progress.done) < len(blocks):
-            solved = _Run(dense, blocks, sequences_NS, start, config, device, dtype, progress).prune_blocks()
+            solved = _Run(dense, blocks, sequences_NS, block_start, config, device, dtype, progress).prune_blocks()
     finally:
         if not progress.done:
             progress.remove()
@@ -122,9 +122,9 @@ def prune(
             tqdm.write(f"{part}: {done}; the same command goes on from there")
     # The export has the pruned blocks, and the rest as it is in the dense files.
     sequences, length = sequences_NS.shape
-    size, _ = micro_batches(sequences, length, dense.hidden, start)
+    size, _ = micro_batches(sequences, length, dense.hidden, block_start)
     tokens = sequences // size * size * length
-    source = {"dense": public_name(str(folder)), "start": asdict(start), "tokens": tokens}
+    source = {"dense": public_name(str(folder)), "start": asdict(block_start), "tokens": tokens}
     record = {
         "finished": True,
         "step": None,
@@ -147,16 +147,16 @@ def prune(
     return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
 
 
-def micro_batches(sequences: int, length: int, hidden: int, start: StartConfig) -> tuple[int, int]:
+def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockStartConfig) -> tuple[int, int]:
     """Return the sequences of a micro-batch, and the micro-batches of an optimizer step.
 
     Args:
         sequences: number of all sequences.
         length: tokens of a sequence.
         hidden: channels of a hidden state.
-        start: its `batch` and `epochs` are used.
+        block_start: its `batch` and `epochs` are used.
     """
-    batch = min(start.sequences_of_step(sequences * length, length), sequences)
+    batch = min(block_start.sequences_of_step(sequences * length, length), sequences)
     largest = max(1, _ACTIVATION_BYTES // (BYTES_A_CHANNEL * hidden * length))
     size = max(size for size in range(1, min(batch, largest) + 1) if batch % size == 0)
     return size, batch // size
@@ -170,7 +170,7 @@ class _Run:
         dense: DenseModel,
         blocks: Sequence[DecoderBlock],
         sequences_NS: Tensor,
-        start: StartConfig,
+        block_start: BlockStartConfig,
         config: SparseForgeConfig,
         device: torch.device,
         dtype: torch.dtype,
@@ -182,7 +182,7 @@ class _Run:
             dense: the model, without weights in memory.
             blocks: all of its blocks.
             sequences_NS: token ids.
-            start: settings, with the kind of mask.
+            block_start: settings, with the kind of mask.
             config: its pattern and seed are used.
             device: that computes.
             dtype: in which the weights are stored.
@@ -190,13 +190,13 @@ class _Run:
         """
         self.dense = dense
         self.blocks = blocks
-        self.start = start
+        self.block_start = block_start
         self.config = config
         self.device = device
         self.progress = progress
         # Sequences that fill no micro-batch are left out.
         sequences, length = sequences_NS.shape
-        size, self.per_step = micro_batches(sequences, length, dense.hidden, start)
+        size, self.per_step = micro_batches(sequences, length, dense.hidden, block_start)
         count = len(sequences_NS) // size
         self.batches_NBS = sequences_NS[: count * size].view(count, size, -1)
         self.half = dtype != torch.float32
@@ -210,7 +210,9 @@ class _Run:
         dense_stream, pruned_stream, size = self.streams
         count = len(dense_stream)
         tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {size}")
-        passes = [2 if number in self.progress.done else passes_of(self.start) for number in range(len(self.blocks))]
+        passes = [
+            2 if number in self.progress.done else passes_of(self.block_start) for number in range(len(self.blocks))
+        ]
         solved = []
         with tqdm(total=sum(passes) * count, unit=" passes", disable=None) as bar:
             for number, block in enumerate(self.blocks):
@@ -236,7 +238,7 @@ class _Run:
                         call,
                         block.weights,
                         self.config.parsed_pattern,
-                        self.start,
+                        self.block_start,
                         SolveOptions(
                             per_step=self.per_step,
                             seed=self.config.seed + number,
@@ -378,7 +380,7 @@ def _identity(dense: DenseModel, sequences_NS: Tensor, settings: PruneSettings, 
         "model": dense.identity(),
         "tokens": list(sequences_NS.shape),
         "text": text,
-        "start": asdict(settings.start),
+        "start": asdict(settings.block_start),
         "config": settings.config.to_dict(),
         "any_family": settings.any_family,
         "device": device.type,

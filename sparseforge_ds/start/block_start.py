@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.ranks import AgreedError, all_or_raise
@@ -45,7 +45,7 @@ _ALONE = {torch.float32: 1e-3}
 _ALONE_IN_16_BITS = 0.1
 
 
-def start_of(config: SparseForgeConfig) -> StartConfig | None:
+def block_start_of(config: SparseForgeConfig) -> BlockStartConfig | None:
     """Return the settings of a start that goes block by block; None where the config has none.
 
     SparseGPT's mask alone is a start whose blocks are not trained.
@@ -54,18 +54,18 @@ def start_of(config: SparseForgeConfig) -> StartConfig | None:
         return config.start
     if config.importance != "sparsegpt":
         return None
-    return StartConfig(mask="sparsegpt", epochs=0)
+    return BlockStartConfig(mask="sparsegpt", epochs=0)
 
 
 def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: SparseForgeConfig) -> None:
     """Raise ValueError where a start cannot go block by block, without a weight being loaded."""
-    start = start_of(config)
-    if start is None:
+    block_start = block_start_of(config)
+    if block_start is None:
         return
     key = 'importance "sparsegpt"' if config.start is None else "start"
     cure = '"importance": "magnitude"' if config.start is None else '"start": null'
     refuse_shared(model, weights, "be measured", cure)
-    for weight in weights if start.mask == "sparsegpt" else ():
+    for weight in weights if block_start.mask == "sparsegpt" else ():
         layer = model.get_submodule(weight.module)
         if not isinstance(layer, (nn.Linear, Conv1D)):
             raise ValueError(
@@ -79,7 +79,7 @@ def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: 
 class BlockStart:
     """Prunes a whole model, block by block."""
 
-    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, settings: StartConfig) -> None:
+    def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, settings: BlockStartConfig) -> None:
         """Find the blocks. Raises ValueError as `check_blocks`."""
         self.weights = weights
         self.extra_passes = extra_passes

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.config.block_sections import ReconstructionConfig, StartConfig, StartMask
+from sparseforge_ds.config.block_sections import BlockStartConfig, ReconstructionConfig, StartMask
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
@@ -24,7 +24,7 @@ Reduce = Callable[[list[Tensor]], None]
 """Function that sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
 
 
-def mask_for(settings: StartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> StartMask:
+def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> StartMask:
     """Return the kind of mask of a model or a block: `settings.mask`, or the default for its weights.
 
     Raises:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.config import ReconstructionConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, ReconstructionConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.start.annealing import Annealing
@@ -58,7 +58,7 @@ def no_reduce(_tensors: list[Tensor]) -> None:
     """Leave tensors as they are: the sum over a single rank."""
 
 
-def passes_of(settings: StartConfig) -> int:
+def passes_of(settings: BlockStartConfig) -> int:
     """Return the forward passes over all micro-batches that `solve_block` reports as its work."""
     return 3 + BACKWARD * settings.epochs
 
@@ -90,7 +90,7 @@ def solve_block(
     call: Call,
     weights: Sequence[PrunableWeight],
     pattern: Pattern,
-    settings: StartConfig,
+    settings: BlockStartConfig,
     options: SolveOptions = SolveOptions(),
 ) -> SolvedBlock:
     """Prune a decoder block, train the kept weights, and move both streams behind it. Collective if `reduce` is.
@@ -122,7 +122,7 @@ class _Solver:
     call: Call
     weights: Sequence[PrunableWeight]
     pattern: Pattern
-    settings: StartConfig
+    settings: BlockStartConfig
     options: SolveOptions
 
     def solve(self) -> SolvedBlock:

@@ -90,13 +90,13 @@ def _mask_line(spec: RunSpec) -> str:
     """Describe the method, and the importance by which it chooses a mask."""
     config = spec.config
     method = config.method
-    if (start := config.start) is not None:
-        tokens = start.tokens_of(config.max_steps * spec.tokens_per_step)
+    if (block_start := config.start) is not None:
+        tokens = block_start.tokens_of(config.max_steps * spec.tokens_per_step)
         # Without a name, blocks with experts in one weight have other masks than the rest (`start.first_mask`).
-        masks = "" if start.mask is None else f" by {start.mask}"
+        masks = "" if block_start.mask is None else f" by {block_start.mask}"
         moves = "" if config.soft is None else f", then an update every {config.resolved_schedule.update_every} steps"
         return (
-            f"method {method.name}, a start block by block{masks}, every block trained {start.epochs} times on "
+            f"method {method.name}, a start block by block{masks}, every block trained {block_start.epochs} times on "
             f"{tokens:,} tokens{moves}"
         )
     if method.name == "sparseforge":

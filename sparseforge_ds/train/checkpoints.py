@@ -46,7 +46,7 @@ class Checkpoints:
     Args:
         folder: OUTPUT_DIR/checkpoints.
         ranks: the processes of the run.
-        stage: the ZeRO stage of this start.
+        stage: the ZeRO stage of this launch.
         keep: number of newest checkpoints that stay; 0 keeps all.
     """
 
@@ -290,9 +290,9 @@ def _tag(step: int) -> str:
 def _sweep(leftover: Path) -> None:
     """Remove an unfinished file or folder.
 
-    On a network file system somebody may still read a file in it; then the next start tries again.
+    On a network file system somebody may still read a file in it; then the next launch tries again.
     """
     try:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     except OSError as error:
-        _LOG.warning("%s cannot be removed now (%s); the next start tries again", leftover, error)
+        _LOG.warning("%s cannot be removed now (%s); the next launch tries again", leftover, error)

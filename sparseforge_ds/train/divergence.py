@@ -117,7 +117,7 @@ class DivergenceWatch:
             yield
         except DivergedError as error:
             problem = "weights are infinite or NaN, and were not saved: the run has diverged"
-            # The checkpoint of this start is no better where the very next step loses the weights.
+            # The checkpoint of this launch is no better where the very next step loses the weights.
             lost_at = self._first_step if step == self._first_step + 1 else None
             raise self._error(problem, step, max(step - 1, 0), lost_at) from error
 

@@ -197,7 +197,7 @@ def run_result(
         "seconds": seconds,
         "start": beginning and asdict(beginning),
         "path": sum(map(spec.learning_rate, range(steps))) / rms if rms else None,
-        "steps_of_this_start": steps - first_step,
+        "steps_of_this_launch": steps - first_step,
         "last_step": scalars or {},
         **evaluation.result(),
     }
@@ -284,13 +284,13 @@ class RunProbeBatches:
 def _start_batches(context: TrainContext) -> RunProbeBatches:
     """Return the text that `forge.start` reads: batches of an Adam step of a block, or of a step of the run."""
     spec = context.spec
-    start = spec.config.start
-    if start is None:
+    block_start = spec.config.start
+    if block_start is None:
         return RunProbeBatches(context, 0, 1)
     layout = context.batches.layout
-    tokens = start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
+    tokens = block_start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
     groups = layout.world_size // layout.sequence_parallel
-    size, count = start.micro_batches(tokens, spec.arguments.seq_length, groups, layout.micro_batch)
+    size, count = block_start.micro_batches(tokens, spec.arguments.seq_length, groups, layout.micro_batch)
     return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
 
 

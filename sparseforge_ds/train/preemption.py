@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C: requests that end a run, at once before training and with a save during it.
 
-Before training there is nothing to save: the process ends at once, and the next start removes half-written files. In
+Before training there is nothing to save: the process ends at once, and the next launch removes half-written files. In
 training the process only notes the signal. At the end of an optimizer step, or of the next one on a GPU, the ranks
 agree on it, save, and end together (loop.py). The same signal again changes nothing, because launchers send it twice to
 some ranks. SIGKILL ends a run that cannot wait, and costs the steps since the newest checkpoint. A second Ctrl-C, which

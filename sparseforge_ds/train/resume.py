@@ -45,7 +45,7 @@ def find_resumption(spec: RunSpec, ranks: Ranks, checkpoints: Checkpoints) -> Re
         AgreedError: there is no checkpoint, a file is damaged, missing or foreign, or it belongs to another run.
     """
     for line in ranks.on_first(lambda: changed_flags(spec)):
-        _LOG.info(f"changed since the last start: {line}")
+        _LOG.info(f"changed since the last launch: {line}")
     manifest = ranks.on_first(checkpoints.newest)  # a shared file system may show others an older one
     ranks.all_or_raise(lambda: checkpoints.check(manifest))
     return ranks.all_or_raise(lambda: Resumption(manifest, _open(spec, manifest)))
@@ -143,7 +143,7 @@ def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def changed_flags(spec: RunSpec) -> list[str]:
-    """Return the run flags and DeepSpeed keys that have changed since the last start, as lines for the log."""
+    """Return the run flags and DeepSpeed keys that have changed since the last launch, as lines for the log."""
     run, engine = (read_json_object(spec.folder / name) for name in ("sparseforge.json", "ds_config.json"))
     changes = []
     for name, before, after in (

@@ -90,7 +90,7 @@ def check_run_folder(spec: RunSpec) -> None:
         raise ValueError(
             f"--output_dir {spec.folder}: cannot be written ({error.strerror}); give another folder"
         ) from None
-    # Files of an interrupted save count as free: a start removes them before it writes anything.
+    # Files of an interrupted save count as free: a launch removes them before it writes anything.
     leftovers = sum(file.stat().st_size for file in spec.folder.glob("checkpoints/*.tmp/*") if file.is_file())
     check_room(spec, shutil.disk_usage(spec.folder).free + leftovers)
 

@@ -47,7 +47,7 @@ class Trackers:
         names: values of `--report_to`.
         folder: the run folder.
         project: name of the project that the run belongs to, for trackers that have projects.
-        start: steps already done; TensorBoard hides later steps that an earlier start has logged.
+        start: steps already done; TensorBoard hides later steps that an earlier launch has logged.
 
     Raises:
         ValueError: a tracker cannot be started, above all because nobody is logged in.
@@ -82,7 +82,7 @@ class Trackers:
             lines = "\n".join(f"    {line}" for line in text.splitlines())
             table = "\n".join(f"| {name} | {value} |" for name, value in plain.items()).replace("||", "| |")
             tracker.tracker.add_text("run", f"{lines}\n\n| setting | value |\n|---|---|\n{table}", step)
-            # In the run's own log: accelerate and SummaryWriter would make another one for every start.
+            # In the run's own log: accelerate and SummaryWriter would make another one for every launch.
             for summary in hparams(plain, {"loss/total": 0.0, "eval/perplexity": 0.0}):
                 tracker.tracker.file_writer.add_summary(summary)
 

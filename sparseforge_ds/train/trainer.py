@@ -117,7 +117,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
         _LOG.info(f"the run in {spec.folder} is complete ({first_step} steps): nothing to do")
         ranks.leave()
         return
-    ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # an earlier start may have left one
+    ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # an earlier launch may have left one
 
     # Train.
     if trackers is not None:

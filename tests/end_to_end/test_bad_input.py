@@ -480,7 +480,7 @@ def test_a_finished_run_that_was_killed_before_its_result(finished):
     file.unlink()
     assert [code for code, _ in finished.train("--resume")] == [0, 0]
     after = json.loads(file.read_text())
-    assert [after[key] for key in ("steps", "tokens", "steps_of_this_start")] == [before["steps"], before["tokens"], 0]
+    assert [after[key] for key in ("steps", "tokens", "steps_of_this_launch")] == [before["steps"], before["tokens"], 0]
 
 
 def test_random_numbers_of_something_else(resumable):

@@ -175,9 +175,9 @@ def _terminate_after(saved: Path) -> None:
 
 
 def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
-    """Stop every start by a signal to another process; all starts together equal the run that was left alone.
+    """Stop every launch by a signal to another process; all launches together equal the run that was left alone.
 
-    The first start finds the lock of a compiler that was killed, and removes it. The last one, and the run that was
+    The first launch finds the lock of a compiler that was killed, and removes it. The last one, and the run that was
     left alone until then, have no launcher: there one rank gets the signal.
     """
     content = deepspeed_json(batch=4, max_steps=STEPS, method={"update_every": 10, "hardening": [0.02, 0.75]})

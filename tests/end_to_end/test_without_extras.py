@@ -44,5 +44,5 @@ def test_a_copy_without_extras_trains_resumes_exports_and_verifies(tmp_path: Pat
             (checkpoints / "latest").write_text("step_000002")
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps_of_this_start"] == 2
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps_of_this_launch"] == 2
     assert json.loads((tmp_path / "sparse" / "sparsity.json").read_text())["finished"]

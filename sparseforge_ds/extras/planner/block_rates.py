@@ -66,9 +66,9 @@ class BlockRates:
             copied: True if the streams are not where the device computes.
         """
         forward = work.tokens * (self.forward * work.forward_passes() + self.inputs * work.needs_inputs)
-        training = work.tokens * work.start.epochs * self.backward + work.steps * self.step
+        training = work.tokens * work.block_start.epochs * self.backward + work.steps * self.step
         # Both streams are read and written, and the pruned one is measured; each epoch reads both.
-        copies = (5 + 2 * work.start.epochs) * work.streams / 2 / _COPIED if copied else 0.0
+        copies = (5 + 2 * work.block_start.epochs) * work.streams / 2 / _COPIED if copied else 0.0
         parts = {
             "forward passes": forward,
             "first masks": self.first_mask,
@@ -88,7 +88,7 @@ def assumed_rates(work: PruneWork, gpu: Gpu, mfu: float) -> BlockRates:
     forward = 2.0 * sum(weight.numel * shares[weight.name] for weight in work.block.weights) / half
     inputs = 0.0
     first_mask = 0.0
-    if work.start.mask == "sparsegpt":
+    if work.block_start.mask == "sparsegpt":
         squares = sum(w.matrices * w.shape[w.input_axis] ** 2 * shares[w.name] for w in work.block.weights)
         inputs = 2.0 * squares / single
         first_mask = sum(
@@ -123,17 +123,17 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
         inputs = 0.0
         inputs_squared = 1
         if work.needs_inputs:
-            moments = InputMoments(block, work.block.weights, full=work.start.mask == "sparsegpt")
+            moments = InputMoments(block, work.block.weights, full=work.block_start.mask == "sparsegpt")
             moments.measure(_once(call), no_reduce)
             inputs = max(0.0, clock.seconds(lambda: moments.measure(_once(call), no_reduce)) - forward)
-            if work.start.mask == "sparsegpt":  # layers with the same input share a sum
+            if work.block_start.mask == "sparsegpt":  # layers with the same input share a sum
                 inputs_squared = sum(moment.shape[-1] ** 2 for moment in moments.moments.values())
             del moments
         first_mask = _first_mask_seconds(work, block, inputs / tokens / inputs_squared, clock)
 
     # A step of Adam behind a forward and backward pass; the first makes its moments.
     backward = step = 0.0
-    if work.start.epochs:
+    if work.block_start.epochs:
         for parameter in parameters:
             parameter.requires_grad_(True)
         optimizer = torch.optim.Adam(parameters, lr=1e-9, fused=True)
@@ -167,7 +167,7 @@ def _first_mask_seconds(work: PruneWork, block: nn.Module, moments_rate: float, 
         moments_rate: seconds of an element of a token's second moments, which are products in fp32.
         clock: of the device.
     """
-    kind = work.start.mask
+    kind = work.block_start.mask
     if kind != "sparsegpt":
         weight = max(work.block.weights, key=lambda weight: weight.numel)
         value = block.get_parameter(weight.name).data

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.extras.planner.block_rates import assumed_rates, measured_rates
 from sparseforge_ds.extras.planner.machine import GIB, GPUS
@@ -59,7 +59,7 @@ class PrunePlan:
         work = self.work
         size, per_step = work.micro_batches
         of_step = "a sequence" if size * per_step == 1 else f"{size * per_step} sequences"
-        training = f", {work.steps:,} steps of {of_step} a block" if work.start.epochs else ""
+        training = f", {work.steps:,} steps of {of_step} a block" if work.block_start.epochs else ""
         yield "text", f"{work.tokens:,} tokens in sequences of {work.seq_length}{training}"
         yield "memory", f"{self.peak / GIB:.2f} GiB of {self.device}, in {self._worst}"
         for name, kinds in self.memory.items():
@@ -85,7 +85,7 @@ class PrunePlan:
 def plan_prune(
     model: PreTrainedModel,
     config: SparseForgeConfig,
-    start: StartConfig,
+    block_start: BlockStartConfig,
     dtype: torch.dtype,
     shape: tuple[int, int],
     out: Path,
@@ -96,7 +96,7 @@ def plan_prune(
     Args:
         model: without weights.
         config: decides what is pruned, to which pattern.
-        start: settings of the blocks' training.
+        block_start: settings of the blocks' training.
         dtype: in which the weights are stored.
         shape: number of sequences, and tokens of one.
         out: folder to write; its disk may get the streams.
@@ -121,7 +121,7 @@ def plan_prune(
         total_elements=sum(p.numel() for p in model.parameters()),
         hidden=int(model.config.get_text_config().hidden_size),
         pattern=config.parsed_pattern,
-        start=replace(start, mask=mask_for(start, weights, config.parsed_pattern)),
+        block_start=replace(block_start, mask=mask_for(block_start, weights, config.parsed_pattern)),
         dtype=dtype,
         sequences=shape[0],
         seq_length=shape[1],
@@ -168,7 +168,7 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
     block: Kinds = {**always, "block": 4 * work.block_elements}
     # Values as they are stored, in fp32, and which of them are finite.
     phases: dict[str, Kinds] = {"embedding": {**always, "embedding": (work.dtype.itemsize + 5) * work.other_elements}}
-    if work.start.mask == "sparsegpt":
+    if work.block_start.mask == "sparsegpt":
         # X^T X of every matrix, which is more than there is where layers share an input; H^-1 of the widest in fp64 and
         # fp32; copies of W and masks.
         phases["first mask"] = {
@@ -179,8 +179,8 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
         }
     else:
         phases["first mask"] = {**block, "scores": 13 * largest + masked, "activations": activations}
-    if work.start.epochs:
-        soft = 12 * masked + 8 * largest if work.start.mask == "annealed" else 2 * masked
+    if work.block_start.epochs:
+        soft = 12 * masked + 8 * largest if work.block_start.mask == "annealed" else 2 * masked
         phases["training"] = {
             **block,
             "gradients": 4 * masked + (6 if work.autocast else 4) * largest,  # one is on its way

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparseforge_ds.config import StartConfig
+from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.prune.block_by_block import micro_batches
 from sparseforge_ds.start.blocks import DecoderBlock
@@ -29,7 +29,7 @@ class PruneWork:
     """Elements of the model."""
     hidden: int
     pattern: Pattern
-    start: StartConfig
+    block_start: BlockStartConfig
     """Settings, with the kind of mask."""
     dtype: torch.dtype
     """Dtype that the weights are stored in."""
@@ -51,13 +51,13 @@ class PruneWork:
     @property
     def micro_batches(self) -> tuple[int, int]:
         """Sequences of a micro-batch, and micro-batches of an optimizer step."""
-        return micro_batches(self.sequences, self.seq_length, self.hidden, self.start)
+        return micro_batches(self.sequences, self.seq_length, self.hidden, self.block_start)
 
     @property
     def steps(self) -> int:
         """Optimizer steps of a block."""
         size, per_step = self.micro_batches
-        return self.start.epochs * max(1, self.sequences // size // per_step)
+        return self.block_start.epochs * max(1, self.sequences // size // per_step)
 
     @property
     def autocast(self) -> bool:
@@ -72,7 +72,7 @@ class PruneWork:
     @property
     def needs_inputs(self) -> bool:
         """True if the inputs of the weights are measured."""
-        return self.start.mask in ("sparsegpt", "wanda") or any(weight.experts for weight in self.block.weights)
+        return self.block_start.mask in ("sparsegpt", "wanda") or any(weight.experts for weight in self.block.weights)
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -87,5 +87,5 @@ class PruneWork:
         """Passes over all tokens without a backward pass: both streams, the measurement of inputs, and of errors."""
         size, _ = self.micro_batches
         count = max(1, self.sequences // size)
-        errors = 1 if self.start.mask == "annealed" else 2
+        errors = 1 if self.block_start.mask == "annealed" else 2
         return 2 + self.needs_inputs + errors * min(MEASURED, count) / count

@@ -58,7 +58,7 @@ class Evaluator:
         """Measure the dense model, and the same model after magnitude pruning, on every text.
 
         Args:
-            known: measurements of an earlier start, which are not repeated.
+            known: measurements of an earlier launch, which are not repeated.
 
         Returns:
             Perplexities `dense_<text>` and `magnitude_<text>`, KL divergences `magnitude_<text>_kl`, and the dtype that
@@ -87,7 +87,7 @@ class Evaluator:
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
         """Export the model of a run, which checks every group, and return `sparsity` of it."""
-        if not (out / "sparsity.json").exists():  # an earlier start may have been interrupted after the export
+        if not (out / "sparsity.json").exists():  # an earlier launch may have been interrupted after the export
             export(open_source(str(run_folder), None, self._dtype), out, workers=1, skip_proof=True)
         return self.sparsity(out)
 

@@ -136,10 +136,10 @@ def _all_tokens(tokens: int, record: Mapping[str, Any]) -> dict[str, float | Non
 
     They are None if the start, or the number of weights, was not recorded.
     """
-    start = record.get("start")
-    if start is None:
+    block_start = record.get("start")
+    if block_start is None:
         return {"all_tokens": None, "tokens_a_weight": None}
-    count = tokens + start["tokens"] * start["epochs"]
+    count = tokens + block_start["tokens"] * block_start["epochs"]
     elements = (record.get("sparsity") or {}).get("elements")
     return {"all_tokens": count, "tokens_a_weight": count / elements if elements else None}
 

@@ -102,10 +102,10 @@ class Pruning:
     def command(self, config: CompareConfig, out: Path) -> str:
         """Return the shell command that repeats it."""
         settings = self.settings(config)
-        start = settings["start"]
+        block_start = settings["start"]
         flags = {key: settings[key] for key in ("text", "text_field", "seq_length")}
         flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude", "seed")}
-        flags |= {key: start[key] for key in ("mask", "tokens", "epochs", "rate", "batch")}
+        flags |= {key: block_start[key] for key in ("mask", "tokens", "epochs", "rate", "batch")}
         words = ["sparseforge", "prune", config.model, str(out)]
         for flag, value in flags.items():
             if value not in (None, (), []):

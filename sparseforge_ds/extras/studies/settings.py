@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
 from sparseforge_ds.config.block_sections import StartMask
@@ -91,9 +91,9 @@ class OneShot:
     """Pattern; null: that of the base's `sparseforge` block."""
     tokens: int | None = None
     """Tokens of the training text that are read; null: the command's default."""
-    epochs: int = StartConfig.epochs
+    epochs: int = BlockStartConfig.epochs
     """Passes of every block's training over them; 0: masks alone, which no seed changes."""
-    rate: float = StartConfig.rate
+    rate: float = BlockStartConfig.rate
     """Adam's rate, relative to the RMS of a block's weights."""
     batch: int | None = None
     """Sequences of an Adam step; null: the command's default."""
@@ -103,9 +103,11 @@ class OneShot:
     """Prune a family without rows."""
 
     @property
-    def start(self) -> StartConfig:
+    def start(self) -> BlockStartConfig:
         """Settings of the blocks' training, with the number of tokens."""
-        start = StartConfig(mask=self.mask, tokens=self.tokens, epochs=self.epochs, rate=self.rate, batch=self.batch)
+        start = BlockStartConfig(
+            mask=self.mask, tokens=self.tokens, epochs=self.epochs, rate=self.rate, batch=self.batch
+        )
         return replace(start, tokens=start.tokens_of(0))
 
 

@@ -109,7 +109,7 @@ class Study:
             return write_pages(self.out, config, self._write_rows(), self.texts.notes)
 
     def _measure_baselines(self) -> dict[str, Any]:
-        """Measure the dense and the magnitude-pruned model, or read the record of an earlier start."""
+        """Measure the dense and the magnitude-pruned model, or read the record of an earlier launch."""
         pruned = self.evaluator.pruned
         files = self.checks[self.config.compared_with].files["model_files"]
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
@@ -197,7 +197,7 @@ class Study:
             return {"diverged": str(error)}
         if not resumed:  # the model may be of an earlier run of this name, whose record was removed
             shutil.rmtree(model, ignore_errors=True)
-        # After a resume the trainer reports the seconds of its last start alone.
+        # After a resume the trainer reports the seconds of its last launch alone.
         seconds = None if resumed else result.get("seconds")
         outcome = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}
         outcome |= {key: result.get(key) for key in ("start", "path")}

@@ -75,7 +75,7 @@ class Trainer:
             slot: number of the worker, which decides the GPUs.
 
         Returns:
-            The content of result.json, and whether an earlier start was continued.
+            The content of result.json, and whether an earlier launch was continued.
 
         Raises:
             StoppedError: `stop` was called.
@@ -85,7 +85,7 @@ class Trainer:
         wait_for_lock(folder / ".lock")
         resumed = has_checkpoint(folder)
         log = folder.with_name(f"{folder.name}.log")
-        # Remains of a start without a checkpoint are of no use.
+        # Remains of a launch without a checkpoint are of no use.
         if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
             log.unlink(missing_ok=True)
@@ -199,30 +199,30 @@ def prune_model(
         comparison: pipe whose other end is the comparison's; when that closes, the process ends.
     """
     _enter(environment, log, threads, comparison)
-    from sparseforge_ds.config import SparseForgeConfig, StartConfig
+    from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
     from sparseforge_ds.model.pretrained import find_model
     from sparseforge_ds.prune import PruneSettings, prune
     from sparseforge_ds.prune.sequences import read_sequences
 
-    start = StartConfig(**settings["start"])
+    block_start = BlockStartConfig(**settings["start"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         dense = find_model(settings["model"], "model")
-        assert start.tokens is not None
+        assert block_start.tokens is not None
         sequences_NS = read_sequences(
             dense.tokenizer,
             dense.config,
             settings["text"],
-            start.tokens,
+            block_start.tokens,
             settings["seq_length"],
             settings["text_field"],
         )
-        wanted = PruneSettings(SparseForgeConfig.from_dict(settings["block"]), start, settings["any_family"])
+        wanted = PruneSettings(SparseForgeConfig.from_dict(settings["block"]), block_start, settings["any_family"])
         pruned = prune(dense.folder, settings["out"], sequences_NS, wanted, device)
     except ValueError as error:
         print(f"error: {error}", flush=True)
         sys.exit(1)
-    counted = {"tokens": pruned.tokens, "epochs": max(1, start.epochs)}
+    counted = {"tokens": pruned.tokens, "epochs": max(1, block_start.epochs)}
     write_json(Path(settings["result"]), {"seconds": round(pruned.seconds, 1), "start": counted})
 
 
@@ -258,13 +258,13 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def wait_for_lock(lock: Path) -> None:
-    """Wait until no process of an earlier start, which may still be saving, locks a run folder."""
+    """Wait until no process of an earlier launch, which may still be saving, locks a run folder."""
     if lock.exists():
         with lock.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(f"{lock.parent}: an earlier start of this run is still saving; waiting for its end", flush=True)
+                print(f"{lock.parent}: an earlier launch of this run is still saving; waiting for its end", flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparseforge_ds.config import PRESETS, DistillationConfig, LowRankConfig, SparseForgeConfig, StartConfig
+from sparseforge_ds.config import PRESETS, BlockStartConfig, DistillationConfig, LowRankConfig, SparseForgeConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 
 
@@ -397,14 +397,14 @@ def test_the_curvature_is_measured_in_training_steps_where_possible() -> None:
 
 
 def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
-    default = StartConfig()
+    default = BlockStartConfig()
     assert default.sequences_of_step(131_072, 256) == 4
     assert default.sequences_of_step(2_000_000, 2048) == 7
     assert default.sequences_of_step(64_000_000, 2048) == 8, "at most 16,384 tokens"
-    assert StartConfig(epochs=1).sequences_of_step(65_536, 256) == 1, "one sequence at least"
-    assert StartConfig(epochs=0).sequences_of_step(524_288, 256) == 4
-    assert StartConfig(batch=3).sequences_of_step(131_072, 256) == 3
+    assert BlockStartConfig(epochs=1).sequences_of_step(65_536, 256) == 1, "one sequence at least"
+    assert BlockStartConfig(epochs=0).sequences_of_step(524_288, 256) == 4
+    assert BlockStartConfig(batch=3).sequences_of_step(131_072, 256) == 3
     # (ranks, largest micro-batch): (sequences of a micro-batch, micro-batches).
     expected = {(1, 8): (4, 1), (2, 8): (2, 1), (3, 8): (2, 1), (1, 3): (2, 2), (2, 1): (1, 2), (64, 8): (1, 1)}
     assert {case: default.micro_batches(131_072, 256, *case) for case in expected} == expected
-    assert StartConfig(batch=12).micro_batches(131_072, 256, 1, 8) == (6, 2), "no rounding that is not needed"
+    assert BlockStartConfig(batch=12).micro_batches(131_072, 256, 1, 8) == (6, 2), "no rounding that is not needed"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
-from sparseforge_ds.config.block_sections import CurvatureConfig, ReconstructionConfig, StartConfig
+from sparseforge_ds.config.block_sections import BlockStartConfig, CurvatureConfig, ReconstructionConfig
 from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import AstConfig, CastConfig, ElsaConfig, MaskLLMConfig, PatConfig, SrSteConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
@@ -158,7 +158,7 @@ def test_a_new_method_refuses_what_it_does_not_say_that_it_reads() -> None:
         "importance": "wanda",
         "curvature": CurvatureConfig(probes=2),
         "reconstruction": ReconstructionConfig(),
-        "start": StartConfig(),
+        "start": BlockStartConfig(),
     }.items():
         with pytest.raises(ValueError, match=f'sparseforge.{key}: method "new" does not use it, only .*leave it out'):
             dataclasses.replace(config, **{key: value})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.prune import block_by_block
 from sparseforge_ds.prune.block_by_block import PruneSettings, micro_batches, prune
 from sparseforge_ds.prune.hidden_streams import make_streams
@@ -34,7 +34,7 @@ def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> No
     divergence = []
     for epochs in (0, 2):
         out = tmp_path / str(epochs)
-        pruned = prune(folder, out, sequences, PruneSettings(SparseForgeConfig(), StartConfig(epochs=epochs)))
+        pruned = prune(folder, out, sequences, PruneSettings(SparseForgeConfig(), BlockStartConfig(epochs=epochs)))
         logits = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)(unseen).logits.log_softmax(-1)
         divergence.append(float((target.exp() * (target - logits)).sum(-1).mean()))
         assert all(block.error <= block.error_before for block in pruned.blocks)
@@ -45,7 +45,9 @@ def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> No
 def test_sequences_that_fill_no_micro_batch_are_not_counted(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dense")
     sequences_NS = torch.arange(40).view(5, 8)
-    result = prune(folder, tmp_path / "out", sequences_NS, PruneSettings(SparseForgeConfig(), StartConfig(batch=2)))
+    result = prune(
+        folder, tmp_path / "out", sequences_NS, PruneSettings(SparseForgeConfig(), BlockStartConfig(batch=2))
+    )
     assert result.tokens == result.record["run"]["tokens"] == result.record["source"]["tokens"] == 32
 
 
@@ -55,7 +57,7 @@ def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path, monkeyp
             yield replace(inputs, arguments=tuple(block | {"tokens": batch["input_ids"]} for block in inputs.arguments))
 
     monkeypatch.setattr(block_by_block, "capture_inputs", with_tokens)
-    settings = PruneSettings(SparseForgeConfig(), StartConfig(batch=1))
+    settings = PruneSettings(SparseForgeConfig(), BlockStartConfig(batch=1))
     with pytest.raises(ValueError, match="arguments that depend on the tokens"):
         prune(write_model(tmp_path / "dense"), tmp_path / "out", torch.arange(16).view(2, 8), settings)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
@@ -63,7 +65,7 @@ def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path, monkeyp
 
 def test_tokens_are_divided_into_steps() -> None:
     def steps(sequences: int, length: int, hidden: int = 512, **start: int) -> tuple[int, int]:
-        settings = StartConfig(**start)
+        settings = BlockStartConfig(**start)
         size, per_step = micro_batches(sequences, length, hidden, settings)
         return size * per_step, settings.epochs * (sequences // size // per_step)
 
@@ -74,7 +76,7 @@ def test_tokens_are_divided_into_steps() -> None:
     assert steps(8, 512, epochs=1) == (1, 8)
     assert steps(32, 256, epochs=2) == (1, 64)  # one sequence at least
     assert steps(32, 256, batch=8) == (8, 16)
-    assert micro_batches(4096, 2048, 5120, StartConfig()) == (2, 4)  # 16,384 tokens of a wide model in four parts
+    assert micro_batches(4096, 2048, 5120, BlockStartConfig()) == (2, 4)  # 16,384 tokens of a wide model in four parts
 
 
 def test_streams_that_fit_nowhere_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

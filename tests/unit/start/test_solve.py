@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GptOssConfig, OlmoeConfig
 
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import prunable_weights
@@ -23,7 +23,7 @@ BATCHES = 4
 
 
 def _solve_all(
-    model: Any, settings: StartConfig, pattern: str = "2:4", batches: int = BATCHES, **options: Any
+    model: Any, settings: BlockStartConfig, pattern: str = "2:4", batches: int = BATCHES, **options: Any
 ) -> list[SolvedBlock]:
     """Prune a model in place."""
     model.eval()
@@ -63,12 +63,12 @@ def _require_pattern(model: Any, solved: list[SolvedBlock], pattern: Pattern) ->
 def test_training_lowers_the_error_of_every_mask(build: Any, pattern: str, mask: Any) -> None:
     epochs = 10 if mask == "annealed" else 4
     model = build()
-    solved = _solve_all(model, StartConfig(mask=mask, epochs=epochs), pattern)
+    solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=epochs), pattern)
     _require_pattern(model, solved, parse_pattern(pattern))
     assert all(block.error < 0.95 * block.error_before for block in solved)
     if mask == "annealed":  # the first block of both reads the same
         (first_only := build()).eval()
-        untrained = _solve_all(first_only, StartConfig(mask="magnitude", epochs=0), pattern)
+        untrained = _solve_all(first_only, BlockStartConfig(mask="magnitude", epochs=0), pattern)
         assert solved[0].error_before == untrained[0].error
 
 
@@ -83,7 +83,7 @@ def test_adam_moves_no_weight_that_an_annealed_mask_has_pruned(monkeypatch: pyte
             zeros.append(float(torch.stack([(p == 0).float().mean() for p in matrices]).mean()))
 
     monkeypatch.setattr(torch.optim, "Adam", Watched)
-    _solve_all(tiny_llama(num_hidden_layers=1), StartConfig(mask="annealed", epochs=5))
+    _solve_all(tiny_llama(num_hidden_layers=1), BlockStartConfig(mask="annealed", epochs=5))
     assert len(zeros) == 5 * BATCHES and zeros[0] < 0.01
     assert zeros[8:] == [0.5] * (len(zeros) - 8)  # frozen after 0.4 of the steps
 
@@ -93,7 +93,7 @@ def test_adam_moves_no_weight_that_an_annealed_mask_has_pruned(monkeypatch: pyte
 def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: Any) -> None:
     model = build()
     expected = build().eval()
-    _solve_all(model, StartConfig(mask="sparsegpt", epochs=0))
+    _solve_all(model, BlockStartConfig(mask="sparsegpt", epochs=0))
     weights = prunable_weights(expected, SparseForgeConfig())
     for block in ("0", "1"):
         some = [weight for weight in weights if f".{block}." in weight.name]
@@ -125,7 +125,7 @@ def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) 
     """64 tokens are enough for experts with 16 or 32 inputs, if they come."""
     model = tiny_mixture(config)
     dense = tiny_mixture(config)
-    solved = _solve_all(model, StartConfig(mask=mask, epochs=6), batches=8)
+    solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=6), batches=8)
     _require_pattern(model, solved, NM(2, 4))
     masked = {weight.name for weight in prunable_weights(dense, SparseForgeConfig())}
     for (name, value), (_, before) in zip(model.named_parameters(), dense.named_parameters(), strict=True):
@@ -146,10 +146,10 @@ def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -
         for layer in network.model.layers:
             layer.mlp.gate.weight.data[3] = 0
             layer.mlp.gate.weight.data[:3] *= 100
-    solved = _solve_all(model, StartConfig(mask=mask, epochs=4))
+    solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=4))
     assert all(block.few_tokens["mlp.experts.down_proj"] >= 1 for block in solved)
     magnitude = tiny_mixture(OlmoeConfig)
-    _solve_all(magnitude, StartConfig(mask="magnitude", epochs=0))
+    _solve_all(magnitude, BlockStartConfig(mask="magnitude", epochs=0))
     for layer, expected in zip(model.model.layers, magnitude.model.layers, strict=True):
         subset = [e for e in range(4) if torch.equal(layer.mlp.experts.down_proj[e], expected.mlp.experts.down_proj[e])]
         assert subset
@@ -158,13 +158,13 @@ def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -
 def test_gradients_of_two_ranks_are_those_of_one() -> None:
     """Two micro-batches of a step on one rank; and a sum over two equal ranks, which Adam does not see."""
     first, second = tiny_llama(), tiny_llama()
-    _solve_all(first, StartConfig(epochs=2), per_step=2)
+    _solve_all(first, BlockStartConfig(epochs=2), per_step=2)
 
     def double(tensors: list[Tensor]) -> None:
         for tensor in tensors:
             tensor.mul_(2)
 
-    _solve_all(second, StartConfig(epochs=2), per_step=2, reduce=double)
+    _solve_all(second, BlockStartConfig(epochs=2), per_step=2, reduce=double)
     for ours, reference in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
 
@@ -175,7 +175,7 @@ def test_parameters_are_rounded_to_what_is_stored() -> None:
         parameter.data.mul_(1 + 2**-10)  # no value of bf16
     dense = copy.deepcopy(model.model.layers[0].state_dict())
     dtypes = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in dense}
-    _solve_all(model, StartConfig(epochs=1, norms=False), stored=dtypes)
+    _solve_all(model, BlockStartConfig(epochs=1, norms=False), stored=dtypes)
     for layer in model.model.layers:
         for name, value in layer.state_dict().items():
             assert torch.equal(value, value.bfloat16().float()) == ("norm" not in name), name
@@ -185,18 +185,18 @@ def test_parameters_are_rounded_to_what_is_stored() -> None:
 
 def test_masks_that_a_model_cannot_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r'"sparsegpt".*experts.*use "annealed"'):
-        _solve_all(tiny_mixture(OlmoeConfig), StartConfig(mask="sparsegpt"))
+        _solve_all(tiny_mixture(OlmoeConfig), BlockStartConfig(mask="sparsegpt"))
     with pytest.raises(ValueError, match="n:m"):
-        _solve_all(tiny_llama(), StartConfig(mask="sparsegpt"), "block16")
+        _solve_all(tiny_llama(), BlockStartConfig(mask="sparsegpt"), "block16")
     with pytest.raises(ValueError, match=r"start\.epochs 0.*another mask"):
-        _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=0))
+        _solve_all(tiny_llama(), BlockStartConfig(mask="annealed", epochs=0))
     with pytest.raises(ValueError, match=r"these tokens make 1 for each block; give more tokens"):
-        _solve_all(tiny_llama(), StartConfig(mask="annealed", epochs=1), per_step=BATCHES)
+        _solve_all(tiny_llama(), BlockStartConfig(mask="annealed", epochs=1), per_step=BATCHES)
     with pytest.raises(ValueError, match=r"training has raised the error of the block from 0\.\d+ .*a rate below 100"):
-        _solve_all(tiny_llama(), StartConfig(rate=100))
+        _solve_all(tiny_llama(), BlockStartConfig(rate=100))
     broken = tiny_llama()
     broken.model.layers[0].self_attn.v_proj.weight.data[0, 0] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
-        _solve_all(broken, StartConfig())
+        _solve_all(broken, BlockStartConfig())
     with pytest.raises(ValueError, match="outputs of the block are not finite"):
-        _solve_all(broken, StartConfig(mask="magnitude", epochs=0))
+        _solve_all(broken, BlockStartConfig(mask="magnitude", epochs=0))

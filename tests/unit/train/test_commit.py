@@ -82,7 +82,7 @@ def two_before(folder: Path) -> None:
 
 
 def newest(folder: Path) -> int | None:
-    """Return the step that a start goes on from, every byte of it checked; None without a checkpoint."""
+    """Return the step that a launch goes on from, every byte of it checked; None without a checkpoint."""
     checkpoints = checkpoints_in(folder)
     checkpoints.recover()
     assert not list(folder.glob("*.tmp"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.config import SparseForgeConfig, StartConfig
+from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.extras.planner import prune_plan
 from sparseforge_ds.extras.planner.machine import GIB
 from sparseforge_ds.extras.planner.prune_plan import PrunePlan, plan_prune
@@ -25,7 +25,7 @@ A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
 def of_14b(tokens: int, gpu: str = "h100", mfu: float = 0.4, **start: object) -> PrunePlan:
     config = qwen3_14b()
     shape = (tokens // 2048, 2048)
-    settings = StartConfig(**start)  # type: ignore[arg-type]
+    settings = BlockStartConfig(**start)  # type: ignore[arg-type]
     return plan_prune(bare_model(config), SparseForgeConfig(), settings, torch.bfloat16, shape, Path("out"), (gpu, mfu))
 
 

@@ -32,7 +32,7 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     run = SimpleNamespace(arguments=lambda *_: [])
     record = study.train_run(run, tmp_path / "run", model, 0)
     assert record["validation_perplexity"] == 3.0 and existed == [resumed]
-    assert record["seconds"] == (None if resumed else 1.0), "those of a last start alone are no training time"
+    assert record["seconds"] == (None if resumed else 1.0), "those of a last launch alone are no training time"
 
 
 def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:

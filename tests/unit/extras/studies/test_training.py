@@ -50,7 +50,7 @@ def test_an_earlier_start_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFi
         threading.Timer(0.3, release).start()
         wait_for_lock(lock)
         assert released.is_set()
-    assert "an earlier start of this run is still saving" in capsys.readouterr().out
+    assert "an earlier launch of this run is still saving" in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
