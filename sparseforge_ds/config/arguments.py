@@ -87,9 +87,9 @@ class RunArguments:
         "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet, .arrow or Megatron's .idx "
         "file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), or stdlib, "
         "the documentation of Python's standard library (default: stdlib). A hub id, or stream: before a path, is "
-        "tokenised while the run goes on, anything else before it. Several are mixed: WEIGHT is a source's share of "
-        "the tokens, relative to the others; without weights all have the same",
-        "SOURCE[=WEIGHT]",
+        "tokenised while the run goes on, anything else before it. Several are mixed: SHARE is a source's part of "
+        "the tokens, relative to the others; without shares all have the same",
+        "SOURCE[=SHARE]",
     )
     split: str = _flag(
         "train",

@@ -43,8 +43,8 @@ class SquaredGradients(Estimator):
             _, part = reduce_to_shard(layout, shard, context.ranges[name], flat)
             # The loss is a sum over tokens divided by D, by default this pass's T. So sum (D g)^2 over tokens, divide
             # by D for the mean, and by the number of passes on all ranks.
-            weight = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
-            total[name].add_(part.to(total[name].device), alpha=weight)
+            factor = (divisor or grad_TO.shape[0]) / (layout.world_size * probes * len(passes))
+            total[name].add_(part.to(total[name].device), alpha=factor)
 
         def on_experts(
             layer: str, parameter: str, grad_SO: Tensor | None, input_SI: Tensor, stop_E: Tensor, tokens: int

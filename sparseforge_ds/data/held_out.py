@@ -100,5 +100,5 @@ def _rename_flags_in_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         message = re.sub(r"--(dataset|split)\b", r"--eval_\1", str(error))
-        message = message.replace(f"or {EMBEDDED_TEXT}; in a mixture with =WEIGHT", f"or {HELD_OUT_TEXT}")
+        message = message.replace(f"or {EMBEDDED_TEXT}; in a mixture with =SHARE", f"or {HELD_OUT_TEXT}")
         raise ValueError(message) from None

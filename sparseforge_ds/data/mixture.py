@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
 from sparseforge_ds.data.hub_text import HubText
-from sparseforge_ds.data.round_robin import integer_weights
+from sparseforge_ds.data.round_robin import integer_shares
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import DEFAULTS, LocalText, TextOptions, TextSource
@@ -34,31 +34,31 @@ class Mixture:
 
 
 def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixture:
-    """Return the text of a run from the values of `--dataset`, each SOURCE or SOURCE=WEIGHT.
+    """Return the text of a run from the values of `--dataset`, each SOURCE or SOURCE=SHARE.
 
     Raises:
-        ValueError: a source or file cannot be used or comes twice; some sources have a weight and others none; a
-            weight is no number above 0; or `--sample_by` is given and there is no .txt file.
+        ValueError: a source or file cannot be used or comes twice; some sources have a share and others none; a
+            share is no number above 0; or `--sample_by` is given and there is no .txt file.
     """
-    # 1. Names and weights.
-    pairs = [source_and_weight(value) for value in dataset]
+    # 1. Names and shares.
+    pairs = [source_and_share(value) for value in dataset]
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"--dataset {twice[0]}: is named {names.count(twice[0])} times; name it once, with one weight")
-    unweighted = [name for name, weight in pairs if weight is None]
-    if unweighted and len(unweighted) < len(pairs):
+        raise ValueError(f"--dataset {twice[0]}: is named {names.count(twice[0])} times; name it once, with one share")
+    without_share = [name for name, share in pairs if share is None]
+    if without_share and len(without_share) < len(pairs):
         raise ValueError(
-            f"--dataset {unweighted[0]}: has no weight, others have; give all or none, like {unweighted[0]}=0.3 "
+            f"--dataset {without_share[0]}: has no share, others have; give all or none, like {without_share[0]}=0.3 "
             "(without any, all have the same)"
         )
-    parts = integer_weights(names, [Fraction(1) if weight is None else weight for _, weight in pairs])
+    parts = integer_shares(names, [Fraction(1) if share is None else share for _, share in pairs])
     # 2. The files of every source, none of them twice.
     sources = tuple(find_source(name, options) for name in names)
     owners: dict[Path, str] = {}
     for path, name in ((path.resolve(), source.name) for source in sources for path in _paths(source)):
         if owners.setdefault(path, name) != name:
-            raise ValueError(f"--dataset {owners[path]} and {name}: both read {path}; name it once, with one weight")
+            raise ValueError(f"--dataset {owners[path]} and {name}: both read {path}; name it once, with one share")
     # 3. A flag about .txt files needs some.
     if options.sample_by != "document" and not any(
         isinstance(source, HubText) or any(is_plain_text(path.name) for path in _paths(source)) for source in sources
@@ -103,7 +103,7 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:
     if not is_hub_id or dataset.startswith((".", "/", "~", STREAM)):
         raise ValueError(
             f"--dataset {dataset}: no such file or folder; give a file of {KINDS}, a folder of them, "
-            f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =WEIGHT"
+            f"{STREAM} and one of these, a hub id like allenai/c4:en, or {EMBEDDED_TEXT}; in a mixture with =SHARE"
         )
     return HubText(dataset, options)
 
@@ -122,18 +122,18 @@ def _paths(source: TextSource) -> tuple[Path, ...]:
     return source.files.paths if isinstance(source, LocalText) else ()
 
 
-def source_and_weight(value: str) -> tuple[str, Fraction | None]:
-    """Split a value of `--dataset` into source and weight. The weight is None if there is none.
+def source_and_share(value: str) -> tuple[str, Fraction | None]:
+    """Split a value of `--dataset` into source and share. The share is None if there is none.
 
-    A path that exists under the whole value has no weight: folders may be called date=2024.
+    A path that exists under the whole value has no share: folders may be called date=2024.
     """
-    name, sign, weight = value.rpartition("=")
+    name, sign, share = value.rpartition("=")
     if not sign or Path(value.removeprefix(STREAM)).exists():
         return value, None
     try:
-        number = Fraction(weight)
+        number = Fraction(share)
     except (ValueError, ZeroDivisionError):
         number = Fraction(0)
     if number <= 0 or not name:
-        raise ValueError(f"--dataset {value}: {weight!r} is no weight; use SOURCE=NUMBER with a number > 0, like 0.3")
+        raise ValueError(f"--dataset {value}: {share!r} is no share; use SOURCE=NUMBER with a number > 0, like 0.3")
     return name, number

@@ -106,10 +106,10 @@ class DeepseekRouter(nn.Module):
         """Return logits (T, E), weights (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
         dtype = torch.float32 if self.config.fp32_gate else hidden.dtype
         logits_TE = F.linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), self.weight.to(dtype))
-        weight_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
+        gate_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
         if self.config.norm_topk_prob:
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
-        return logits_TE, weight_TK, expert_TK
+            gate_TK = gate_TK / gate_TK.sum(dim=-1, keepdim=True)
+        return logits_TE, gate_TK, expert_TK
 
 
 class DeepseekMoE(nn.Module):
@@ -127,8 +127,8 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Add up the outputs of routed and shared experts, (B, S, hidden) -> the same shape."""
-        _, weight_TK, expert_TK = self.gate(hidden)
-        routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, weight_TK).view_as(hidden)
+        _, gate_TK, expert_TK = self.gate(hidden)
+        routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, gate_TK).view_as(hidden)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 

@@ -221,8 +221,8 @@ class _DistanceFunction(torch.autograd.Function):
         ctx.save_for_backward(state_BSH, teacher_BSH)
         ctx.targets = targets
         total = torch.zeros((), dtype=torch.promote_types(state_BSH.dtype, torch.float32), device=state_BSH.device)
-        for _rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, targets):
-            total += difference_TH.square_().mul_(weight_T1).sum()
+        for _rows, difference_TH, factor_T1 in _differences(state_BSH, teacher_BSH, targets):
+            total += difference_TH.square_().mul_(factor_T1).sum()
         return state_BSH.detach(), total
 
     @staticmethod
@@ -232,8 +232,8 @@ class _DistanceFunction(torch.autograd.Function):
         result_BSH = torch.empty_like(state_BSH, memory_format=torch.contiguous_format)
         result_TH = result_BSH.flatten(0, 1)
         grad_TH = grad_BSH.flatten(0, 1)
-        for rows, difference_TH, weight_T1 in _differences(state_BSH, teacher_BSH, ctx.targets):
-            result_TH[rows] = difference_TH.mul_(weight_T1).mul_(2 * grad_distance).add_(grad_TH[rows])
+        for rows, difference_TH, factor_T1 in _differences(state_BSH, teacher_BSH, ctx.targets):
+            result_TH[rows] = difference_TH.mul_(factor_T1).mul_(2 * grad_distance).add_(grad_TH[rows])
         # After the last layer's backward pass nothing needs the states.
         ctx.targets.pending -= 1
         if ctx.targets.pending == 0:
@@ -249,8 +249,8 @@ def _differences(state_BSH: Tensor, teacher_BSH: Tensor, targets: _Targets) -> I
     for rows in block_slices(len(state_TH), targets.block):
         target_TH = teacher_TH[rows].to(exact)
         power_T1 = target_TH.square().sum(-1, keepdim=True).clamp_min(torch.finfo(exact).eps)
-        weight_T1 = targets.trained_T[rows, None] / (power_T1 * targets.trained)
-        yield rows, torch.sub(state_TH[rows], target_TH), weight_T1
+        factor_T1 = targets.trained_T[rows, None] / (power_T1 * targets.trained)
+        yield rows, torch.sub(state_TH[rows], target_TH), factor_T1
 
 
 def _state(output: Any) -> Tensor:

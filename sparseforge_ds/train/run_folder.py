@@ -41,7 +41,7 @@ from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, shorten
-from sparseforge_ds.data.mixture import source_and_weight
+from sparseforge_ds.data.mixture import source_and_share
 from sparseforge_ds.model.basis import PERMUTATION, ROTATION, basis_of, keep_basis
 from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.model.stored_config import config_sha256
@@ -72,7 +72,7 @@ def _public_names(arguments: RunArguments) -> dict[str, Any]:
     """Return the names of models and texts for cards. Paths exist here, so that they can be told from hub ids."""
     models = {"model": arguments.model, "teacher": arguments.teacher}
     names = {key: public_name(name) for key, name in models.items() if name is not None}
-    return {**names, "dataset": [public_name(source_and_weight(value)[0]) for value in arguments.dataset]}
+    return {**names, "dataset": [public_name(source_and_share(value)[0]) for value in arguments.dataset]}
 
 
 def check_run_folder(spec: RunSpec) -> None:

@@ -145,7 +145,7 @@ def add_choices(y: Tensor, order: Tensor, shares: Tensor) -> Tensor:
     Args:
         y: (tokens * k, out), in the order of `sort_by_expert`.
         order: the choice of each row.
-        shares: (tokens, k) weights.
+        shares: (tokens, k) routing weights.
 
     Returns:
         (tokens, out).

@@ -175,13 +175,13 @@ def _token_squares(values_TN: Tensor) -> Tensor:
 token_squares = fused()(_token_squares)
 
 
-def _sum_squares(values_TN: Tensor, weight_T: Tensor) -> Tensor:
-    """Return (N,) fp32 sum_t v_tn^2 weight_t."""
+def _sum_squares(values_TN: Tensor, scale_T: Tensor) -> Tensor:
+    """Return (N,) fp32 sum_t v_tn^2 scale_t."""
     square_TN = values_TN.float().square()
     if not torch.compiler.is_compiling():
-        return square_TN.t() @ weight_T
+        return square_TN.t() @ scale_T
     # A product with a vector would be a kernel of its own. Of fixed numbers of tokens first: see `row_sums`.
-    return in_rows(square_TN * weight_T[:, None], SUMMED_TOKENS).sum(dim=1).sum(dim=0)
+    return in_rows(square_TN * scale_T[:, None], SUMMED_TOKENS).sum(dim=1).sum(dim=0)
 
 
 @fused(kernels=6, reads=2)
@@ -222,9 +222,9 @@ def expert_fisher_sums(grad_SO: Tensor, input_SI: Tensor, stop_E: Tensor, stacke
 
 
 @fused()
-def weighted_squares(values_SN: Tensor, weight_S: Tensor) -> Tensor:
-    """Return (S, N) fp32 v_sn^2 weight_s."""
-    return values_SN.float().square() * weight_S[:, None]
+def weighted_squares(values_SN: Tensor, scale_S: Tensor) -> Tensor:
+    """Return (S, N) fp32 v_sn^2 scale_s."""
+    return values_SN.float().square() * scale_S[:, None]
 
 
 def _sums_by_expert(values_SN: Tensor, length_E: Tensor) -> Tensor:

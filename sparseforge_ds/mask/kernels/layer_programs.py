@@ -36,9 +36,9 @@ def token_squares(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_columns(  # type: ignore[no-untyped-def]
-    values, stride, weight, out, factor, block, T, N, TOKENS: tl.constexpr, FEATURES: tl.constexpr
+    values, stride, scale, out, factor, block, T, N, TOKENS: tl.constexpr, FEATURES: tl.constexpr
 ):
-    """Add factor * sum_t v_tn^2 weight_t to a block of features, whose tokens no other program sums."""
+    """Add factor * sum_t v_tn^2 scale_t to a block of features, whose tokens no other program sums."""
     n = block * FEATURES + tl.arange(0, FEATURES)
     total = tl.zeros((TOKENS, FEATURES), dtype=tl.float32)
     for begin in range(0, T, TOKENS):
@@ -46,8 +46,8 @@ def _add_columns(  # type: ignore[no-untyped-def]
         inside = (t[:, None] < T) & (n[None, :] < N)
         element = t.to(tl.int64)[:, None] * stride + n[None, :]
         value = tl.load(values + element, mask=inside, other=0.0).to(tl.float32)
-        weight_T = tl.load(weight + t, mask=t < T, other=0.0)
-        total += value * value * weight_T[:, None]
+        scale_T = tl.load(scale + t, mask=t < T, other=0.0)
+        total += value * value * scale_T[:, None]
     before = tl.load(out + n, mask=n < N, other=0.0)
     tl.store(out + n, before + factor * tl.sum(total, axis=0).to(tl.float64), mask=n < N)
 

@@ -1,4 +1,4 @@
-"""`--dataset` with several sources: weights become whole numbers, and what cannot be meant is refused."""
+"""`--dataset` with several sources: shares become whole numbers, and what cannot be meant is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines, find_source, find_text
-from sparseforge_ds.data.round_robin import integer_weights
+from sparseforge_ds.data.round_robin import integer_shares
 from sparseforge_ds.data.text_files import LocalText, TextOptions
 from tests.resident import peak_growth
 
@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
         (["a.jsonl=752e9", "b.jsonl=17e9", "c.jsonl=11e9"], (752, 17, 11)),
     ],
 )
-def test_weights_are_ratios(folder, dataset, parts):
+def test_shares_are_ratios(folder, dataset, parts):
     mixture = find_text(dataset)
     assert mixture.parts == parts
     assert sum(mixture.shares) == pytest.approx(1)
@@ -46,7 +46,7 @@ def test_sources_may_be_of_every_kind(folder):
     assert [source.name for source in mixture.sources] == ["a.jsonl", "stream:b.jsonl", "allenai/c4:en", "stdlib"]
 
 
-def test_one_source_needs_no_weight_and_what_exists_under_its_whole_name_has_none(folder):
+def test_one_source_needs_no_share_and_what_exists_under_its_whole_name_has_none(folder):
     assert find_text(["a.jsonl=3"]) == find_text(["a.jsonl"])
     assert find_text(["date=2024.jsonl"]).sources[0].name == "date=2024.jsonl"
     (folder / "date=7").mkdir()
@@ -56,13 +56,13 @@ def test_one_source_needs_no_weight_and_what_exists_under_its_whole_name_has_non
 
 
 def test_many_digits_are_rounded_to_a_share_of_65536():
-    weights = [Fraction("0.333333333"), Fraction("0.666666667"), Fraction("0.0001")]
-    parts = integer_weights(["a", "b", "c"], weights)
-    for part, weight in zip(parts, weights, strict=True):
-        assert abs(part / sum(parts) - float(weight / sum(weights))) < 1 / 65536
-    assert integer_weights(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
+    shares = [Fraction("0.333333333"), Fraction("0.666666667"), Fraction("0.0001")]
+    parts = integer_shares(["a", "b", "c"], shares)
+    for part, share in zip(parts, shares, strict=True):
+        assert abs(part / sum(parts) - float(share / sum(shares))) < 1 / 65536
+    assert integer_shares(["a", "b"], [Fraction(1), Fraction(65535)]) == (1, 65535)
     with pytest.raises(ValueError, match=r"--dataset b=1e-09: less than one in 65,536 of all tokens; leave it out"):
-        integer_weights(["a", "b"], [Fraction(1), Fraction("1e-9")])
+        integer_shares(["a", "b"], [Fraction(1), Fraction("1e-9")])
 
 
 def test_dividing_needs_plain_text(folder):
@@ -126,15 +126,15 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (["a.jsonl=0.7", "b.jsonl=0"], r"--dataset b.jsonl=0: '0' is no weight; use SOURCE=NUMBER with a number > 0"),
-        (["a.jsonl=-1", "b.jsonl=1"], "'-1' is no weight"),
-        (["a.jsonl=nan", "b.jsonl=1"], "'nan' is no weight"),
-        (["a.jsonl=inf", "b.jsonl=1"], "'inf' is no weight"),
-        (["a.jsonl=half", "b.jsonl=1"], "'half' is no weight"),
-        (["a.jsonl=", "b.jsonl=1"], "'' is no weight"),
-        (["a.jsonl=1/0", "b.jsonl=1"], "'1/0' is no weight"),
-        (["=0.5", "b.jsonl=1"], "no weight"),
-        (["a.jsonl=0.7", "b.jsonl"], "--dataset b.jsonl: has no weight, others have; give all or none"),
+        (["a.jsonl=0.7", "b.jsonl=0"], r"--dataset b.jsonl=0: '0' is no share; use SOURCE=NUMBER with a number > 0"),
+        (["a.jsonl=-1", "b.jsonl=1"], "'-1' is no share"),
+        (["a.jsonl=nan", "b.jsonl=1"], "'nan' is no share"),
+        (["a.jsonl=inf", "b.jsonl=1"], "'inf' is no share"),
+        (["a.jsonl=half", "b.jsonl=1"], "'half' is no share"),
+        (["a.jsonl=", "b.jsonl=1"], "'' is no share"),
+        (["a.jsonl=1/0", "b.jsonl=1"], "'1/0' is no share"),
+        (["=0.5", "b.jsonl=1"], "no share"),
+        (["a.jsonl=0.7", "b.jsonl"], "--dataset b.jsonl: has no share, others have; give all or none"),
         (["a.jsonl=0.7", "b.jsonl=0.1", "a.jsonl=0.2"], "--dataset a.jsonl: is named 2 times"),
         (["a.jsonl=0.7", "./a.jsonl=0.2"], r"--dataset a.jsonl and ./a.jsonl: both read /.*/a.jsonl; name it once"),
         (["stream:.=0.7", "b.jsonl=0.2"], r"--dataset stream:. and b.jsonl: both read /.*/b.jsonl; name it once"),
