@@ -24,7 +24,7 @@ STATE_KEYS = ("dense", "mask", "curvature")
 
 FORGE_PHASES = {
     "curvature.refresh": "curvature",
-    "curvature.take_heard": "curvature",
+    "curvature.take_measured": "curvature",
     "method.move": "gate",
     "method.project": "gate",
     "_republish": "push",

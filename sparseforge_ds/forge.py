@@ -165,29 +165,33 @@ class SparseForge:
             ForgeError: an engine step was not followed by this call, this call by no engine step, or the curvature of
                 a weight is missing.
         """
-        begun = self._hooks.steps_begun
+        # Return at once if no step was made: gradients still accumulate, or fp16 overflowed.
+        steps_begun = self._hooks.steps_begun
         self._hooks.steps_begun = 0
         self._require_engine_step()
-        if begun == 0:  # no step was made: still accumulating, or fp16 overflowed
+        if steps_begun == 0:
             # Drop what the skipped step measured.
             if self._skipped != self.engine.skipped_steps:
                 self._listen()
             return False
-        if begun > 1:
-            raise ForgeError(f"{begun} optimizer steps since the last forge.step; call it after every engine.step")
+        if steps_begun > 1:
+            raise ForgeError(
+                f"{steps_begun} optimizer steps since the last forge.step; call it after every engine.step"
+            )
         if not self.ready:
             raise ForgeError(
                 "what this run does before its first step (masks, blocks, a shift) is not done yet: call "
                 "forge.start(probe) before the first engine.step"
             )
         self.sharded.step += 1
-        # Take what this step measured, move the masks if that is due, and show the network what changed.
-        self.curvature.take_heard()
+        # Take the curvature that this step measured, and move the masks if that is due.
+        self.curvature.take_measured()
         metrics = self.method.update(self.step_count, probe)
-        started = self._switch_on_branches(self.step_count)
+        has_new_branches = self._switch_on_branches(self.step_count)
         if metrics is not None:
             self.metrics = metrics
-        if started or (metrics is not None and self.method.needs_republish):
+        # The next forward sees what changed after the optimizer's step.
+        if has_new_branches or (metrics is not None and self.method.needs_republish):
             self._republish()
         self._release_if_due()
         self._listen()
@@ -325,13 +329,13 @@ class SparseForge:
 
     def _require_followed(self) -> None:
         """Raise ForgeError if steps of the engine were not followed by `step`."""
-        if begun := self._hooks.steps_begun:
+        if steps := self._hooks.steps_begun:
             raise ForgeError(
-                f"forge.step was not called after {begun} steps of the engine; call it after every engine.step"
+                f"forge.step was not called after {steps} steps of the engine; call it after every engine.step"
             )
 
     def _listen(self) -> None:
-        """Measure the curvature in the next step's passes if a mask update needs it; drop what was not taken."""
+        """Measure the curvature in the next step's passes if a mask update needs it. Drop measurements not taken."""
         self._skipped = self.engine.skipped_steps
         self.curvature.listen()
 

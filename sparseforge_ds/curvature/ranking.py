@@ -100,15 +100,16 @@ class Ranking:
         """
         weights = self.weights
         sums = self.curvature.gather()
-        # The device of the shards, which is the host under optimizer offload: copy all matrices at once.
-        home = weights.layout.flats[0].device
-        factors = None if sums is None else sums.factors(home)
-        # Moments of every matrix, added up over its parts on all ranks.
+        # Copy all factors at once to the device of the shards, which is the host under optimizer offload.
+        shard_device = weights.layout.flats[0].device
+        factors = None if sums is None else sums.factors(shard_device)
+        # Sum the moments of every matrix over its parts on this rank, and then over ranks.
         if tiled is None:
-            moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=home)
+            moments = torch.zeros(len(weights.matrices.names), MOMENTS, dtype=torch.float64, device=shard_device)
         else:
             moments = tiled.moments(factors)
-        inputs = ScoreInputs(weights.matrices, moments)  # `per_matrix` then yields the row to add to
+        # Until the scaling is known, `scaling` holds the moments: `per_matrix` yields the row to add to.
+        inputs = ScoreInputs(weights.matrices, moments)
         inputs.factors = factors
         for chunk in weights.chunks(None if tiled is None else tiled.rest):
             dense = weights.dense(chunk)
@@ -116,19 +117,19 @@ class Ranking:
                 moments_of_matrix += score_moments(dense[inside], curvature)
         moments = weights.layout.sum_shards(moments.to(weights.layout.device))
         # Stop, or score by magnitude, where a matrix has no curvature.
-        totals, heard, squares = self._read(moments[:, 1], moments[:, 3], sums)
-        without_gradient = not any(totals) and all(heard) and (sums is None or not sums.values.any())
+        totals, had_tokens, squares = self._read(moments[:, 1], moments[:, 3], sums)
+        without_gradient = not any(totals) and all(had_tokens) and (sums is None or not sums.values.any())
         self.curvature.without_gradient = without_gradient
         if magnitude_without_gradient and without_gradient:
             self.curvature.note_without_gradient()
             inputs.by_magnitude = set(range(len(totals)))
         else:
-            inputs.by_magnitude = self._require_curvature(totals, heard, squares, sums)
+            inputs.by_magnitude = self._require_curvature(totals, had_tokens, squares, sums)
         if inputs.by_magnitude:
             rows = torch.tensor(sorted(inputs.by_magnitude), device=moments.device)
             moments[rows] = magnitude_moments(moments[rows])
         # eq. 4: mean and standard deviation of each matrix
-        inputs.scaling = scalings(moments, weights.config.curvature.damping).to(home)
+        inputs.scaling = scalings(moments, weights.config.curvature.damping).to(shard_device)
         return inputs
 
     def _elements(self, span: Span | Shard) -> Tensor | None:
@@ -179,7 +180,7 @@ class Ranking:
         return metrics
 
     def _require_curvature(
-        self, totals: list[float], heard: list[float], squares: list[float], sums: AxisSums | None
+        self, totals: list[float], had_tokens: list[float], squares: list[float], sums: AxisSums | None
     ) -> set[int]:
         """Raise ForgeError where some matrix has no usable curvature; return those scored by magnitude.
 
@@ -187,7 +188,7 @@ class Ranking:
 
         Args:
             totals: sum of max(H, 0) of every matrix, H as scores take it.
-            heard: 0 for matrices of layers that had no token in some refresh, else 1.
+            had_tokens: 0 for matrices of layers that had no token in some refresh, else 1.
             squares: sum of W^2 of every matrix.
             sums: row and column sums that scores are made of.
 
@@ -206,12 +207,12 @@ class Ranking:
         bad = [
             row
             for row, total in enumerate(totals)
-            if not heard[row] or (not 0 < total < math.inf and row not in unseen and squares[row])
+            if not had_tokens[row] or (not 0 < total < math.inf and row not in unseen and squares[row])
         ]
-        vanished = [] if sums is None else [row for row in bad if heard[row] and vanishes(*sums.matrix_sums(row))]
+        vanished = [] if sums is None else [row for row in bad if had_tokens[row] and vanishes(*sums.matrix_sums(row))]
         idle: set[int] = set()
         if self.curvature.running is not None:  # other estimators do not say which layers had tokens
-            idle = {row for row in bad if heard[row] and totals[row] == 0 and row not in vanished}
+            idle = {row for row in bad if had_tokens[row] and totals[row] == 0 and row not in vanished}
         if not any(totals):  # without any gradient, no matrix is special
             idle = set()
         self._tell_idle(idle)

@@ -1,6 +1,6 @@
 """The running mean of the curvature (eq. 2): what is measured, when, and how a sample enters the mean.
 
-A sample comes from passes of its own (`refresh`), or was measured in a training step (`listen`, `take_heard`). Its
+A sample comes from passes of its own (`refresh`), or was measured in a training step (`listen`, `take_measured`). Its
 numbers stay on the device until scores are made.
 """
 
@@ -162,7 +162,7 @@ class RunningCurvature:
             self.sums.counted = tokens
 
     @torch.no_grad()
-    def take_heard(self) -> None:
+    def take_measured(self) -> None:
         """Take what a training step measured into the running mean, as one refresh. Collective."""
         self._hooks.close()
         if self._listens:

@@ -47,8 +47,10 @@ class SoftMask(MaskMethod):
     @override
     def needs_previous_weights(self) -> bool:
         """True while masks move, unless `straight_through` is set: W then keeps only its share of a step."""
-        follows = not self.settings.straight_through and self._formed and self.weights.step < self.schedule.freeze_step
-        return follows or super().needs_previous_weights
+        keeps_share = (
+            not self.settings.straight_through and self._masks_moved and self.weights.step < self.schedule.freeze_step
+        )
+        return keeps_share or super().needs_previous_weights
 
     @property
     @override
@@ -64,7 +66,7 @@ class SoftMask(MaskMethod):
     @override
     def resume(self) -> None:
         self.written_masters = ()
-        if self._formed and not self.weights.state.released:
+        if self._masks_moved and not self.weights.state.released:
             self._find_kept()
 
     @override
@@ -76,7 +78,7 @@ class SoftMask(MaskMethod):
         return self.project() if self.schedule.is_projection(step) else None
 
     @property
-    def _formed(self) -> bool:
+    def _masks_moved(self) -> bool:
         """True once masks have moved. Before that all are 1, and the top N of a group means nothing."""
         return self.weights.step >= self.schedule.update_every and self.ranking.curvature.has_sample
 
@@ -88,7 +90,7 @@ class SoftMask(MaskMethod):
         out again: pruned weights would move as far as others, along gradients that do not change the loss, and their
         scores would move with them. So W <- W' + m_eff (W - W'), with the mask that the gradient was taken at.
         """
-        if self.weights.state.released or not self._formed:
+        if self.weights.state.released or not self._masks_moved:
             super().publish(index, dense, None, out, step)
             return
         dials = self.schedule.dials
@@ -96,7 +98,7 @@ class SoftMask(MaskMethod):
 
     @override
     def publish_hard(self, index: int, dense: Tensor, out: Tensor) -> None:
-        if self._formed and not self.weights.state.released:
+        if self._masks_moved and not self.weights.state.released:
             self._publish(index, dense, None, out, 1.0, 0.0)
         else:
             super().publish_hard(index, dense, out)
@@ -120,13 +122,14 @@ class SoftMask(MaskMethod):
         if self._tiled is None:
             self._tiled = tiled_shards(weights)
         tiled = self._tiled
-        # A student that still equals its teacher has no gradient. Masks by magnitude make the two differ.
+        # A student that still equals its teacher has no gradient: masks by magnitude make the two differ.
         inputs = self.ranking.score_inputs(magnitude_without_gradient=True, tiled=tiled)
         midpoint = self.settings.threshold == "midpoint"
+        # Whole partitions first, where two kernels can take them.
         if tiled is not None:
             tiled.move(inputs.factors, inputs.by_magnitude, inputs.scaling, dials, midpoint)
             self.written_masters = tiled.complete
-        # Fetch what cut groups lack from other ranks; every rank with a part of a group decides the whole group.
+        # A shard boundary cuts groups. Fetch their missing members, so that each rank decides whole groups.
         by_elements = weights.config.keeps_elements and not weights.config.factored
         keys = ("dense", "mask", "curvature") if by_elements else ("dense", "mask")
         halos = {key: weights.exchange(key) for key in keys}
@@ -134,27 +137,29 @@ class SoftMask(MaskMethod):
         halos["mask"] = {name: (stored(head), stored(tail)) for name, (head, tail) in halos["mask"].items()}
         for chunk in weights.chunks(None if tiled is None else tiled.rest):
             own = {key: weights.state_view(chunk, key) for key in keys}
-            wide = {key: weights.halo.with_halo(chunk, own[key], halos[key]) for key in keys}
-            update = self._update_chunk(chunk, wide, inputs, dials)
-            # Each rank keeps its own members.
-            if wide["mask"] is not own["mask"]:
-                own["mask"].copy_(weights.halo.without_halo(chunk, wide["mask"]))
+            with_halo = {key: weights.halo.with_halo(chunk, own[key], halos[key]) for key in keys}
+            update = self._update_chunk(chunk, with_halo, inputs, dials)
+            # Keep the members of this rank's own shard.
+            if with_halo["mask"] is not own["mask"]:
+                own["mask"].copy_(weights.halo.without_halo(chunk, with_halo["mask"]))
             target = weights.halo.without_halo(chunk, update.target)
             kept = weights.halo.without_halo(chunk, update.kept)
             weights.add_update(chunk, own["mask"], target, kept, update.disagrees)
         return self.ranking.report() | self.ranking.curvature.expert_load.metrics()
 
-    def _update_chunk(self, chunk: Shard, wide: dict[str, Tensor], inputs: ScoreInputs, dials: Dials) -> MaskUpdate:
-        """Update the mask of a chunk, matrix by matrix. `wide` has states of whole groups; its mask is overwritten."""
+    def _update_chunk(
+        self, chunk: Shard, with_halo: dict[str, Tensor], inputs: ScoreInputs, dials: Dials
+    ) -> MaskUpdate:
+        """Update the mask of a chunk, matrix by matrix, in `with_halo`, which has the states of whole groups."""
         weight = self.weights.prunable[chunk.name]
         updates = []
         # A chunk of fused experts has several matrices, each with a scaling of its own.
         for inside, curvature, scaling in inputs.per_matrix(
-            self.weights.halo.span_with_halo(chunk), wide.get("curvature")
+            self.weights.halo.span_with_halo(chunk), with_halo.get("curvature")
         ):
             update = update_mask_in_place(
-                wide["dense"][inside],
-                wide["mask"][inside],
+                with_halo["dense"][inside],
+                with_halo["mask"][inside],
                 curvature,
                 scaling,
                 dials,

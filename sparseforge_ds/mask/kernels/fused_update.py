@@ -87,19 +87,19 @@ def update_mask_in_place(
     parts = []
     for periods in chunks(dense.view(-1, period)):
         inside = slice(periods.start * period, periods.stop * period)
-        numbers, first = curvature_slice(curvature, inside)
+        curvature_part, first = curvature_slice(curvature, inside)
         if is_small:
             new, *choices = _update_small_groups(
-                dense[inside], mask[inside], numbers, first, scaling, sizes, midpoint, rates
+                dense[inside], mask[inside], curvature_part, first, scaling, sizes, midpoint, rates
             )
         else:
             to_groups = functools.partial(pattern.to_groups, shape=shape, input_axis=input_axis)
-            elements = curvature_elements(numbers, first, inside.stop - inside.start)
+            elements = curvature_elements(curvature_part, first, inside.stop - inside.start)
             curvature_GM = None if elements is None else to_groups(elements)
-            *in_groups, disagrees = _update_large_groups(
+            *masks_GM, disagrees = _update_large_groups(
                 to_groups(dense[inside]), to_groups(mask[inside]), curvature_GM, scaling, dials, pattern, midpoint
             )
-            new, *choices = [pattern.from_groups(values_GM, shape, input_axis) for values_GM in in_groups]
+            new, *choices = [pattern.from_groups(values_GM, shape, input_axis) for values_GM in masks_GM]
             choices.append(disagrees)
         mask[inside] = new
         parts.append(choices)
