@@ -1,7 +1,7 @@
 """A model folder whose prunable weights are rounded to few bits without training, to compare with trained ones.
 
 python -m benchmarks.rounded_weights MODEL OUT --bits 4                       # a dense model, a scale a row
-python -m benchmarks.rounded_weights MODEL OUT --bits 4 --pattern 2:4 --group 64
+python -m benchmarks.rounded_weights MODEL OUT --bits 4 --pattern 2:4 --group_size 64
 sparseforge evaluate OUT --dense DENSE --text TEXT
 """
 
@@ -51,6 +51,7 @@ if __name__ == "__main__":
     parser.add_argument("out")
     parser.add_argument("--bits", type=int, required=True, help="2 to 8")
     parser.add_argument("--pattern", default="4:4", help="pattern of the weights (default: 4:4, a dense model)")
-    parser.add_argument("--group", type=int, help="kept weights that share a scale (default: all of a row)")
+    parser.add_argument("--group_size", type=int, help="kept weights that share a scale (default: all of a row)")
     args = parser.parse_args()
-    print(f"{write_rounded(args.model, args.out, args.bits, args.pattern, args.group)} weights rounded, in {args.out}")
+    count = write_rounded(args.model, args.out, args.bits, args.pattern, args.group_size)
+    print(f"{count} weights rounded, in {args.out}")

@@ -70,7 +70,7 @@ class ShardedWeights:
             return None
         axes = {name: weight.input_axis for name, weight in self.prunable.items()}
         groups = {
-            name: scale_group(self.pattern, settings.group, weight.shape[weight.input_axis])
+            name: scale_group(self.pattern, settings.group_size, weight.shape[weight.input_axis])
             for name, weight in self.prunable.items()
         }
         return QuantizedMasters(self.layout, self.shards, groups, axes, settings.bits)

@@ -24,7 +24,7 @@ formats:
   hf        an ordinary Hugging Face folder with exact zeros; what `sparseforge consolidate` writes
   packed24  2:4 weights in 0.5625 of their bf16 bytes, 0.8125 with a low-rank branch of k = 4; transformers loads it
             after `import sparseforge_ds.extras.packed24`. With --values int8 or fp8_e4m3: one scale a row, 5 bits a
-            weight, in 0.3125 of their bf16 bytes. With int4: one scale a row or --group, about 3 bits, in 0.195 of
+            weight, in 0.3125 of their bf16 bytes. With int4: one scale a row or --group_size, about 3 bits, in 0.195 of
             them with groups of 64; a run that was trained so ("quantize": bits 4) is stored bit by bit
   compressed-tensors
             weights that were trained quantized to 4 or 8 bits ("quantize" in the sparseforge block), as codes and
@@ -63,7 +63,7 @@ def register(commands: Any) -> None:
         help="with packed24: round the kept values to 8 or 4 bits, to nearest (default: they keep their dtype)",
     )
     parser.add_argument(
-        "--group",
+        "--group_size",
         type=int,
         metavar="N",
         help="with --values int4: kept values that share a scale, a multiple of 16 (default: the run's, or a row)",
@@ -103,10 +103,12 @@ def run(args: argparse.Namespace) -> int:
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
-    if args.group is not None and args.values is None:
-        raise ValueError(f"--group {args.group}: it is for rounded values; give --values int4, or leave it out")
+    if args.group_size is not None and args.values is None:
+        raise ValueError(
+            f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
+        )
     source = open_source(args.source, args.model, args.dtype, args.exclude)
-    grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group))
+    grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group_size))
     if args.format == "packed24" and source.grid is not None:
         print(
             f"note: the values of {args.source} are {source.grid.name}, and are stored unpacked, in "

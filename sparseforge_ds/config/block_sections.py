@@ -209,7 +209,7 @@ class QuantizeConfig:
 
     bits: int = 4
     """Bits of a weight's code, 2 to 8."""
-    group: int | None = 64
+    group_size: int | None = 64
     """Kept weights of an output that share a scale of 16 bits: with 64, 128 inputs at 2:4. It must divide the kept
     inputs of every weight. null: one scale for all inputs of an output."""
     from_: Literal["freeze"] | float = "freeze"
@@ -218,7 +218,12 @@ class QuantizeConfig:
 
     def __post_init__(self) -> None:
         require(2 <= self.bits <= 8, "quantize.bits", self.bits, "use 2 to 8")
-        require(self.group is None or self.group >= 1, "quantize.group", self.group, "use null or an integer >= 1")
+        require(
+            self.group_size is None or self.group_size >= 1,
+            "quantize.group_size",
+            self.group_size,
+            "use null or an integer >= 1",
+        )
         begin = self.from_
         is_share = not isinstance(begin, str) and 0 <= begin <= 1
         require(begin == "freeze" or is_share, "quantize.from", begin, 'use "freeze", or a fraction from 0 to 1')

@@ -149,12 +149,12 @@ def check_combinations(config: SparseForgeConfig) -> None:
         'training step; leave it out, or use "probe"',
     )
     # 3. Groups of inputs that share a scale.
-    if config.quantize is not None and config.quantize.group is not None:
-        group = config.quantize.group
+    if config.quantize is not None and config.quantize.group_size is not None:
+        group_size = config.quantize.group_size
         try:
-            scale_group(config.parsed_pattern, group, group * config.parsed_pattern.members)
+            scale_group(config.parsed_pattern, group_size, group_size * config.parsed_pattern.members)
         except ValueError as error:
-            raise ValueError(f"sparseforge.quantize.group = {group}: {error}") from None
+            raise ValueError(f"sparseforge.quantize.group_size = {group_size}: {error}") from None
     # 4. Branches.
     if config.low_rank is not None and config.moves_weights_into_branches:
         pattern = config.parsed_pattern

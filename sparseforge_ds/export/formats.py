@@ -102,22 +102,22 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
             f"{'give int4' if trained.bits <= 4 else 'leave it out'}"
         )
     if group is not None and values != "int4":
-        raise ValueError(f"--group {group}: {values} has one scale a row; leave it out")
-    if trained is not None and group not in (None, trained.group):
-        own = "one scale a row" if trained.group is None else f"groups of {trained.group}"
-        raise ValueError(f"--group {group}: the run was trained with {own}; leave it out")
+        raise ValueError(f"--group_size {group}: {values} has one scale a row; leave it out")
+    if trained is not None and group not in (None, trained.group_size):
+        own = "one scale a row" if trained.group_size is None else f"groups of {trained.group_size}"
+        raise ValueError(f"--group_size {group}: the run was trained with {own}; leave it out")
     # Kernels take groups of some sizes alone, and every weight must divide into them.
-    grid = Grid(values, trained.group if trained is not None else group)
+    grid = Grid(values, trained.group_size if trained is not None else group)
     if grid.group is not None and (grid.group < 1 or grid.group % GROUP_UNIT):
         raise ValueError(
-            f"--group {grid.group}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of a row; "
-            f"{'give another' if trained is None else 'give --format compressed-tensors'}"
+            f"--group_size {grid.group}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of a row"
+            f"; {'give another' if trained is None else 'give --format compressed-tensors'}"
         )
     for name, weight in source.prunable.items():
         kept_count = weight.shape[weight.input_axis] // 2
         if grid.group is not None and kept_count % grid.group:
             raise ValueError(
-                f"--group {grid.group}: does not divide the {kept_count} kept inputs of {name}; give another"
+                f"--group_size {grid.group}: does not divide the {kept_count} kept inputs of {name}; give another"
             )
     return grid
 

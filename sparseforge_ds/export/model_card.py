@@ -339,8 +339,9 @@ def _quantization(settings: Any) -> str | None:
     """Return a row about weights that were trained quantized, or None."""
     if not isinstance(settings, dict):
         return None
-    group = settings.get("group")
-    return f"{settings.get('bits')} bits, a scale for {'an output' if group is None else f'{group} kept weights'}"
+    group_size = settings.get("group_size")
+    owner = "an output" if group_size is None else f"{group_size} kept weights"
+    return f"{settings.get('bits')} bits, a scale for {owner}"
 
 
 def _rounding(record: dict[str, Any], stored: dict[str, Any]) -> dict[str, str]:

@@ -238,10 +238,10 @@ def _coded(source: Source, name: str, value: Tensor) -> dict[str, Tensor]:
 def _inputs_of_scale(source: Source) -> int | None:
     """Return the inputs that share a scale in all weights of a quantized source; None for those of an output."""
     assert source.quantize is not None
-    if source.quantize.group is None:
+    if source.quantize.group_size is None:
         return None
     weight = next(iter(source.prunable.values()))
-    return scale_group(source.pattern, source.quantize.group, weight.shape[-1]).members
+    return scale_group(source.pattern, source.quantize.group_size, weight.shape[-1]).members
 
 
 def dense_linears(source: Source) -> list[str]:

@@ -244,7 +244,7 @@ class RunSource(Source):
     def _scale_group(self, weight: SparseWeight) -> NM:
         """Return the inputs of a quantized weight that share a scale."""
         assert self.quantize is not None
-        return scale_group(self.pattern, self.quantize.group, weight.shape[weight.input_axis])
+        return scale_group(self.pattern, self.quantize.group_size, weight.shape[weight.input_axis])
 
     def _to_quantize(self, weight: SparseWeight, start: int, stop: int) -> Tensor:
         """Return hard(mask) * dense as masters have it before it is quantized: (G, I), inputs that share a scale."""

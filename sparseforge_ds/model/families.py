@@ -252,9 +252,11 @@ class _Matrices:
         if config.quantize is not None:
             for weight in chosen:
                 try:
-                    scale_group(pattern, config.quantize.group, weight.shape[weight.input_axis])
+                    scale_group(pattern, config.quantize.group_size, weight.shape[weight.input_axis])
                 except ValueError as error:
-                    raise ValueError(f"{weight.name}: quantize.group = {config.quantize.group}: {error}") from None
+                    raise ValueError(
+                        f"{weight.name}: quantize.group_size = {config.quantize.group_size}: {error}"
+                    ) from None
         return chosen
 
     def uncovered(self, config: SparseForgeConfig) -> Uncovered:

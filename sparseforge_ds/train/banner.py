@@ -123,7 +123,9 @@ def _branch_line(branch: LowRankConfig) -> str:
 
 
 def _quantize_line(settings: QuantizeConfig, step: int) -> str:
-    shared = "all inputs of an output" if settings.group is None else f"{settings.group} kept weights of an output"
+    shared = (
+        "all inputs of an output" if settings.group_size is None else f"{settings.group_size} kept weights of an output"
+    )
     return f"{settings.bits} bits from step {step} on, a scale for {shared}"
 
 

@@ -280,7 +280,7 @@ def test_runs_with_low_rank_branches_resume_bit_by_bit(tmp_path, learned):
 
 def test_a_quantized_run_exports_what_it_trained(tmp_path):
     """Train on two ranks of ZeRO-3; a group of an output has at most 15 values, as codes and as ordinary weights."""
-    block = {"quantize": {"bits": 4, "group": 16, "from": "freeze"}, "start": None}
+    block = {"quantize": {"bits": 4, "group_size": 16, "from": "freeze"}, "start": None}
     flags = flags_of(tmp_path, deepspeed_json(stage=3, **block), max_steps=10)
     train(*flags)
     assert command(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0

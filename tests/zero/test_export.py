@@ -55,9 +55,9 @@ CASES: dict[str, tuple[str, Case]] = {
     "stage3-deepseek": ("deepseek", Case(stage=3)),
     "stage2-listed": ("olmoe", Case(stage=2)),
     "stage3-one-step": ("llama", Case(stage=3, steps=1)),
-    "stage3-quantized": ("llama", Case(stage=3, config={"quantize": {"group": 8}})),
-    "stage2-quantized-conv1d-bf16": ("gpt2", Case(stage=2, dtype="bf16", config={"quantize": {"group": None}})),
-    "stage1-unfinished-quantized": ("llama", Case(stage=1, steps=5, config={"quantize": {"group": 16}})),
+    "stage3-quantized": ("llama", Case(stage=3, config={"quantize": {"group_size": 8}})),
+    "stage2-quantized-conv1d-bf16": ("gpt2", Case(stage=2, dtype="bf16", config={"quantize": {"group_size": None}})),
+    "stage1-unfinished-quantized": ("llama", Case(stage=1, steps=5, config={"quantize": {"group_size": 16}})),
 }
 WEIGHTS = {
     "llama": 14,
@@ -241,7 +241,7 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
         assert stored.specs[key].shape[weight.input_axis] == weight.shape[weight.input_axis] // 4
     for flags, message in (
         (["int8"], "were trained in 4 bits, and would be rounded twice; give int4"),
-        (["int4", "--group", "32"], "--group 32: the run was trained with"),
+        (["int4", "--group_size", "32"], "--group_size 32: the run was trained with"),
     ):
         assert main(["export", str(runs[name].folder), str(tmp_path / "no"), *how, *flags]) == 2
         assert message in capsys.readouterr().err
@@ -250,7 +250,9 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
     assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again"), *how, "int4"]) == 2
     assert "were trained in 4 bits, and would be rounded again; give the run" in capsys.readouterr().err
     assert main(["export", str(runs["stage3-quantized"].folder), str(tmp_path / "no"), *how, "int4"]) == 2
-    assert "--group 8: packed24 stores scales of a multiple of 16 kept values, or of a row" in capsys.readouterr().err
+    assert (
+        "--group_size 8: packed24 stores scales of a multiple of 16 kept values, or of a row" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["stage3-bf16", "stage2-conv1d", "stage2-unfinished", "stage3-one-step"])

@@ -36,10 +36,10 @@ CASES: dict[str, Case] = {
     ),
     "3-ast": Case(stage=3, config={"method": {"name": "ast", "every": 2, "decay": 0.01, "frozen": 0.3}}),
     # Groups of scales are 4 inputs or all 20, which shards cut.
-    "0-quantized": Case(stage=0, clip=0.5, config={"quantize": {"group": None}}),
-    "3-quantized": Case(stage=3, model="llama_odd", config={**ODD, "quantize": {"group": 2, "from": 0.2}}),
+    "0-quantized": Case(stage=0, clip=0.5, config={"quantize": {"group_size": None}}),
+    "3-quantized": Case(stage=3, model="llama_odd", config={**ODD, "quantize": {"group_size": 2, "from": 0.2}}),
     "2-bf16-quantized-bf16-masters": Case(
-        stage=2, dtype="bf16", more=BF16_MASTERS, config={"quantize": {"group": None, "bits": 3}}
+        stage=2, dtype="bf16", more=BF16_MASTERS, config={"quantize": {"group_size": None, "bits": 3}}
     ),
 }
 

@@ -195,10 +195,14 @@ QUANTIZED = {
     "sr_ste": {
         **ODD,
         "method": {"name": "sr_ste", "decay": 0.05, "frozen": 0.34},
-        "quantize": {"group": 2, "from": 0.34},
+        "quantize": {"group_size": 2, "from": 0.34},
     },
-    "elsa": {**ODD, "method": {"name": "elsa", "every": 2, "frozen": 0.34}, "quantize": {"group": None, "bits": 3}},
-    "cast": {**ODD, "method": {"name": "cast", **LAST, "frozen": 0.34}, "quantize": {"group": None, "bits": 8}},
+    "elsa": {
+        **ODD,
+        "method": {"name": "elsa", "every": 2, "frozen": 0.34},
+        "quantize": {"group_size": None, "bits": 3},
+    },
+    "cast": {**ODD, "method": {"name": "cast", **LAST, "frozen": 0.34}, "quantize": {"group_size": None, "bits": 8}},
 }
 """Methods whose masks are binary, so that what is published follows from W and the mask alone."""
 
@@ -222,7 +226,7 @@ def test_what_is_published_is_the_quantization_of_w_under_its_mask() -> None:
             for weight, mask in state["mask"].items():
                 weight_seen = state["published"][weight]
                 masked = (state["dense"][weight] * mask).view_as(weight_seen)
-                size = weight_seen.shape[1] if settings.group is None else 2 * settings.group
+                size = weight_seen.shape[1] if settings.group_size is None else 2 * settings.group_size
                 expected = torch.cat([literally_quantized(group, settings.bits) for group in masked.reshape(-1, size)])
                 assert torch.equal(weight_seen.flatten(), expected), (name, stage, step, weight)
 

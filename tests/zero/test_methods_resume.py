@@ -29,11 +29,11 @@ CASES: dict[str, Case] = {
     "maskllm-bf16": Case(stage=1, dtype="bf16", config={"method": "maskllm"}),
 }
 CASES |= {
-    "sr_ste-quantized": Case(stage=3, config={"method": "sr_ste", "quantize": {"group": 2, "from": 0.3}}),
+    "sr_ste-quantized": Case(stage=3, config={"method": "sr_ste", "quantize": {"group_size": 2, "from": 0.3}}),
     "ast-quantized": Case(
         stage=1,
         dtype="bf16",
-        config={"method": {"name": "ast", **REFRESH, "frozen": 0.5}, "quantize": {"group": None}},
+        config={"method": {"name": "ast", **REFRESH, "frozen": 0.5}, "quantize": {"group_size": None}},
     ),
 }
 CASES = {name: replace(case, model="llama_odd", config={**ODD, **case.config}) for name, case in CASES.items()}

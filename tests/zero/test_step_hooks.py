@@ -37,8 +37,8 @@ CASES: dict[str, Case] = {
     "2-bf16-masters": Case(stage=2, clip=CLIP, dtype="bf16", config=FIXED, more=BF16_MASTERS),
     "0-fp16": Case(stage=0, clip=CLIP, dtype="fp16", config=FIXED),
     # A kept weight of code 0 trains.
-    "0-bf16-quantized": Case(stage=0, clip=CLIP, dtype="bf16", config={**FIXED, "quantize": {"group": None}}),
-    "3-quantized": Case(stage=3, clip=CLIP, config={**FIXED, "quantize": {"group": 2}}),
+    "0-bf16-quantized": Case(stage=0, clip=CLIP, dtype="bf16", config={**FIXED, "quantize": {"group_size": None}}),
+    "3-quantized": Case(stage=3, clip=CLIP, config={**FIXED, "quantize": {"group_size": 2}}),
     "3-fp16": Case(stage=3, clip=CLIP, dtype="fp16", config=FIXED, more={"fp16": {"loss_scale": 16}}),
     "3-accumulated": Case(stage=3, clip=CLIP, gas=2, config=FIXED),
     "3-mixture": Case(stage=3, clip=CLIP, model="qwen3_moe", config={**FIXED, "importance": "magnitude"}),

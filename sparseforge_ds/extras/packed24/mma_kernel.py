@@ -361,7 +361,7 @@ def note_groups() -> None:
     _LOGGER.warning(
         "linear24: a weight's groups of int4 go to Triton's kernel, which is slower for 2 to %d rows. That for sparse "
         "tensor cores takes groups of a multiple of %d values, of which a weight has an even number: export with "
-        "another --group, such as 64",
+        "another --group_size, such as 64",
         MOST_ROWS,
         UNIT // 2,
     )

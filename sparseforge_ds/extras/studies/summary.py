@@ -149,7 +149,9 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
     value_bits = 16.0
     if config.quantize is not None:
-        value_bits = config.quantize.bits + (0.0 if config.quantize.group is None else 16 / config.quantize.group)
+        value_bits = config.quantize.bits + (
+            0.0 if config.quantize.group_size is None else 16 / config.quantize.group_size
+        )
     return Cost((value_bits * n + position_bits) / (16 * m) + branch, n / m + branch)
 
 

@@ -34,7 +34,7 @@ def test_quantization_begins_where_from_says():
     block = {"max_steps": 100, "quantize": {"from": 0.5}}
     config = build(**block)
     assert SparseForgeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert config.to_dict()["quantize"] == {"bits": 4, "group": 64, "from": 0.5}
+    assert config.to_dict()["quantize"] == {"bits": 4, "group_size": 64, "from": 0.5}
     assert [step for step in (0, 49, 50, 100) if config.is_quantized(step)] == [50, 100]
     frozen = build(max_steps=100, quantize={})
     assert frozen.quantize_step == frozen.resolved_schedule.freeze_step == 20
@@ -108,10 +108,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ({"quantize": {"bits": bits}}, [f"sparseforge.quantize.bits = {bits} is not valid", "use 2 to 8"])
         for bits in (1, 9)
     ),
-    ({"quantize": {"group": 0}}, ["sparseforge.quantize.group = 0 is not valid", "null or an integer >= 1"]),
+    ({"quantize": {"group_size": 0}}, ["sparseforge.quantize.group_size = 0 is not valid", "null or an integer >= 1"]),
     (
-        {"quantize": {"group": 3}},
-        ["sparseforge.quantize.group = 3: 3 kept values are no whole number of groups of 2:4"],
+        {"quantize": {"group_size": 3}},
+        ["sparseforge.quantize.group_size = 3: 3 kept values are no whole number of groups of 2:4"],
     ),
     ({"quantize": {"from": "frozen"}}, ["sparseforge.quantize.from = 'frozen' is not valid: use one of freeze"]),
     ({"quantize": {"from": 1.5}}, ["sparseforge.quantize.from = 1.5", '"freeze", or a fraction from 0 to 1']),

@@ -212,7 +212,7 @@ def test_values_are_rounded_proved_measured_and_verified(
 ) -> None:
     sparse, text = rounded
     out = tmp_path / "out"
-    how = ["--format", "packed24", "--values", values, *([] if group is None else ["--group", str(group)])]
+    how = ["--format", "packed24", "--values", values, *([] if group is None else ["--group_size", str(group)])]
     assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
     told = capsys.readouterr().out
     assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
@@ -295,18 +295,18 @@ def test_flags_of_rounded_values_that_do_not_fit(
     out = str(tmp_path / "out")
     for flags, message in (
         (["--values", "int8"], "--values int8: the hf format stores no rounded values; give --format packed24"),
-        (["--group", "16"], "--group 16: it is for rounded values; give --values int4"),
+        (["--group_size", "16"], "--group_size 16: it is for rounded values; give --values int4"),
         (
-            ["--format", "packed24", "--values", "int8", "--group", "16"],
-            "--group 16: int8 has one scale a row",
+            ["--format", "packed24", "--values", "int8", "--group_size", "16"],
+            "--group_size 16: int8 has one scale a row",
         ),
         (
-            ["--format", "packed24", "--values", "int4", "--group", "8"],
-            "--group 8: packed24 stores scales of a",
+            ["--format", "packed24", "--values", "int4", "--group_size", "8"],
+            "--group_size 8: packed24 stores scales of a",
         ),
         (
-            ["--format", "packed24", "--values", "int4", "--group", "48"],
-            "--group 48: does not divide the 16 kept",
+            ["--format", "packed24", "--values", "int4", "--group_size", "48"],
+            "--group_size 48: does not divide the 16 kept",
         ),
         (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),
         (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: no such file; give a file of"),

@@ -127,7 +127,7 @@ def require_whole_bytes(prefix: str, rank_inputs: int, inputs: int, grid: Grid |
     if rank_inputs != inputs and grid is not None and grid.group is not None and rank_inputs % (2 * grid.group):
         raise ValueError(
             f"{prefix}: its {inputs} inputs, divided among tensor-parallel ranks, are {rank_inputs} each, but "
-            f"{2 * grid.group} share a scale; use fewer ranks, or another --group of export "
+            f"{2 * grid.group} share a scale; use fewer ranks, or another --group_size of export "
             "if it was not trained so"
         )
     if rank_inputs != inputs and rank_inputs % 8:

@@ -403,7 +403,7 @@ def test_groups_that_it_does_not_take_are_said_once(
             assert mma24(torch.ones(rows, 384).bfloat16(), codes, positions, None, scale) is None
     assert len(planned) == (2 if is_its_own else 0)
     assert len(caplog.records) == (0 if is_its_own else 1)
-    assert ("--group 64" in caplog.text) != is_its_own
+    assert ("--group_size, such as 64" in caplog.text) != is_its_own
 
 
 def test_where_it_cannot_be_compiled_one_warning_names_the_reason(

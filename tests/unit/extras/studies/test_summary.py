@@ -160,8 +160,8 @@ def test_cost_of_a_pruned_matrix(pattern: str, k: int | None, cost: tuple[float,
 
 
 def test_quantized_values_take_fewer_bytes() -> None:
-    dense = {"pattern": "4:4", "method": "naive_retrain", "importance": "magnitude", "quantize": {"group": None}}
-    bits = {"2:4": {"quantize": {}}, "2:4, 8 bits": {"quantize": {"bits": 8, "group": None}}, "dense": dense}
+    dense = {"pattern": "4:4", "method": "naive_retrain", "importance": "magnitude", "quantize": {"group_size": None}}
+    bits = {"2:4": {"quantize": {}}, "2:4, 8 bits": {"quantize": {"bits": 8, "group_size": None}}, "dense": dense}
     cost = {name: 16 * inference_cost(SparseForgeConfig.from_dict(block)).bytes for name, block in bits.items()}
     assert cost == {"2:4": 3.125, "2:4, 8 bits": 5.0, "dense": 4.0}
 
