@@ -38,44 +38,46 @@ __device__ __forceinline__ int values_at(int row, int c) {
   return VALUES_AT + row * CHUNKS * 16 + ((c ^ (row * CHUNKS / 8 & (CHUNKS - 1))) << 4);
 }
 
+// From the block's first row and output on, so that offsets in it fit 32 bits.
 struct Operands {
   const char* values;
   const char* positions;
-  const char* scales;
+  const char* scales;  // of all outputs
   const char* x;
-  int rows, out, inputs;
+  int rows, out, inputs, first_output;
 };
 
-// Which of the scales, in order of memory, a row of a step has.
+// Which of the scales, in order of memory, an output of a step has.
 __device__ __forceinline__ u64 scale_index(const Operands& of, int output, int step) {
   const int groups = (of.inputs >> 6) / (SPAN + !SPAN);
-  return (u64)min(output, of.out - 1) * groups + step / (SPAN + !SPAN);
+  return (u64)(of.first_output + min(output, of.out - 1)) * groups + step / (SPAN + !SPAN);
 }
 
 // A step into a slot.
-__device__ __forceinline__ void fetch_step(char* slot, const Operands& of, int row, int output, int step, int thread) {
+__device__ __forceinline__ void fetch_step(char* slot, const Operands& of, int step, int thread) {
+  const u32 blocks = of.inputs >> 6;  // of 64 inputs
+  const char* const x = of.x + (u64)step * 128;
+  const char* const values = of.values + (u64)step * (CHUNKS * 16);
+  const char* const positions = of.positions + (u64)step * 8;
 #pragma unroll
   for (int u = 0; u < (ROWS * 8 + THREADS - 1) / THREADS; u++) {
     const int i = thread + u * THREADS, n = i >> 3, c = i & 7;
     if (ROWS * 8 % THREADS && n >= ROWS) break;
-    const bool there = row + n < of.rows;
-    copy16(slot + x_at(n, c), there ? of.x + ((u64)(row + n) * of.inputs + step * 64) * 2 + c * 16 : of.x, there);
+    copy16(slot + x_at(n, c), x + (u32)(min(n, of.rows - 1) * blocks * 128 + c * 16), n < of.rows);
   }
 #pragma unroll
   for (int u = 0; u < (OUTPUTS * CHUNKS + THREADS - 1) / THREADS; u++) {
     const int i = thread + u * THREADS, o = i / CHUNKS, c = i % CHUNKS;
     if (OUTPUTS * CHUNKS % THREADS && o >= OUTPUTS) break;
-    const u64 begin = (u64)min(output + o, of.out - 1) * (of.inputs >> 6) + step;
-    copy16(slot + values_at(o, c), of.values + (begin * CHUNKS + c) * 16, true);
+    copy16(slot + values_at(o, c), values + (u32)(min(o, of.out - 1) * blocks * (CHUNKS * 16) + c * 16), true);
   }
 #pragma unroll
   for (int u = 0; u < (OUTPUTS + THREADS - 1) / THREADS; u++) {
     const int o = thread + u * THREADS;
     if (OUTPUTS % THREADS && o >= OUTPUTS) break;
-    const u64 begin = (u64)min(output + o, of.out - 1) * (of.inputs >> 6) + step;
-    copy8(slot + POSITIONS_AT + o * 8, of.positions + begin * 8);
+    copy8(slot + POSITIONS_AT + o * 8, positions + (u32)(min(o, of.out - 1) * blocks * 8));
     // Two scales, of which one is meant: four bytes are the least that can be copied.
-    if (SPAN) copy4(slot + SCALES_AT + o * 4, of.scales + (scale_index(of, output + o, step) & ~(u64)1) * 2);
+    if (SPAN) copy4(slot + SCALES_AT + o * 4, of.scales + (scale_index(of, o, step) & ~(u64)1) * 2);
   }
 }
 
@@ -101,7 +103,7 @@ __device__ __forceinline__ uint4 take_values(const char* slot, int output, int h
 }
 
 __device__ __forceinline__ void multiply_step(float4 (&c)[WM][NT], const char* slot, const Operands& of, int row,
-                                              int output, int first_output, int step, int lane) {
+                                              int output, int step, int lane) {
   const int g = lane >> 2, t = lane & 3;
   u32 e[WM];
   u16 scale[WM][2];
@@ -114,7 +116,7 @@ __device__ __forceinline__ void multiply_step(float4 (&c)[WM][NT], const char* s
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const u32 pair = from_shared<u32>(slot + SCALES_AT + (o + 8 * half) * 4);
-        scale[m][half] = scale_index(of, first_output + o + 8 * half, step) & 1 ? pair >> 16 : pair & 0xFFFFu;
+        scale[m][half] = scale_index(of, o + 8 * half, step) & 1 ? pair >> 16 : pair & 0xFFFFu;
       }
   }
 #pragma unroll
@@ -153,11 +155,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
   const int warp_row = warp % WR * (8 * NT), warp_output = warp / WR * (16 * WM);              // in the block
   const int all = inputs >> 6, each = (all + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each;
   const int steps = max(0, min(each, all - first));
-  const Operands of = {values, positions, (const char*)scale, (const char*)x, rows, out, inputs};
+  const Operands of = {values + (u64)output * (inputs >> 6) * (CHUNKS * 16), positions + (u64)output * (inputs >> 3),
+                       (const char*)scale, (const char*)(x + (u64)row * inputs), rows - row, out - output, inputs, output};
 
   // A group of copies for each step, also for those behind the last: the number of groups tells which have arrived.
   auto fetch_ahead = [&](int step) {
-    if (step < steps) fetch_step(shared + step % STAGES * STAGE, of, row, output, first + step, thread);
+    if (step < steps) fetch_step(shared + step % STAGES * STAGE, of, first + step, thread);
     commit();
   };
   after_kernels_ahead();
@@ -175,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     arrived<STAGES - 2>();
     __syncthreads();  // the step is there for all warps, and none reads the slot that is filled next
     fetch_ahead(step + STAGES - 1);
-    multiply_step(c, shared + step % STAGES * STAGE, of, warp_row, warp_output, output, first + step, lane);
+    multiply_step(c, shared + step % STAGES * STAGE, of, warp_row, warp_output, first + step, lane);
   }
 
   const Target to = {SPAN ? nullptr : scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};

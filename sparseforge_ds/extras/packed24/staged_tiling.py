@@ -1,12 +1,14 @@
 """Tilings of the kernel for 33 to 256 rows, `staged24.cu`, chosen by arithmetic: no GPU has measured them.
 
-The time is the largest of four, in clocks, with an eighth of the others:
+The time is the largest of five, in clocks, with an eighth of the others:
 
 - memory: 72 bytes of 64 inputs of an output, 16-bit values and positions, at 12 bytes a clock and multiprocessor. An
   H100's 2.7 TB/s are 11.7 for each of 132 at 1.75 GHz, an A100's 1.4 TB/s are 9.2 for 108 at 1.41 GHz.
 - L2 cache: the same for each block, and 128 bytes of each row of x, at 28 bytes a clock.
 - shared memory: a warp reads 8 times 128 bytes for each tile of 16 outputs and of 8 rows, at 128 bytes a clock.
 - the tensor cores: two clocks an instruction, of which a pair of tiles has two: 0.5 of an H100's rate.
+- a warp's turn: 300 clocks from a barrier to the first product, and 8 for each instruction of the tensor cores. Blocks
+  that share a multiprocessor hide each other's.
 
 So 64 inputs of 128 outputs with 64 rows take memory 768 clocks and the cache 622. With 128 rows the cache takes 914,
 for 256 outputs 1,243 beside 1,536 of memory. At 256 rows, 8 warps of 4 x 8 tiles take shared memory 768 and the tensor
@@ -101,6 +103,7 @@ class StagedTiling(NamedTuple):
             steps * bytes_read / 28 * max(1.0, _IN_FLIGHT / in_flight),
             steps * warps * 8 * (self.WM + self.NT),
             steps * warps * 2 * self.WM * self.NT * 2,
+            steps * (300 + 16 * self.WM * self.NT) / min(self.RESIDENT, turns),
         )
         busy = max(clocks) + (sum(clocks) - max(clocks)) / 8
         # A block begins with empty slots and ends with its sums; a second kernel adds parts, which are in the L2 cache.

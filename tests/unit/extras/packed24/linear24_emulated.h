@@ -5,6 +5,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -152,6 +153,14 @@ inline float bfloat16(unsigned bits) {
   std::memcpy(&found, &bits, 4);
   return found;
 }
+inline bool is_half;  // 16-bit numbers are fp16, not bf16
+inline float number(unsigned bits) {
+  if (!is_half) return bfloat16(bits);
+  const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                                    : std::ldexp(mantissa + (exponent ? 1024 : 0), std::max(exponent, 1) - 25);
+  return bits & 0x8000 ? -size : size;
+}
 }  // namespace emulated
 
 inline void __syncthreads() { emulated::wait(emulated::block); }
@@ -171,10 +180,17 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   return found;
 }
 inline float bf16_bits(unsigned short v) { return emulated::bfloat16(v); }
-inline float wide(unsigned short v) { return emulated::bfloat16(v); }
+inline float wide(unsigned short v) { return emulated::number(v); }
 inline unsigned short narrow(float v) {
   unsigned bits;
   std::memcpy(&bits, &v, 4);
+  if (emulated::is_half) {
+    const unsigned sign = bits >> 16 & 0x8000;
+    if (std::isnan(v)) return 0x7e00;
+    const int exponent = std::fabs(v) < 0x1p-14f ? -14 : std::min(std::ilogb(v), 16);
+    const double steps = std::nearbyint(std::ldexp(std::fabs((double)v), 10 - exponent));
+    return sign | (unsigned)std::min(steps + ((exponent + 14) << 10), 31744.0);
+  }
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline void copy(char* to, const char* from, int size, bool there) {
@@ -186,8 +202,8 @@ inline void copy4(char* to, const char* from, bool there = true) { copy(to, from
 inline void copy16(char* to, const char* from, bool there) { copy(to, from, 16, there); }
 inline void copy8(char* to, const char* from, bool there = true) { copy(to, from, 8, there); }
 inline unsigned on_halves(unsigned a, unsigned b, float (*operation)(float, float)) {
-  const unsigned low = narrow(operation(emulated::bfloat16(a & 0xffff), emulated::bfloat16(b & 0xffff)));
-  return low | (unsigned)narrow(operation(emulated::bfloat16(a >> 16), emulated::bfloat16(b >> 16))) << 16;
+  const unsigned low = narrow(operation(emulated::number(a & 0xffff), emulated::number(b & 0xffff)));
+  return low | (unsigned)narrow(operation(emulated::number(a >> 16), emulated::number(b >> 16))) << 16;
 }
 inline unsigned minus(unsigned a, unsigned b) { return on_halves(a, b, [](float x, float y) { return x - y; }); }
 inline unsigned times(unsigned a, unsigned b) { return on_halves(a, b, [](float x, float y) { return x * y; }); }
@@ -236,10 +252,10 @@ void mma(float4& c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, uint4 b,
   warp.e[lane] = e;
   emulated::wait(warp.barrier);
   auto kept = [&](int row, int k) {
-    return emulated::bfloat16(warp.a[(row & 7) * 4 + k % 8 / 2][(row >> 3) + 2 * (k >> 3)] >> 16 * (k & 1) & 0xffff);
+    return emulated::number(warp.a[(row & 7) * 4 + k % 8 / 2][(row >> 3) + 2 * (k >> 3)] >> 16 * (k & 1) & 0xffff);
   };
   auto input = [&](int k, int n) {
-    return emulated::bfloat16(warp.b[n * 4 + k % 8 / 2][k / 8] >> 16 * (k & 1) & 0xffff);
+    return emulated::number(warp.b[n * 4 + k % 8 / 2][k / 8] >> 16 * (k & 1) & 0xffff);
   };
   auto sum = [&](int row, int n) {
     float found = 0;

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sparseforge_ds.extras.packed24 import cuda_driver, mma_kernel
@@ -62,6 +64,16 @@ CASES = [
     (StagedTiling(1, 6, 2, 1, 4, 1, 1, 1), 48, 41, 512, 2, "int4", 2),
 ]
 """Tiling, rows, outputs, inputs, blocks along outputs and rows, grid of rounded values, blocks that share a scale."""
+HALF_CASES = [
+    (Tiling(3, 8, 2, 4, 1, 2, 3), 17, 131, 1088, 2, "int8"),
+    (Tiling(1, 4, 2, 1, 2, 2, 1), 4, 50, 1088, 1, "fp8_e4m3"),
+    (StagedTiling(1, 1, 4, 4, 6, 1, 2, 1), 40, 20, 64, 2, None),
+    (StagedTiling(2, 3, 1, 2, 4, 1, 1, 1), 41, 45, 192, 2, "int8"),
+    (StagedTiling(1, 5, 3, 1, 2, 2, 1, 2), 36, 47, 320, 1, "fp8_e4m3"),
+    (StagedTiling(2, 2, 1, 2, 3, 2, 2, 2), 37, 34, 448, 4, "int4", 1),
+]
+"""The same in fp16."""
+ALL_CASES = [(torch.bfloat16, case) for case in CASES] + [(torch.float16, case) for case in HALF_CASES]
 STAGED = StagedTiling(1, 2, 2, 2, 2, 1, 1, 1)
 MISTAKES = [
     ("__syncthreads();", "", b"another lane has copied"),
@@ -85,6 +97,7 @@ def case_source(name: str, tiling: Tiling | StagedTiling, macros: dict[str, int]
         source.replace('extern "C"', ""),
         f"""
         extern "C" const char* {name}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
+          emulated::is_half = {str("HALF" in macros).lower()};
           auto multiply = [=] {{ {tiling.kernel}(v, p, x, (Scale*)scale, bias, y, part, rows, out, in); }};
           const char* race = emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
           auto add = [=] {{ sum24(part, (Scale*)scale, bias, y, rows * out, out, {tiling.parts}); }};
@@ -102,12 +115,14 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
     text = ['#include "linear24_emulated.h"']
-    for i, (tiling, _, _, inputs, _, grid, *span) in enumerate(CASES):
-        macros = tiling.macros(inputs)
+    for i, (dtype, (tiling, _, _, inputs, _, grid, *span)) in enumerate(ALL_CASES):
+        macros = tiling.macros(inputs) | ({"HALF": 1} if dtype == torch.float16 else {})
         macros |= {} if grid is None else dict(Stored(GRIDS[grid], *span).macros())
         text += case_source(f"run{i}", tiling, macros, read_source("STAGES" in macros))
+    source = read_source(True)
+    for parts in (1, 2):
+        text += case_source(f"staged{parts}", STAGED._replace(parts=parts), STAGED.macros(64), source)
     for i, (right, wrong, _) in enumerate(MISTAKES):
-        source = read_source(True)
         assert source.count(right) > 0
         text += case_source(f"mistake{i}", STAGED, STAGED.macros(192), source.replace(right, wrong))
     (folder / "all.cpp").write_text("\n".join(text))
@@ -135,7 +150,7 @@ def run_emulated(
     assert values is not None and x is not None
     rows, inputs = x.shape
     outputs = len(values)
-    y = torch.full((rows, outputs), torch.nan, dtype=torch.bfloat16)
+    y = torch.full((rows, outputs), torch.nan, dtype=x.dtype)
     part = torch.full((tiling.parts, rows, outputs), torch.nan) if tiling.parts > 1 else None
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*operands, y, part)]
     function.restype = ctypes.c_char_p
@@ -143,19 +158,33 @@ def run_emulated(
     return y, function(*pointers, rows, outputs, inputs, blocks, memory)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", range(len(ALL_CASES)))
 def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL, case: int) -> None:
-    tiling, rows, outputs, inputs, blocks, grid, *span = CASES[case]
+    dtype, (tiling, rows, outputs, inputs, blocks, grid, *span) = ALL_CASES[case]
     group = 32 * span[0] if span else None
-    made = packed(outputs, inputs, torch.bfloat16) if grid is None else rounded(outputs, inputs, grid, group)
+    made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, group)
     values, positions, scale = (*made, None) if grid is None else made
-    x = torch.randn(rows, inputs).bfloat16()
+    x = torch.randn(rows, inputs).to(dtype)
     stored = Stored() if grid is None else Stored(GRIDS[grid], *span)
-    for bias in (torch.randn(outputs).bfloat16(), None):
+    for bias in (torch.randn(outputs).to(dtype), None):
         function = getattr(emulation, f"run{case}")
         y, race = run_emulated(function, tiling, blocks, stored, (values, positions, x, scale, bias))
         assert race is None
         assert within_bound(y, x, values, positions, bias, scale)
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 9))
+def test_staged_kernel_takes_any_size(emulation: ctypes.CDLL, rows: int, outputs: int, blocks: int) -> None:
+    """Multiply with tilings of one part and of two, whose blocks have 32 outputs and 32 rows."""
+    values, positions = packed(outputs, 64 * blocks, torch.bfloat16)
+    x = torch.randn(rows, 64 * blocks).bfloat16()
+    for parts in (1, 2):
+        tiling = STAGED._replace(row_blocks=-(-rows // STAGED.rows), parts=parts)
+        operands = (values, positions, x, None, None)
+        function = getattr(emulation, f"staged{parts}")
+        y, race = run_emulated(function, tiling, tiling.blocks(outputs, 1)[0], Stored(), operands)
+        assert race is None and within_bound(y, x, values, positions, None)
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
@@ -311,9 +340,9 @@ def test_staged_tilings_fit_and_divide_everything(gpu: str) -> None:
                 assert tiling.RESIDENT * shared <= memory + 1024 and tiling.STAGES >= 2
                 assert 65536 // (tiling.threads * tiling.RESIDENT) > 4 * tiling.WM * tiling.NT + 80
                 assert tiling.threads <= 512 and parts <= max(1, inputs // 256)
-                assert (
-                    rows <= tiling.rows * tiling.row_blocks and outputs <= tiling.outputs * along // tiling.row_blocks
-                )
+                # The kernel derives the blocks of rows itself: one more would leave the weight.
+                assert tiling.row_blocks == -(-rows // tiling.rows)
+                assert outputs <= tiling.outputs * along // tiling.row_blocks < outputs + tiling.outputs
 
 
 def test_tilings_are_those_that_were_measured() -> None:
