@@ -62,12 +62,12 @@ else
         --shapes 4096x4096 12288x4096 11008x4096 22016x4096 4096x11008 7168x5120 34816x5120
     # 33 to 256 rows by SPARSEFORGE_STAGED=1: right, and beside today's way and cuBLAS; each line ends with the fastest.
     part staged 90 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/extras/packed24/test_mma_on_gpu.py \
-        -k staged && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --repeats 5 --staged \
+        -k 'staged_rows and None-None' && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --repeats 5 --staged \
         --rows 33 48 64 96 128 192 256 --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 5120x17408 34816x5120"
     # Weights on their way before the kernel ahead has ended: right, and beside the same rows and shapes of `linear`.
     part overlap 70 env SPARSEFORGE_OVERLAP=1 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider \
-        tests/unit/extras/packed24/test_mma_on_gpu.py && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 \
-        --rows 1 8 --shapes 4096x4096 12288x4096 22016x4096 4096x11008"
+        tests/unit/extras/packed24/test_mma_on_gpu.py -k 'not staged' && python3 -m benchmarks.linear24 --device cuda \
+        --dtypes bfloat16 --rows 1 8 --shapes 4096x4096 12288x4096 22016x4096 4096x11008"
     # 4: DeepSpeed's FusedAdam through the whole life of a mask.
     part optimizer 120 python3 -m pytest -q -x -m gpu -p no:cacheprovider tests/zero/test_own_optimizers.py -k whole_life
 fi

@@ -72,11 +72,11 @@ def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dt
 @pytest.mark.parametrize(("grid", "group"), [(None, None), *((grid, None) for grid in GRIDS), ("int4", 64)])
 def test_staged_rows(grid: str | None, group: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEFORGE_STAGED", "1")
-    for outputs, inputs in ((130, 448), (68, 1088), (4096, 4096)):
+    for outputs, inputs in ((130, 448), (4096, 4096)):
         made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, group)
         values, positions, *scales = (tensor.cuda() for tensor in made)
         scale = scales[0] if scales else None
-        for rows in (33, 64, 100, 129, 256):
+        for rows in (33, 129, 256):
             x = torch.randn(rows, inputs).to(dtype).cuda()
             for bias in (torch.randn(outputs).to(dtype).cuda(), None):
                 y = mma24(x, values, positions, bias, scale)
@@ -90,10 +90,10 @@ def test_every_kind_of_staged_tiling() -> None:
     memory = mma_kernel.shared_memory_limit(0)
     for rows, outputs, inputs in ((60, 999, 4160), (120, 1000, 4096), (250, 264, 2048)):
         x, values, positions, bias = operands = on_gpu(rows, outputs, inputs, torch.bfloat16)
-        kinds: dict[tuple[object, ...], StagedTiling] = {}
+        kinds: dict[tuple[int, int], StagedTiling] = {}
         for tiling in ranked(rows, outputs, inputs, processors, memory):
             assert isinstance(tiling, StagedTiling)
-            kinds.setdefault((tiling.WM, tiling.WR, tiling.row_blocks, tiling.parts > 1), tiling)
+            kinds.setdefault((tiling.WM, tiling.WR), tiling)
         for tiling in kinds.values():
             y = x.new_full((rows, outputs), torch.nan)
             ProductPlan(tiling, rows, outputs, inputs, x.dtype, 0)(x, values, positions, bias, y)
