@@ -75,7 +75,7 @@ def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[T
     forms: dict[str, Callable[[Tensor], Tensor]] = {"packed": partial(linear24, values=values, positions=positions)}
     for grid in grids:
         codes, scale = round_values(values, -1, grid)
-        forms[grid.name if grid.group is None else f"{grid.name}:{grid.group}"] = partial(
+        forms[grid.name if grid.group_size is None else f"{grid.name}:{grid.group_size}"] = partial(
             linear24, values=codes, positions=positions, scale=scale
         )
     return forms

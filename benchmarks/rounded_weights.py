@@ -20,7 +20,7 @@ from sparseforge_ds.model.families import prunable_weights
 
 
 @torch.no_grad()
-def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: int | None) -> int:
+def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group_size: int | None) -> int:
     """Round the prunable weights of a model (eq. 14), write its folder, and return how many were rounded.
 
     Args:
@@ -28,7 +28,7 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: i
         out: folder to write, in fp32.
         bits: of a code.
         pattern: what the weights are in, which says how many inputs a group of kept weights has.
-        group: kept weights that share a scale; None for a scale a row.
+        group_size: kept weights that share a scale; None for a scale a row.
     """
     require_free(out)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
@@ -36,7 +36,7 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group: i
     weights = prunable_weights(model, SparseForgeConfig())
     for weight in weights:
         parameter = parameters[weight.name]
-        groups = scale_group(parse_pattern(pattern), group, weight.shape[weight.input_axis])
+        groups = scale_group(parse_pattern(pattern), group_size, weight.shape[weight.input_axis])
         weight_GI = groups.to_groups(parameter.reshape(-1), weight.shape, weight.input_axis)
         rounded = groups.from_groups(quantized(weight_GI, bits), weight.shape, weight.input_axis)
         parameter.copy_(rounded.view(parameter.shape))

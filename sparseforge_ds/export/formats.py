@@ -76,7 +76,7 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
     Raises:
         ValueError: there is nothing to round, or it was rounded before; the message names the flag.
     """
-    values, group = grid
+    values, group_size = grid
     where = f"--values {values}"
     if values not in GRIDS:
         raise ValueError(f"{where}: use one of {', '.join(GRIDS)}")
@@ -101,23 +101,23 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
             f"{where}: the weights of {source.folder} were trained in {trained.bits} bits, and would be rounded twice; "
             f"{'give int4' if trained.bits <= 4 else 'leave it out'}"
         )
-    if group is not None and values != "int4":
-        raise ValueError(f"--group_size {group}: {values} has one scale a row; leave it out")
-    if trained is not None and group not in (None, trained.group_size):
+    if group_size is not None and values != "int4":
+        raise ValueError(f"--group_size {group_size}: {values} has one scale a row; leave it out")
+    if trained is not None and group_size not in (None, trained.group_size):
         own = "one scale a row" if trained.group_size is None else f"groups of {trained.group_size}"
-        raise ValueError(f"--group_size {group}: the run was trained with {own}; leave it out")
+        raise ValueError(f"--group_size {group_size}: the run was trained with {own}; leave it out")
     # Kernels take groups of some sizes alone, and every weight must divide into them.
-    grid = Grid(values, trained.group_size if trained is not None else group)
-    if grid.group is not None and (grid.group < 1 or grid.group % GROUP_UNIT):
+    grid = Grid(values, trained.group_size if trained is not None else group_size)
+    if grid.group_size is not None and (grid.group_size < 1 or grid.group_size % GROUP_UNIT):
         raise ValueError(
-            f"--group_size {grid.group}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of a row"
-            f"; {'give another' if trained is None else 'give --format compressed-tensors'}"
+            f"--group_size {grid.group_size}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of "
+            f"a row; {'give another' if trained is None else 'give --format compressed-tensors'}"
         )
     for name, weight in source.prunable.items():
         kept_count = weight.shape[weight.input_axis] // 2
-        if grid.group is not None and kept_count % grid.group:
+        if grid.group_size is not None and kept_count % grid.group_size:
             raise ValueError(
-                f"--group_size {grid.group}: does not divide the {kept_count} kept inputs of {name}; give another"
+                f"--group_size {grid.group_size}: does not divide the {kept_count} kept inputs of {name}; give another"
             )
     return grid
 

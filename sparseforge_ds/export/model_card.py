@@ -347,7 +347,7 @@ def _quantization(settings: Any) -> str | None:
 def _rounding(record: dict[str, Any], stored: dict[str, Any]) -> dict[str, str]:
     """Return rows about the values of a packed model that were rounded after training; `stored` is its config.json."""
     settings = stored.get("quantization_config")
-    grid = require_grid(settings.get("values"), settings.get("group")) if isinstance(settings, dict) else None
+    grid = require_grid(settings.get("values"), settings.get("group_size")) if isinstance(settings, dict) else None
     errors = {name: row.get("error") for name, row in record["weights"].items()}
     if grid is None or not all(map(_is_number, errors.values())):
         return {}

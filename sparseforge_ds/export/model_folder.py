@@ -172,7 +172,7 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
 
 def stored_grid(grid: Grid) -> dict[str, Any]:
     """Return the keys of a grid in config.json and `sparsity.json`."""
-    return {"values": grid.name} | ({} if grid.group is None else {"group": grid.group})
+    return {"values": grid.name} | ({} if grid.group_size is None else {"group_size": grid.group_size})
 
 
 def _rounded(source: Source, name: str, value: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:

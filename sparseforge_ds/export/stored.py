@@ -140,7 +140,7 @@ def _grid(folder: Path, config: dict[str, Any]) -> Grid | None:
             f"sparseforge_ds reads {PACKED24_FORMAT}; upgrade it, or export again"
         )
     try:
-        return require_grid(*map(config["quantization_config"].get, ("values", "group")))
+        return require_grid(*map(config["quantization_config"].get, ("values", "group_size")))
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 

@@ -82,7 +82,7 @@ class FolderReport:
         result |= {"quantized": self.quantized, "missing": self.missing, "changed": self.changed, "notes": self.notes}
         result |= {"unused": list(self.unused), "exclude": list(self.exclude)}
         if self.values is not None:
-            result |= {"values": self.values.name, "group": self.values.group, "errors": self.errors}
+            result |= {"values": self.values.name, "group_size": self.values.group_size, "errors": self.errors}
         return result | {"rows": [asdict(row) for row in self.rows]}
 
 
@@ -165,10 +165,10 @@ def check_folder(
             for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
                 if key in sparsity and sparsity[key] != hash_file(folder / file):
                     changed.append(str(folder / file))
-    recorded = tuple(sparsity.get(key) for key in ("values", "group"))
+    recorded = tuple(sparsity.get(key) for key in ("values", "group_size"))
     stored = (None, None) if tensors.grid is None else tuple(tensors.grid)
     if sparsity and recorded != stored:
-        notes.append(f"config.json says values and group {stored}, and sparsity.json {recorded}")
+        notes.append(f"config.json says values and group_size {stored}, and sparsity.json {recorded}")
     errors = {name: entry["error"] for name, entry in sparse.items() if isinstance(entry.get("error"), float)}
     return FolderReport(
         str(pattern),

@@ -43,7 +43,7 @@ class Grid(NamedTuple):
 
     name: str
     """A key of `GRIDS`."""
-    group: int | None = None
+    group_size: int | None = None
     """Kept values that share a scale; None: all of a row."""
 
     @property
@@ -57,7 +57,7 @@ class Grid(NamedTuple):
         return SCALE_DTYPES[self.dtype]
 
     def __str__(self) -> str:
-        return f"{self.name}, one scale {'a row' if self.group is None else f'for {self.group} kept values'}"
+        return f"{self.name}, one scale {'a row' if self.group_size is None else f'for {self.group_size} kept values'}"
 
 
 def values_per_element(dtype: torch.dtype | None) -> int:
@@ -91,9 +91,9 @@ def round_values(values: Tensor, input_axis: int, grid: Grid) -> tuple[Tensor, T
         raise ValueError("a value is not finite, and no scale fits its row; export a sound model")
     if grid.dtype == PAIRS:
         rows = exact.transpose(-1, input_axis)
-        group = rows.shape[-1] if grid.group is None else grid.group
-        require_group(rows.shape[-1], group)
-        code_GI, scale_G1 = quantize(rows.reshape(-1, group), bits=4)
+        size = rows.shape[-1] if grid.group_size is None else grid.group_size
+        require_group_size(rows.shape[-1], size)
+        code_GI, scale_G1 = quantize(rows.reshape(-1, size), bits=4)
         codes = code_GI.to(torch.int8).view(rows.shape).transpose(-1, input_axis)
         scale = scale_G1.to(SCALE_DTYPE).view(*rows.shape[:-1], -1).transpose(-1, input_axis)
         return pair_codes(codes, input_axis), scale.contiguous()
@@ -123,12 +123,12 @@ def unpaired(values: Tensor, input_axis: int) -> Tensor:
     return ((half ^ 8) - 8).transpose(-1, input_axis)
 
 
-def require_grid(values: object, group: object = None) -> Grid | None:
+def require_grid(values: object, group_size: object = None) -> Grid | None:
     """Return the grid of a packed model's quantization_config, or None for floating-point values.
 
     Args:
         values: its `values`: a key of `GRIDS`, or None.
-        group: its `group`: values that share a scale, or None.
+        group_size: its `group_size`: values that share a scale, or None.
 
     Raises:
         ValueError: they are neither.
@@ -138,12 +138,14 @@ def require_grid(values: object, group: object = None) -> Grid | None:
             f"quantization_config: values {values!r} is damaged or newer than this version of sparseforge_ds, which "
             f"reads {', '.join(GRIDS)}; upgrade it, or export again"
         )
-    if group is not None and (values != "int4" or type(group) is not int or group < 1 or group % GROUP_UNIT):
+    if group_size is not None and (
+        values != "int4" or type(group_size) is not int or group_size < 1 or group_size % GROUP_UNIT
+    ):
         raise ValueError(
-            f"quantization_config: group {group!r} is damaged: with values int4 it is a multiple of {GROUP_UNIT}, and "
-            "else it is left out; export again"
+            f"quantization_config: group_size {group_size!r} is damaged: with values int4 it is a multiple of "
+            f"{GROUP_UNIT}, and else it is left out; export again"
         )
-    return None if values is None else Grid(values, group)
+    return None if values is None else Grid(values, group_size)
 
 
 def bits_a_weight(grid: Grid | None = None, kept: int | None = None) -> float:
@@ -156,8 +158,8 @@ def bits_a_weight(grid: Grid | None = None, kept: int | None = None) -> float:
     if grid is None:
         return 16 / 2 + 1
     value_bits = 8 * grid.dtype.itemsize / values_per_element(grid.dtype)
-    group = grid.group or kept
-    return value_bits / 2 + 1 + (0 if group is None else 8 * grid.scale_dtype.itemsize / (2 * group))
+    size = grid.group_size or kept
+    return value_bits / 2 + 1 + (0 if size is None else 8 * grid.scale_dtype.itemsize / (2 * size))
 
 
 def parse_grid(text: str) -> Grid:
@@ -166,12 +168,12 @@ def parse_grid(text: str) -> Grid:
     Raises:
         ValueError: it is neither a name of `GRIDS` nor one with a group.
     """
-    name, separator, group = text.partition(":")
-    if name not in GRIDS or (separator and not (name == "int4" and group.isdecimal() and 0 < int(group) < 2**31)):
+    name, separator, size = text.partition(":")
+    if name not in GRIDS or (separator and not (name == "int4" and size.isdecimal() and 0 < int(size) < 2**31)):
         raise ValueError(
             f"{text!r} is no form of values; use {', '.join(GRIDS)}, or int4:N for groups of N kept values"
         )
-    return Grid(name, int(group) if separator else None)
+    return Grid(name, int(size) if separator else None)
 
 
 def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, input_axis: int) -> Tensor:
@@ -184,12 +186,12 @@ def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, input_axis: int) -
     return exact.to(dtype)
 
 
-def require_group(kept: int, group: int) -> None:
+def require_group_size(kept: int, group_size: int) -> None:
     """Reject values that share a scale unless they are all `kept` values of a row, or kernels can take them."""
-    if group != kept and (group < 1 or kept % group or group % GROUP_UNIT):
+    if group_size != kept and (group_size < 1 or kept % group_size or group_size % GROUP_UNIT):
         raise ValueError(
-            f"groups of {group} values do not divide the {kept} kept inputs of a row, or are no multiple of "
-            f"{GROUP_UNIT}; use another group, or one scale a row"
+            f"groups of {group_size} values do not divide the {kept} kept inputs of a row, or are no multiple of "
+            f"{GROUP_UNIT}; use another size, or one scale a row"
         )
 
 
@@ -197,10 +199,10 @@ def scale_shape(values: tuple[int, ...], input_axis: int, grid: Grid) -> tuple[i
     """Return the shape of the scales of stored values; ValueError if groups do not divide them."""
     shape = list(values)
     shape[input_axis] = 1
-    if grid.group is not None:
+    if grid.group_size is not None:
         kept = values[input_axis] * values_per_element(grid.dtype)
-        require_group(kept, grid.group)
-        shape[input_axis] = kept // grid.group
+        require_group_size(kept, grid.group_size)
+        shape[input_axis] = kept // grid.group_size
     return tuple(shape)
 
 

@@ -208,7 +208,7 @@ def has_packed_weights(module: nn.Module) -> bool:
 def require_scale_shape(values: tuple[int, ...], scale: tuple[int, ...], input_axis: int, grid: Grid) -> None:
     """Reject scales of another shape than those of the packed values."""
     if scale != (expected := scale_shape(values, input_axis, grid)):
-        kind = "a row" if grid.group is None else f"for {grid.group}"
+        kind = "a row" if grid.group_size is None else f"for {grid.group_size}"
         groups = f", or one for a multiple of {GROUP_UNIT}" if grid == Grid("int4") else ""
         raise ValueError(
             f"scales of shape {scale} do not fit values of shape {values}, one {kind} is {expected}{groups}"

@@ -247,8 +247,8 @@ def other_group(scene: Scene) -> None:
     path = scene.touch(scene.folder / "config.json")
     content = json.loads(path.read_text())
     settings = content["quantization_config"]
-    group = scene.rng.choice([size for size in (None, 16, 32, 48, 64) if size != settings.get("group")])
-    path.write_text(json.dumps(content | {"quantization_config": settings | {"group": group}}))
+    group_size = scene.rng.choice([size for size in (None, 16, 32, 48, 64) if size != settings.get("group_size")])
+    path.write_text(json.dumps(content | {"quantization_config": settings | {"group_size": group_size}}))
 
 
 def value_off_the_grid(scene: Scene) -> None:

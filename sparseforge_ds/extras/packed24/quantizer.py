@@ -46,7 +46,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         low_rank: k of the low-rank branch of each layer that has one, by the layer's name.
         low_rank_learned: whether the folder has the projections P of these branches too.
         values: a key of `GRIDS` for rounded values; None for values in the model's dtype.
-        group: with `values` int4 the kept values that share a scale; None for all of a row.
+        group_size: with `values` int4 the kept values that share a scale; None for all of a row.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
         low_rank: dict[str, int] | None = None,
         low_rank_learned: bool = False,
         values: str | None = None,
-        group: int | None = None,
+        group_size: int | None = None,
         **more: Any,
     ) -> None:
         if format != PACKED24_FORMAT or not isinstance(semi_structured, bool) or set(more) - {"quant_method"}:
@@ -73,20 +73,22 @@ class Packed24Config(QuantizationConfigMixin):  # type: ignore[misc]  # transfor
             raise ValueError(f"{PACKED24}: low_rank {low_rank!r} is damaged; use names of layers and integers k >= 1")
         if not isinstance(low_rank_learned, bool):
             raise ValueError(f"{PACKED24}: low_rank_learned {low_rank_learned!r} is damaged; use true or false")
-        require_grid(values, group)
+        require_grid(values, group_size)
         self.values = values
-        self.group = group
+        self.group_size = group_size
 
     @property
     def grid(self) -> Grid | None:
         """Grid of rounded values, or None."""
-        return require_grid(self.values, self.group)
+        return require_grid(self.values, self.group_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content for config.json, without keys that older versions refuse and that say nothing here."""
         content = super().to_dict()
         return {
-            key: value for key, value in content.items() if value or key not in ("low_rank_learned", "values", "group")
+            key: value
+            for key, value in content.items()
+            if value or key not in ("low_rank_learned", "values", "group_size")
         }
 
 

@@ -206,20 +206,20 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "sparse", folder / "text.txt"
 
 
-@pytest.mark.parametrize(("values", "group"), [*((values, None) for values in GRIDS), ("int4", 16)])
+@pytest.mark.parametrize(("values", "size"), [*((values, None) for values in GRIDS), ("int4", 16)])
 def test_values_are_rounded_proved_measured_and_verified(
-    rounded: tuple[Path, Path], values: str, group: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rounded: tuple[Path, Path], values: str, size: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sparse, text = rounded
     out = tmp_path / "out"
-    how = ["--format", "packed24", "--values", values, *([] if group is None else ["--group_size", str(group)])]
+    how = ["--format", "packed24", "--values", values, *([] if size is None else ["--group_size", str(size)])]
     assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
     told = capsys.readouterr().out
     assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
     record = json.loads((out / "sparsity.json").read_text())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config == {"quant_method": "sparseforge_packed24", "format": 1, "values": values} | (
-        {} if group is None else {"group": group}
+        {} if size is None else {"group_size": size}
     )
     if values == "int8":
         assert 0 < record["compared"]["kl"] < 0.01 and record["compared"]["text"] == str(text)
@@ -240,7 +240,7 @@ def test_values_are_rounded_proved_measured_and_verified(
         codes, positions, scale = (stored.read(name + part) for part in ("", "_positions", "_scale"))
         inputs = exact.read(name).shape[1]
         assert codes.nbytes + positions.nbytes == (3 if values == "int4" else 5) / 8 * exact.read(name).numel()
-        assert codes.dtype == GRIDS[values] and scale.shape == (len(codes), inputs // 2 // group if group else 1)
+        assert codes.dtype == GRIDS[values] and scale.shape == (len(codes), inputs // 2 // size if size else 1)
         dense = unpack24(codes, positions, scale, torch.bfloat16)
         assert (
             hash_tensor(dense) == row["sha256"]
@@ -249,11 +249,11 @@ def test_values_are_rounded_proved_measured_and_verified(
         error = (dense - exact.read(name)).double().norm() / exact.read(name).double().norm()
         assert row["error"] == pytest.approx(error.item())
     assert main(["verify", str(out), "--json", str(tmp_path / "report.json")]) == 0
-    per = "a row" if group is None else f"for {group} kept values"
+    per = "a row" if size is None else f"for {size} kept values"
     described = f"values: {values}, one scale {per}; rounding changed a weight by "
     assert described in told and described in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
-    assert (report["values"], report["group"]) == (values, group)
+    assert (report["values"], report["group_size"]) == (values, size)
 
     # It is a source of what it computes, and is not rounded twice.
     export(open_source(out), tmp_path / "hf", skip_proof=True)
@@ -279,13 +279,13 @@ def test_values_are_rounded_proved_measured_and_verified(
         f"{first}: scales are positive and finite, and {scale.shape[1]} are not, first 0.0" in capsys.readouterr().err
     )
 
-    # Before anything is read, the headers tell another group.
+    # Before anything is read, the headers tell another size.
     stored_config = json.loads((out / "config.json").read_text())
-    stored_config["quantization_config"]["group"] = 32
+    stored_config["quantization_config"]["group_size"] = 32
     (out / "config.json").write_text(json.dumps(stored_config))
     assert main(["verify", str(out)]) == 2
     told = capsys.readouterr().err
-    assert any(words in told for words in ("group 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)"))
+    assert any(words in told for words in ("group_size 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)"))
 
 
 def test_flags_of_rounded_values_that_do_not_fit(

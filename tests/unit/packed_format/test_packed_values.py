@@ -196,5 +196,5 @@ def test_a_grid_that_is_not_known_is_refused(values: object) -> None:
 @pytest.mark.parametrize(("values", "group"), [("int4", 8), ("int4", 0), ("int4", "16"), ("int4", True), ("int8", 16)])
 def test_a_group_that_no_kernel_takes_is_refused(values: str, group: object) -> None:
     assert require_grid("int4", 48) == Grid("int4", 48)
-    with pytest.raises(ValueError, match=f"group {group!r} is damaged: with values int4 it is a multiple of 16"):
+    with pytest.raises(ValueError, match=f"group_size {group!r} is damaged: with values int4 it is a multiple of 16"):
         require_grid(values, group)

@@ -78,7 +78,7 @@ class Packed24ExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(parameter, extra_weight_attrs)
                 if part.endswith(SCALE):  # vLLM's loader asks of every scale what it belongs to
                     kind = FusedMoeWeightScaleSupported.CHANNEL
-                    if self.grid is not None and self.grid.group is not None:
+                    if self.grid is not None and self.grid.group_size is not None:
                         kind = FusedMoeWeightScaleSupported.GROUP
                     set_weight_attrs(parameter, {"quant_method": kind.value})
 

@@ -71,11 +71,11 @@ class Packed24LinearMethod(LinearMethodBase):
         # A scale a row is the same for all ranks that divide the inputs; those of groups are divided with them.
         if self.grid is not None:
             shape = scale_shape((outputs, input_size_per_partition // inputs), 1, self.grid)
-            kind = ChannelQuantScaleParameter if self.grid.group is None else GroupQuantScaleParameter
+            kind = ChannelQuantScaleParameter if self.grid.group_size is None else GroupQuantScaleParameter
             scale = kind(
                 data=torch.empty(shape, dtype=self.grid.scale_dtype),
                 output_dim=0,
-                **({} if self.grid.group is None else {"input_dim": 1}),
+                **({} if self.grid.group_size is None else {"input_dim": 1}),
                 weight_loader=self._transposing(load),
             )
             layer.register_parameter(f"weight{SCALE}", scale)
@@ -124,10 +124,10 @@ def require_sound(name: str, values: Tensor, positions: Tensor, scale: Tensor | 
 
 def require_whole_bytes(prefix: str, rank_inputs: int, inputs: int, grid: Grid | None = None) -> None:
     """Raise ValueError if tensor parallelism would divide eight inputs, a byte of positions, or those of a scale."""
-    if rank_inputs != inputs and grid is not None and grid.group is not None and rank_inputs % (2 * grid.group):
+    if rank_inputs != inputs and grid is not None and grid.group_size and rank_inputs % (2 * grid.group_size):
         raise ValueError(
             f"{prefix}: its {inputs} inputs, divided among tensor-parallel ranks, are {rank_inputs} each, but "
-            f"{2 * grid.group} share a scale; use fewer ranks, or another --group_size of export "
+            f"{2 * grid.group_size} share a scale; use fewer ranks, or another --group_size of export "
             "if it was not trained so"
         )
     if rank_inputs != inputs and rank_inputs % 8:

@@ -39,20 +39,20 @@ class Packed24VLLMConfig(QuantizationConfig):
     Args:
         format: version of the storage.
         values: a key of `GRIDS` for rounded values; None for values in the model's dtype.
-        group: with `values` int4 the kept values that share a scale; None for all of a row.
+        group_size: with `values` int4 the kept values that share a scale; None for all of a row.
 
     Raises:
         ValueError: a format that this version does not know.
     """
 
-    def __init__(self, format: int = PACKED24_FORMAT, values: str | None = None, group: int | None = None) -> None:
+    def __init__(self, format: int = PACKED24_FORMAT, values: str | None = None, group_size: int | None = None) -> None:
         super().__init__()
         if format != PACKED24_FORMAT:
             raise ValueError(
                 f"{PACKED24}: format {format!r} is not what this version of sparseforge_ds reads (format "
                 f"{PACKED24_FORMAT}); upgrade it, or export again"
             )
-        self.grid = require_grid(values, group)
+        self.grid = require_grid(values, group_size)
         self.transposed: dict[str, bool] = {}
         """Packed modules, True for those whose inputs are the first axis, as in GPT-2."""
 
@@ -82,7 +82,7 @@ class Packed24VLLMConfig(QuantizationConfig):
                 f"{PACKED24}: the model has low-rank branches (low_rank of its quantization_config), without which its "
                 "weights compute nonsense, and which vLLM does not add; use transformers, or train without low_rank"
             )
-        return cls(config.get("format", PACKED24_FORMAT), config.get("values"), config.get("group"))
+        return cls(config.get("format", PACKED24_FORMAT), config.get("values"), config.get("group_size"))
 
     @override
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:

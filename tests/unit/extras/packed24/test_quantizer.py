@@ -199,13 +199,13 @@ def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_pa
     refuses({values: off_grid.view(sound[values].dtype)}, f"{values}: .* values are damaged: {damage}")
 
     config = json.loads((folder / "config.json").read_text())
-    for stored, group, message in (
+    for stored, group_size, message in (
         ("int3", None, "values 'int3' is damaged or newer"),
-        (grid, 8, "group 8 is damaged"),
-        (grid, 160, "group 160 is damaged" if grid != "int4" else "groups of 160 values do not divide"),
+        (grid, 8, "group_size 8 is damaged"),
+        (grid, 160, "group_size 160 is damaged" if grid != "int4" else "groups of 160 values do not divide"),
         (None, None, "weight stored as .*, in a packed model only"),
     ):
-        config["quantization_config"] |= {"values": stored, "group": group}
+        config["quantization_config"] |= {"values": stored, "group_size": group_size}
         (folder / "config.json").write_text(json.dumps(config))
         refuses({}, message)
 
