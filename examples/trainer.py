@@ -39,7 +39,7 @@ class ScriptArguments:
 
 
 def main() -> None:
-    """Tokenise, train, save."""
+    """Tokenize, train, save."""
     script, args = HfArgumentParser((ScriptArguments, TrainingArguments)).parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model)
     model = AutoModelForCausalLM.from_pretrained(script.model)

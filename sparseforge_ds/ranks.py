@@ -1,7 +1,7 @@
 """Processes of a run or an evaluation, and how they agree on an error: what one rank finds, every rank raises.
 
 Python objects travel over a gloo group of its own, which needs no GPU and is patient: the others may wait for hours
-while rank 0 tokenises.
+while rank 0 tokenizes.
 """
 
 from __future__ import annotations

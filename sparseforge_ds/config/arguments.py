@@ -87,7 +87,7 @@ class RunArguments:
         "training text: .txt, .jsonl or .json (also with .gz, .zst, .bz2 or .xz), .parquet, .arrow or Megatron's .idx "
         "file, a folder of them, a hub id (owner/name, owner/name:config or owner/name:folder/subfolder), or stdlib, "
         "the documentation of Python's standard library (default: stdlib). A hub id, or stream: before a path, is "
-        "tokenised while the run goes on, anything else before it. Several are mixed: SHARE is a source's part of "
+        "tokenized while the run goes on, anything else before it. Several are mixed: SHARE is a source's part of "
         "the tokens, relative to the others; without shares all have the same",
         "SOURCE[=SHARE]",
     )
@@ -239,7 +239,7 @@ class RunArguments:
         False,
         "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
         "content, so moved or touched files are the same), or is divided into tokens in another way. The start prints "
-        "what differs. The run reads the new text from its present position; a stream is first tokenised up to there",
+        "what differs. The run reads the new text from its present position; a stream is first tokenized up to there",
     )
     allow_dense: list[str] = _list_flag(
         "linear weights that the family table does not know may stay dense where one of these globs names "

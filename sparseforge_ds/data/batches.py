@@ -140,7 +140,7 @@ class Batches:
     def batch_at(self, position: int) -> Tensor:
         """Return this rank's (B, S) ids of the next micro-batch after `position` sequences, without consuming it.
 
-        Every rank calls it with the same position: all wait together for a text that is still being tokenised.
+        Every rank calls it with the same position: all wait together for a text that is still being tokenized.
 
         Raises:
             AgreedError: the text cannot be read any further.

@@ -16,7 +16,7 @@ from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
-from sparseforge_ds.data.tokenization import no_text_error, tokenise, unknown_token_error
+from sparseforge_ds.data.tokenization import no_text_error, token_batches, unknown_token_error
 from sparseforge_ds.data.windows import ids_of_tokens, trained_flags
 
 
@@ -55,7 +55,7 @@ def find_held_out(arguments: RunArguments) -> TextSource | None:
 def read_held_out(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, vocabulary: int, arguments: RunArguments
 ) -> HeldOut:
-    """Tokenise the windows that are scored, framed and joined as in training.
+    """Tokenize the windows that are scored, framed and joined as in training.
 
     Raises:
         ValueError: the text cannot be read, is shorter than a window, or the model lacks some of its tokens.
@@ -66,7 +66,7 @@ def read_held_out(
     batches: list[np.ndarray] = []
     tokens = skipped = 0
     with _rename_flags_in_errors():
-        for batch in tokenise(source.read(), tokenizer, arguments.document_frame, *source.flags):
+        for batch in token_batches(source.read(), tokenizer, arguments.document_frame, *source.flags):
             batches.append(batch.token)
             tokens += len(batch.token)
             skipped += batch.skipped

@@ -16,7 +16,7 @@ from sparseforge_ds.data.text_files import DEFAULTS, LocalText, TextOptions, Tex
 from sparseforge_ds.data.text_formats import KINDS, check_size, file_kind, is_plain_text, is_readable
 
 STREAM = "stream:"
-"""Prefix of a path that is tokenised while the run goes on."""
+"""Prefix of a path that is tokenized while the run goes on."""
 
 
 @dataclass(frozen=True)

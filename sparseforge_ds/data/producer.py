@@ -1,4 +1,4 @@
-"""Process that tokenises a stream while ranks train, and the handle by which rank 0 directs it.
+"""Process that tokenizes a stream while ranks train, and the handle by which rank 0 directs it.
 
 It is a process and not a thread, since it must not take the interpreter from a rank that others wait for. It ends with
 rank 0, however that ends. Whenever it ends, the chunks are intact and the next process continues from them.
@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.stream_chunks import Chunks, ChunkSizes, Record
 from sparseforge_ds.data.text_files import TextSource
-from sparseforge_ds.data.tokenization import TokenBatch, no_text_error, token_dtype, tokenise, unknown_token_error
+from sparseforge_ds.data.tokenization import TokenBatch, no_text_error, token_batches, token_dtype, unknown_token_error
 from sparseforge_ds.data.windows import ids_of_tokens
 
 AHEAD = 2
@@ -64,7 +64,7 @@ class ChunkWriter:
     """Writer of chunks, in their order, beginning after the last finished one.
 
     The text is an endless row of tokens, cut into chunks: after the last document comes the first again. Tokens that
-    were read beyond the last chunk are not saved. The next writer tokenises their documents once more.
+    were read beyond the last chunk are not saved. The next writer tokenizes their documents once more.
 
     Args:
         spec: recipe for the chunks.
@@ -84,7 +84,7 @@ class ChunkWriter:
             record = {"reader": {"revision": spec.revision}, "began": [0, 0], "used": 0}
         self._epoch, self._skipped = record["began"]
         self._reader = spec.source.read(record["reader"])
-        self._batches = self._tokenise()
+        self._batches = self._tokenize()
         self._left = np.empty(0, dtype=self.chunks.dtype)
         """Tokens that were read beyond the last chunk."""
         self._used = record["used"]
@@ -116,8 +116,8 @@ class ChunkWriter:
         self.chunks.write(self.finished, token[:size], {**self._newest, **progress})
         self.finished += 1
 
-    def _tokenise(self) -> Iterator[TokenBatch]:
-        return tokenise(self._reader, self._spec.tokenizer, self._spec.frame, *self._spec.source.flags)
+    def _tokenize(self) -> Iterator[TokenBatch]:
+        return token_batches(self._reader, self._spec.tokenizer, self._spec.frame, *self._spec.source.flags)
 
     def _next_tokens(self) -> np.ndarray:
         """Return the tokens of the next documents, and note where these begin. After the last comes the first again."""
@@ -127,7 +127,7 @@ class ChunkWriter:
             batch = next(self._batches, None)
             if batch is None:
                 self._reader.rewind()
-                self._batches = self._tokenise()
+                self._batches = self._tokenize()
                 self._epoch += 1
                 ends += 1
                 continue
@@ -215,7 +215,7 @@ class Producer:
         except (EOFError, ConnectionResetError):
             code = self.process.wait()
             self._failure = (
-                f"--dataset {self.spec.source.name}: the process that tokenises it ended "
+                f"--dataset {self.spec.source.name}: the process that tokenizes it ended "
                 f"({f'signal {-code}' if code < 0 else f'exit code {code}'}); its last words are further up; "
                 "continue with --resume"
             )

@@ -53,7 +53,7 @@ class StreamedWindows:
 
     def summary(self, tokens: int) -> str:
         """See `Windows`."""
-        return f"tokenised while the run reads it; the run reads {tokens:,} tokens"
+        return f"tokenized while the run reads it; the run reads {tokens:,} tokens"
 
     def prepare(self, first: int, stop: int) -> None:
         """See `Windows`. Waits until their chunks are written."""
@@ -77,7 +77,7 @@ class StreamedWindows:
     def load(self, state: Mapping[str, Any], position: int) -> None:
         """See `Windows`. Requests the chunk of `position`, and does not wait for it.
 
-        Where the folder of chunks was lost, or the state is of another text, the stream is tokenised from its first
+        Where the folder of chunks was lost, or the state is of another text, the stream is tokenized from its first
         document up to the position.
         """
         newest = state.get("newest")

@@ -93,7 +93,7 @@ class TextSource(ABC):
     """The value of the flag, without its weight."""
     options: TextOptions = DEFAULTS
     streamed: bool
-    """True if the text is tokenised while the run goes on, False if before it starts."""
+    """True if the text is tokenized while the run goes on, False if before it starts."""
 
     @property
     @abstractmethod
@@ -110,7 +110,7 @@ class TextSource(ABC):
 
     @property
     def flags(self) -> tuple[LossOn, bool]:
-        """Return which flags accompany a token: `loss_on` and `document_attention`, as `tokenise` takes them."""
+        """Return which flags accompany a token: `loss_on` and `document_attention`, as `token_batches` takes them."""
         return self.options.loss_on, self.options.document_attention
 
     @property

@@ -35,12 +35,12 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 PIECE_CHARACTERS = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
 _TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
-"""Fields of a record that is tokenised already; the first one is required."""
+"""Fields of a record that is tokenized already; the first one is required."""
 _TOOLS = "tools"
 """Field beside messages with the JSON schemas of functions, as a list, or as text in which columns can hold it."""
 _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
-"""Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenised at once,
+"""Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenized at once,
 with up to 160 times as much memory: 2.6 GB."""
 RETRY_SECONDS = (1.0, 5.0, 30.0, 120.0, 300.0)
 """Seconds before each new attempt to read a file of the hub, after those that huggingface_hub makes by itself."""
@@ -74,7 +74,7 @@ def check_size(file: str, size: int, largest: int = LARGEST_DOCUMENT) -> None:
     """Refuse a .txt file of `size` bytes that is too large to be one document."""
     if size > largest:
         raise ValueError(
-            f"{file}: is one document of more than {largest:,} bytes, which would be tokenised at once, with over 100 "
+            f"{file}: is one document of more than {largest:,} bytes, which would be tokenized at once, with over 100 "
             "times as much memory; divide it into several files (training also divides it by --sample_by paragraph or "
             "line)"
         )
@@ -233,7 +233,7 @@ def _read_all(file: str, longest: int) -> str:
 
 def _too_long(where: str) -> ValueError:
     return ValueError(
-        f"{where}: has more than {LARGEST_DOCUMENT:,} characters, which would be tokenised at once, with over 100 "
+        f"{where}: has more than {LARGEST_DOCUMENT:,} characters, which would be tokenized at once, with over 100 "
         "times as much memory; divide it into several"
     )
 

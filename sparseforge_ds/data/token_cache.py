@@ -1,4 +1,4 @@
-"""Token cache of a text that is tokenised before training starts: one file of tokens, mapped into memory.
+"""Token cache of a text that is tokenized before training starts: one file of tokens, mapped into memory.
 
 A finished cache is two files:
 
@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.text_files import TextSource
-from sparseforge_ds.data.tokenization import cache_key, no_text_error, token_dtype, tokenise
+from sparseforge_ds.data.tokenization import cache_key, no_text_error, token_batches, token_dtype
 from sparseforge_ds.data.windows import ids_of_tokens, trained_flags
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def open_tokens(path: Path, dtype: str, tokens: int) -> np.memmap:
 def ensure_token_cache(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, frame: DocumentFrame = "auto"
 ) -> TokenCache:
-    """Return the token cache of a text. Tokenise the text if there is no intact cache yet.
+    """Return the token cache of a text. Tokenize the text if there is no intact cache yet.
 
     Args:
         source: the text.
@@ -118,7 +118,7 @@ def ensure_token_cache(
     tokens = documents = largest = skipped = trained = 0
     checksums = _Checksums()
     with atomic_file(path) as file:
-        for batch in tokenise(source.read(), tokenizer, frame, *source.flags):
+        for batch in token_batches(source.read(), tokenizer, frame, *source.flags):
             content = batch.token.tobytes()
             file.write(content)
             checksums.add(content)

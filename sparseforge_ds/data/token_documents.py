@@ -52,7 +52,7 @@ class TokenDocument:
         """Raise ValueError if an id is larger than all ids of the tokenizer."""
         if len(self.ids) and self.ids.max() > largest:
             raise ValueError(
-                f"{self.where}: has token {self.ids.max()}, and the tokenizer's ids end at {largest}; tokenise the "
+                f"{self.where}: has token {self.ids.max()}, and the tokenizer's ids end at {largest}; tokenize the "
                 "text with the tokenizer of the model"
             )
 

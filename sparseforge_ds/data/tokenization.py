@@ -22,7 +22,7 @@ from sparseforge_ds.model.tokenizer import run_tokenizer
 
 DOCUMENTS_AT_A_TIME = 256
 CHARACTERS_AT_A_TIME = 2**22
-"""Documents are tokenised together until one of these two limits is reached, so that a batch of books fits memory."""
+"""Documents are tokenized together until one of these two limits is reached, so that a batch of books fits memory."""
 
 
 def frame_tokens(
@@ -99,7 +99,7 @@ def encode_trained(
     A token is trained on if it begins inside the completion, or follows the document to end it.
 
     Raises:
-        ValueError: as `encode`; or the tokenizer or its template does not say which tokens these are.
+        ValueError: as `tokenize`; or the tokenizer or its template does not say which tokens these are.
     """
     before, after = frame_tokens(tokenizer, frame)
     if not tokenizer.is_fast:
@@ -160,14 +160,14 @@ class TokenBatch:
     """Documents without text; they have no tokens."""
 
 
-def tokenise(
+def token_batches(
     documents: Iterator[Document],
     tokenizer: PreTrainedTokenizerBase,
     frame: DocumentFrame = "auto",
     loss_on: LossOn = "all",
     document_attention: bool = False,
 ) -> Iterator[TokenBatch]:
-    """Yield the tokens of all documents, some documents at a time; errors as `encode`.
+    """Yield the tokens of all documents, some documents at a time; errors as `tokenize`.
 
     Nothing is read ahead: the iterator stands at the first document whose tokens have not been yielded.
     With `document_attention` the first token of a document is not trained on, since it sees no token before it.
@@ -213,7 +213,7 @@ def _encode_all(
 
 
 def _take_documents(documents: Iterator[Document]) -> list[Document]:
-    """Return the next documents, as many as are tokenised together; none at the end."""
+    """Return the next documents, as many as are tokenized together; none at the end."""
     batch: list[Document] = []
     characters = 0
     for document in itertools.islice(documents, DOCUMENTS_AT_A_TIME):
@@ -258,7 +258,7 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def cache_key(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, frame: DocumentFrame = "auto", *extra: object
 ) -> tuple[str, dict[str, Any]]:
-    """Return the cache key of a tokenised text, and the settings it was hashed from, by names that users know.
+    """Return the cache key of a tokenized text, and the settings it was hashed from, by names that users know.
 
     Args:
         source: the text.

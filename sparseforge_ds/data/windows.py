@@ -88,7 +88,7 @@ class Windows(Protocol):
 
 
 class CachedWindows:
-    """Windows of a tokenised text: window i is window `permutation(seed, epoch)[i]` of it. See `Windows`.
+    """Windows of a tokenized text: window i is window `permutation(seed, epoch)[i]` of it. See `Windows`.
 
     Args:
         token: (tokens,) the text, in memory or mapped.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.finished_model import load_tokenizer
-from sparseforge_ds.evaluate.perplexity import cut_windows, max_positions, tokenize
+from sparseforge_ds.evaluate.perplexity import cut_windows, max_positions, text_to_ids
 from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.model.tokenizer import check_tokens
 
@@ -22,7 +22,7 @@ _CHARACTERS = 8
 
 
 def calibration_windows(folder: str, config: Any, text: str, sequences: int, seq_length: int | None) -> list[Tensor]:
-    """Return the first windows of a text, each (1, seq_length), tokenised for a model. The rest is not read.
+    """Return the first windows of a text, each (1, seq_length), tokenized for a model. The rest is not read.
 
     Args:
         folder: the model's folder.
@@ -56,7 +56,7 @@ def _beginning(tokenizer: PreTrainedTokenizerBase, documents: Iterator[str], tok
             characters_read += len(document) + 2
         is_all = characters_read < characters
         joined = "\n\n".join(parts)[:characters]
-        ids = tokenize(tokenizer, joined, special=True)
+        ids = text_to_ids(tokenizer, joined, special=True)
         if len(ids) >= tokens + _MARGIN or is_all:
             return ids[:tokens]
         characters *= 2

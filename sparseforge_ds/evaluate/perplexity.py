@@ -2,7 +2,7 @@
 
 Softmax is in fp32, and one perplexity counts the whole text (it is no mean of perplexities). There are two protocols:
 
-`windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenised at once, with
+`windows` is the protocol of the papers on WikiText-2. Documents are joined by two newlines and tokenized at once, with
 the tokenizer's default special tokens. Windows of `seq_length` do not overlap; every token of one but the first is
 scored. The tail is dropped; with `stride` a window scores only what no earlier one scored.
 
@@ -189,7 +189,7 @@ def require_same_tokens(
 ) -> None:
     """Reject two tokenizers that make different tokens of a text: KL would have no meaning there."""
     for document in documents:
-        if tokenize(tokenizer, document, special=True) != tokenize(dense, document, special=True):
+        if text_to_ids(tokenizer, document, special=True) != text_to_ids(dense, document, special=True):
             raise ValueError(
                 f"--dense {dense.name_or_path}: its tokenizer makes other tokens of the text than that of "
                 f"{tokenizer.name_or_path}, so that KL has no meaning; give the dense model that this one was made of"
@@ -227,7 +227,7 @@ def windows(
     """
     if not 1 <= stride <= seq_length:
         raise ValueError(f"--stride {stride}: use 1 to seq_length = {seq_length}")
-    ids = tokenize(tokenizer, "\n\n".join(documents), special=True)
+    ids = text_to_ids(tokenizer, "\n\n".join(documents), special=True)
     overlap = max(1, seq_length - stride)
     token_windows = cut_windows(ids, seq_length, stride)
     return [Passage(tokens, overlap if number else 1) for number, tokens in enumerate(token_windows)], len(ids)
@@ -251,14 +251,14 @@ def whole_documents(
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to begin a document with; use --protocol windows")
-    tokens = [tokenize(tokenizer, document, special=False) for document in documents]
+    tokens = [text_to_ids(tokenizer, document, special=False) for document in documents]
     passages = [Passage([first, *ids][:seq_length], 1) for ids in tokens if ids]
     if not passages:
         raise ValueError("no document has a token in it")
     return passages, sum(map(len, tokens))
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
+def text_to_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
     """Return the ids of a text, with or without the special tokens that the tokenizer puts around it."""
     ids: list[int] = run_tokenizer(tokenizer, tokenizable(text), add_special_tokens=special, verbose=False)["input_ids"]
     return ids

@@ -17,7 +17,7 @@ STDLIB: dict[str, Split] = {"stdlib:heldout": "heldout", "stdlib:train": "train"
 WIKITEXT = "wikitext2"
 """`--text` of the split on the hub; `wikitext2:PATH` is a copy of its rows on this machine."""
 _LONGEST_TEXT = 2**28
-"""Largest number of characters of a .txt file, which is tokenised at once, in over 100 times as much memory."""
+"""Largest number of characters of a .txt file, which is tokenized at once, in over 100 times as much memory."""
 _HUB = ("Salesforce/wikitext", "wikitext-2-raw-v1")
 _BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 

@@ -76,7 +76,7 @@ def teach(
     if not 2 <= settings.seq_length <= max_positions(model.config):
         raise ValueError(f"--seq_length {settings.seq_length}: use 2 to {max_positions(model.config)}, the positions")
 
-    # Tokenise the text, and take room for its logits.
+    # Tokenize the text, and take room for its logits.
     cache = ensure_token_cache(source, tokenizer, folder / "tokens", settings.document_frame)
     if cache.largest_id >= vocabulary:
         raise unknown_token_error(cache.largest_id, vocabulary)

@@ -33,7 +33,7 @@ _ADAPTER = (
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Reject arguments before a trainer is made, which may load models and tokenise.
+    """Reject arguments before a trainer is made, which may load models and tokenize.
 
     Raises:
         ValueError: an adapter or an optimizer is among them.

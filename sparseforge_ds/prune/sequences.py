@@ -17,7 +17,7 @@ from sparseforge_ds.model.tokenizer import check_tokens
 LENGTH = 512
 """Tokens of a sequence by default."""
 _DOCUMENTS = 64
-"""Documents that are tokenised together."""
+"""Documents that are tokenized together."""
 
 
 def read_sequences(
@@ -37,7 +37,7 @@ def read_sequences(
             that the model does not know.
     """
     seq_length = length_of(seq_length, max_positions(config))
-    # Documents are tokenised until there are enough tokens.
+    # Documents are tokenized until there are enough tokens.
     documents = iter_texts(text, text_field)
     ids: list[int] = []
     while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):

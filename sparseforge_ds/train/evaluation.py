@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_held_out(spec: RunSpec, ranks: Ranks) -> HeldOut | None:
-    """Return the windows of `--eval_dataset`, tokenised on rank 0; None without it.
+    """Return the windows of `--eval_dataset`, tokenized on rank 0; None without it.
 
     Raises:
         AgreedError: the text cannot be read, or does not suit the model.

@@ -13,7 +13,7 @@ from sparseforge_ds.train.spec import RunSpec
 
 
 def steps_of_epochs(spec: RunSpec) -> int:
-    """Return the steps in which a run reads its text `--epochs` times; tokenises the text. Rank 0 only.
+    """Return the steps in which a run reads its text `--epochs` times; tokenizes the text. Rank 0 only.
 
     Raises:
         ValueError: the text has no end that is known now, several sources with an end each, or cannot be read; or the
@@ -29,7 +29,7 @@ def steps_of_epochs(spec: RunSpec) -> int:
         why = "sources of a mixture end at different times" if len(sources) > 1 else "the length of a stream is unknown"
         raise ValueError(f"--epochs {epochs:g}: {why} (--dataset {names}); give --max_steps")
 
-    # Tokenise into the run folder, but not into that of another run.
+    # Tokenize into the run folder, but not into that of another run.
     is_recorded = (spec.folder / "sparseforge.json").exists()
     if not spec.arguments.resume or (spec.arguments.resume != "auto" and not is_recorded):
         check_beginning(spec)

@@ -1,4 +1,4 @@
-"""Batches from the text of a run: each source is tokenised before training starts, or as a stream meanwhile."""
+"""Batches from the text of a run: each source is tokenized before training starts, or as a stream meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparseforge_ds.train.spec import RunSpec
 
 
 def open_batches(spec: RunSpec, ranks: Ranks) -> Batches:
-    """Return this rank's micro-batches, at the beginning of the text; rank 0 tokenises what is no stream.
+    """Return this rank's micro-batches, at the beginning of the text; rank 0 tokenizes what is no stream.
 
     Raises:
         AgreedError: the text cannot be read, does not suit the model or is too short, or the disk is full.
@@ -61,7 +61,7 @@ def _open(spec: RunSpec, ranks: Ranks, source: TextSource, at_least: int) -> Win
     arguments = spec.arguments
     folder = spec.folder / "data"
     vocabulary = int(spec.model.config.get_text_config().vocab_size)
-    # A stream is tokenised while the run goes on.
+    # A stream is tokenized while the run goes on.
     if source.streamed:
         sizes = ChunkSizes(arguments.seq_length)
         return open_stream(
@@ -74,7 +74,7 @@ def _open(spec: RunSpec, ranks: Ranks, source: TextSource, at_least: int) -> Win
             ranks,
             arguments.document_frame,
         )
-    # Everything else is tokenised now, by rank 0, and mapped into memory by every rank.
+    # Everything else is tokenized now, by rank 0, and mapped into memory by every rank.
     packed: TokenCache = ranks.on_first(
         lambda: ensure_token_cache(source, spec.model.tokenizer, folder, arguments.document_frame)
     )

@@ -232,7 +232,7 @@ def test_too_little_text_is_refused_before_training(inputs, content, message):
         (["--epochs=1"], '{"text": null}\n', "--eval_dataset .*: there is no text in it"),
     ],
 )
-def test_a_held_out_text_that_cannot_be_scored_is_said_before_the_other_is_tokenised(
+def test_a_held_out_text_that_cannot_be_scored_is_said_before_the_other_is_tokenized(
     inputs, switches, content, message
 ):
     held_out = inputs.folder / "held_out.jsonl"

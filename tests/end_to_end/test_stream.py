@@ -1,4 +1,4 @@
-"""Runs on a mixture of a stream, which is tokenised while they go on, and a text that is tokenised before."""
+"""Runs on a mixture of a stream, which is tokenized while they go on, and a text that is tokenized before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def small_sizes(seq_length):
 
 
 def main_on_small_chunks(command_line, dies_at):
-    """Run the launcher's body with chunks of some windows; the tokenising process dies before it makes a chunk."""
+    """Run the launcher's body with chunks of some windows; the tokenizing process dies before it makes a chunk."""
     from sparseforge_ds.data import producer
     from sparseforge_ds.train import open_batches
     from sparseforge_ds.train.trainer import main
@@ -104,14 +104,14 @@ def test_a_resumed_run_equals_one_in_one_go(straight):
 
 
 def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(straight, capfd):
-    """End the tokenising process under the ninth step; the run goes on from there, also without the cache."""
+    """End the tokenizing process under the ninth step; the run goes on from there, also without the cache."""
     flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
     train(*flags, dies_at=2, exit_code=1)
     output = capfd.readouterr().out  # a failed rank's stderr is in it
     assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in output
     assert re.search("text: 3 files of split train: 0.jsonl to 2.jsonl, .* bytes; left out: 1 of split test", output)
     assert re.search("train/data-00000-of-00001.arrow, .* bytes; left out: 1 of split validation", output)
-    assert "nothing to resume: there is no run in" in output and "the process that tokenises it ended" in output
+    assert "nothing to resume: there is no run in" in output and "the process that tokenizes it ended" in output
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
     assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as eight steps need"
     shutil.rmtree(straight / "died" / "data")

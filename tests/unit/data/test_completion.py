@@ -154,7 +154,7 @@ def test_plain_text_is_refused_at_once(tmp_path, stream):
         (MARKED, "fisher", None),
     ],
 )
-def test_a_run_is_refused_before_any_text_is_tokenised(tmp_path, template, importance, message):
+def test_a_run_is_refused_before_any_text_is_tokenized(tmp_path, template, importance, message):
     model = write_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text(template)
     arguments = RunArguments(

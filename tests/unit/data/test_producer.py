@@ -1,4 +1,4 @@
-"""The process that tokenises a stream: it can end at any moment, and what it leaves is continued exactly."""
+"""The process that tokenizes a stream: it can end at any moment, and what it leaves is continued exactly."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_identity_is_content_wherever_it_lies_and_whenever_it_was_written(files,
     assert identity(moved) != first
 
 
-def test_a_file_that_is_tokenised_before_may_be_renamed_but_not_change_its_size_unseen(files):
+def test_a_file_that_is_tokenized_before_may_be_renamed_but_not_change_its_size_unseen(files):
     path = files / "b.jsonl"
     first = find_source(str(path)).identity
     renamed = path.rename(files / "renamed.jsonl")

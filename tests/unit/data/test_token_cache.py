@@ -210,7 +210,7 @@ def test_ids_survive_the_file(tmp_path):
 
 
 def test_two_runs_fill_one_folder_at_once(tmp_path):
-    """`sparseforge compare` starts runs side by side; the second tokenises while the first is half done."""
+    """`sparseforge compare` starts runs side by side; the second tokenizes while the first is half done."""
     inner = []
 
     def read():

@@ -170,7 +170,7 @@ def test_a_text_at_which_a_tokenizer_fails_is_one_error(capsys, tmp_path):
     for use in (
         lambda: tokenize(["fine", text], read_tokenizer(model)),
         lambda: encode_trained([PromptAndCompletion("fine", text)], read_tokenizer(model)),
-        lambda: perplexity.tokenize(load_for_evaluation(str(model)), text, special=False),
+        lambda: perplexity.text_to_ids(load_for_evaluation(str(model)), text, special=False),
     ):
         with pytest.raises(ValueError, match="the tokenizer cannot read the text .*retry-limit"):
             use()

@@ -21,7 +21,7 @@ def windows_of(row):
 
 
 def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monkeypatch):
-    """Frame a text that is tokenised before and one that another process tokenises."""
+    """Frame a text that is tokenized before and one that another process tokenizes."""
     monkeypatch.setattr(open_batches, "ChunkSizes", lambda seq_length: ChunkSizes(seq_length, 64 * SEQ, 64 * SEQ))
     for name in ("whole", "stream"):
         write_stream(tmp_path / name)
