@@ -158,9 +158,9 @@ class MaskLLMConfig(MethodConfig):
     """
 
     name: Literal["maskllm"] = "maskllm"
-    scale: Window = (100.0, 500.0)
+    scale: tuple[float, float] = (100.0, 500.0)
     """kappa, the factor of the logits before noise is added; linear from the first to the second value."""
-    temperature: Window = (4.0, 0.05)
+    temperature: tuple[float, float] = (4.0, 0.05)
     """tau, the temperature of the softmax; linear from the first to the second value."""
     spread: float = 0.01
     """Standard deviation of the initial logits."""
