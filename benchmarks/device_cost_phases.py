@@ -86,14 +86,14 @@ def _steps(
     step(None, "first mask update")
     plain = train()
     step("soft step, hardening", "soft step, hardening")
-    heard = train()
+    measured = train()
     step(None, "mask update")
     train()
     step(None, "freeze")
     frozen = train()
     step("frozen step", "frozen step")
     phases = {
-        "curvature hooks beside the passes": heard.less(plain),
+        "curvature hooks beside the passes": measured.less(plain),
         **phases,
         "frozen gradient hooks beside the passes": frozen.less(plain),
     }

@@ -135,9 +135,9 @@ class _Removed:
         weights = self.weights
         weight = weights.prunable[self.name]
         # The rest of W in whole groups.
-        wide = weights.halo.with_halo(chunk, weights.dense(chunk), self.halo)
+        with_halo = weights.halo.with_halo(chunk, weights.dense(chunk), self.halo)
         span = weights.halo.span_with_halo(chunk)
-        rest = wide.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, span.start, span.stop)
+        rest = with_halo.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, span.start, span.stop)
         rest_GM = weights.pattern.to_groups(rest, weight.shape, weight.input_axis)
         # Kept entries count as 0.
         removed_GM = rest_GM.masked_fill(survivors(rest_GM.abs(), weights.pattern), 0)

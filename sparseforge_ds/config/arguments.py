@@ -95,7 +95,7 @@ class RunArguments:
         "train",
         "split of a hub dataset or of a folder that is read, or several, like train+validation. Names of files, or of "
         "the folders below the given one, mention their split, as in datasets; without such names they belong to "
-        "train. The start prints which files are read",
+        "train. The launch prints which files are read",
         "NAME",
     )
     text_field: str = _flag(
@@ -238,7 +238,7 @@ class RunArguments:
     resume_other_data: bool = _flag(
         False,
         "with --resume: go on although the text is not the one that the checkpoint was trained on (it is known by "
-        "content, so moved or touched files are the same), or is divided into tokens in another way. The start prints "
+        "content, so moved or touched files are the same), or is divided into tokens in another way. The launch prints "
         "what differs. The run reads the new text from its present position; a stream is first tokenized up to there",
     )
     allow_dense: list[str] = _list_flag(
@@ -249,7 +249,7 @@ class RunArguments:
     any_family: bool = _flag(
         False,
         "prune a model whose family the family table does not know, by the types of its layers: linear layers of "
-        "numbered blocks and fused experts, not routers and heads. The start prints the resulting globs, to be pasted "
+        "numbered blocks and fused experts, not routers and heads. The launch prints the resulting globs, to be pasted "
         "into the block, where lines can be moved from include to allow_dense",
     )
     attn_implementation: str | None = _flag(

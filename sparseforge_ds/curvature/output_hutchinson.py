@@ -1,4 +1,4 @@
-"""Hutchinson's estimate at the outputs of the linear layers, of which row and column sums remain.
+"""Hutchinson's estimate at the outputs of the linear layers, reduced to sums of rows and columns.
 
 The paper's probe vector is one sign a weight, and every other weight's curvature is noise in it. Here it is one sign v
 for every token and output of a layer, y = W x: with g = dL/dy, v (g(y + r v) - g(y - r v)) / 2r estimates D, the second

@@ -43,7 +43,7 @@ class BatchLayout:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return the index of this rank among those with other sequences: that of its sequence-parallel group."""
+        """Return the number of the group of ranks that share their sequences, of which this rank is one."""
         return self.rank // self.sequence_parallel
 
     def token_slice(self, seq_length: int) -> slice:

@@ -90,7 +90,7 @@ class TextSource(ABC):
     """Text that one value of `--dataset` names."""
 
     name: str
-    """The value of the flag, without its weight."""
+    """The value of the flag, without its share."""
     options: TextOptions = DEFAULTS
     streamed: bool
     """True if the text is tokenized while the run goes on, False if before it starts."""

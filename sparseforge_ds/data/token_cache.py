@@ -191,7 +191,7 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
     actual = path.stat().st_size if path.is_file() else 0
     if actual != size:
         raise ValueError(f"{path} has {actual:,} bytes instead of {size:,}")
-    # Both ends are compared, and others by chance, so each launch of a large file looks at others.
+    # Both ends are compared, and others by chance, so each launch looks at other blocks of a large file.
     middle = random.SystemRandom().sample(range(1, len(checksums) - 1), min(_SAMPLED, max(len(checksums) - 2, 0)))
     with path.open("rb") as file:
         for block in sorted({0, *middle, len(checksums) - 1}):

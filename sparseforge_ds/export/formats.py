@@ -36,8 +36,8 @@ def export(
         max_shard_size: most bytes of a file, such as "5GB".
         workers: threads.
         skip_proof: True for a machine that has no memory for the model.
-        grid: to round the values of `packed24` to; a run that was trained in up to 4 bits has a group of its own. None
-            to keep them.
+        grid: to round the values of `packed24` to; a run that was trained in up to 4 bits has a group size of its
+            own. None to keep them.
         compare: measures the folder that was written against the source; its result goes into `sparsity.json`.
 
     Returns:

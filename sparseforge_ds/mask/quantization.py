@@ -50,27 +50,27 @@ def quantized(weight_GI: Tensor, bits: int) -> Tensor:
     return code_GI * scale_G1 + 0.0
 
 
-def scale_group(pattern: Pattern, kept_count: int | None, inputs: int) -> NM:
+def scale_group(pattern: Pattern, group_size: int | None, inputs: int) -> NM:
     """Return the groups of inputs that share a scale, as a pattern that prunes nothing.
 
     Args:
         pattern: of the weight.
-        kept_count: kept values of a group; None for all inputs of an output.
+        group_size: kept values that share a scale; None for all inputs of an output.
         inputs: of the weight.
 
     Raises:
         ValueError: the groups do not consist of whole groups of the pattern, or do not divide the inputs.
     """
-    if kept_count is None:
+    if group_size is None:
         return NM(inputs, inputs)
-    size, rest = divmod(kept_count * pattern.members, pattern.kept_count)
+    size, rest = divmod(group_size * pattern.members, pattern.kept_count)
     if rest or (not isinstance(pattern, Block) and size % pattern.members):
         raise ValueError(
-            f"{kept_count} kept values are no whole number of groups of {pattern}; use a multiple of what a group keeps"
+            f"{group_size} kept values are no whole number of groups of {pattern}; use a multiple of what a group keeps"
         )
     if inputs % size:
         raise ValueError(
-            f"{kept_count} kept values lie in {size} inputs at {pattern}, which do not divide its {inputs} inputs; use "
+            f"{group_size} kept values lie in {size} inputs at {pattern}, which do not divide its {inputs} inputs; use "
             "a smaller number, or null for a scale a row"
         )
     return NM(size, size)

@@ -103,7 +103,7 @@ class DeepseekRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts or 0, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (T, E), weights (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
+        """Return logits (T, E), gates (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
         dtype = torch.float32 if self.config.fp32_gate else hidden.dtype
         logits_TE = F.linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), self.weight.to(dtype))
         gate_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)

@@ -242,7 +242,7 @@ class _DistanceFunction(torch.autograd.Function):
 
 
 def _differences(state_BSH: Tensor, teacher_BSH: Tensor, targets: _Targets) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield for each block of tokens its rows, student less teacher (T, H), and the weight of its square (T, 1)."""
+    """Yield for each block of tokens its rows, student less teacher (T, H), and the factor of its square (T, 1)."""
     exact = torch.promote_types(state_BSH.dtype, torch.float32)
     state_TH = state_BSH.flatten(0, 1)
     teacher_TH = teacher_BSH.flatten(0, 1)

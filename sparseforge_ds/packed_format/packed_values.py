@@ -153,7 +153,7 @@ def bits_a_weight(grid: Grid | None = None, kept: int | None = None) -> float:
 
     Args:
         grid: of rounded values; None for values of 16 bits.
-        kept: values of a row, which share a scale where no group does; None leaves that scale out.
+        kept: values of a row, which share a scale where `group_size` is None; None leaves that scale out.
     """
     if grid is None:
         return 16 / 2 + 1
@@ -166,7 +166,7 @@ def parse_grid(text: str) -> Grid:
     """Return the grid of `int4:64`, int4 with a scale for 64 kept values, or of `int8`, with one a row.
 
     Raises:
-        ValueError: it is neither a name of `GRIDS` nor one with a group.
+        ValueError: it is neither a name of `GRIDS` nor one with a group size.
     """
     name, separator, size = text.partition(":")
     if name not in GRIDS or (separator and not (name == "int4" and size.isdecimal() and 0 < int(size) < 2**31)):

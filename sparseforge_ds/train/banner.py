@@ -1,4 +1,4 @@
-"""The start banner of a run, on one screen: model, coverage, schedule, batch and memory per rank."""
+"""The banner of a run, on one screen: model, coverage, schedule, batch and memory per rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = tuple[str, str]
 
 
 def banner(spec: RunSpec, text: str) -> str:
-    """Return the start banner; `text` describes the text that the run reads."""
+    """Return the banner; `text` describes the text that the run reads."""
     *rows, output = spec_rows(spec)
     rows.append(("text", text))
     # Name the source of each line of files where there are several sources.

@@ -289,8 +289,8 @@ def _start_batches(context: TrainContext) -> RunProbeBatches:
         return RunProbeBatches(context, 0, 1)
     layout = context.batches.layout
     tokens = block_start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
-    groups = layout.world_size // layout.sequence_parallel
-    size, count = block_start.micro_batches(tokens, spec.arguments.seq_length, groups, layout.micro_batch)
+    readers = layout.world_size // layout.sequence_parallel
+    size, count = block_start.micro_batches(tokens, spec.arguments.seq_length, readers, layout.micro_batch)
     return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
 
 

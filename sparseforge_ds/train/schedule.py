@@ -50,7 +50,7 @@ class LearningRate:
         return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
     def __str__(self) -> str:
-        """Describe the schedule for the start banner."""
+        """Describe the schedule for the banner."""
         warmup = "" if self.kind == "constant" else f" after {self.warmup_steps} warm-up steps"
         if self.kind == "cosine":
             return f"{self.peak:g}{warmup}, cosine to {self.peak * self.floor:g}"

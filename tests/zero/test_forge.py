@@ -259,7 +259,7 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
         assert "no usable curvature for 3 of 7 matrices" in called_on_none and "mlp.down_proj.weight" in called_on_none
         for message in singular:
             assert (
-                message.startswith("ValueError") and "_proj.weight" in message and "reconstruction) = 1e-30" in message
+                message.startswith("AgreedError") and "_proj.weight" in message and "reconstruction) = 1e-30" in message
             ), message
 
 

@@ -102,7 +102,7 @@ def content_of(folder: Path) -> str:
 
 
 def newest(folder: Path) -> tuple[int, str]:
-    """Return the step and content of the checkpoint that a start finds after a kill: recovered and whole."""
+    """Return the step and content of the checkpoint that a launch finds after a kill: recovered and whole."""
     result = Checkpoints(folder / "checkpoints", OneRank(), 0, 0)  # type: ignore[arg-type]
     result.recover()
     manifest = result.newest()

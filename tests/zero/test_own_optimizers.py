@@ -1,4 +1,4 @@
-"""DeepSpeed's own optimizers under the hooks: FusedAdam and DeepSpeedCPUAdam. The first start compiles them."""
+"""DeepSpeed's own optimizers under the hooks: FusedAdam and DeepSpeedCPUAdam. The first launch compiles them."""
 
 from __future__ import annotations
 

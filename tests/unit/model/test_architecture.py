@@ -119,7 +119,7 @@ def test_a_config_with_a_wrong_value_is_one_line(tmp_path: Path, changes: dict[s
         ("some/where/else", "no such folder or file"),
         ("missing.json", "no such folder or file"),
         ("{folder}", "no config.json in this folder"),
-        ("{folder}/odd.json", "no such folder"),
+        ("{folder}/odd.json", "its config.json cannot be used .*model type `no such thing`"),
         ("nobody/no-such-model", "check the name and the network"),
     ],
 )
