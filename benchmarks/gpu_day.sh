@@ -9,7 +9,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${1:?usage: bash benchmarks/gpu_day.sh OUT [PART ...]}"
 shift
-wanted=" ${*:-fused tests cost frozen linear staged overlap bench optimizer} "
+wanted=" ${*:-fused tests cost frozen staged bench linear overlap optimizer} "
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 device="${GPU_DAY_DEVICE:-cuda}"
@@ -55,20 +55,20 @@ else
     # 2: a training step beside plain DeepSpeed, while masks harden and when they are frozen.
     part cost 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
     part frozen 90 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
-    # 3: a packed model at work, in CUDA graphs.
+    # 3: 33 to 256 rows by SPARSEFORGE_STAGED=1: right, and beside today's way and cuBLAS; each line ends with the fastest.
+    part staged 90 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/extras/packed24/test_mma_on_gpu.py \
+        -k 'staged_rows and (None-None or small and dtype0)' && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --repeats 5 --staged \
+        --rows 33 48 64 96 128 192 256 --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 5120x17408 34816x5120"
+    # 4: a packed model at work, in CUDA graphs.
     part bench 150 python3 -m sparseforge_ds bench --shapes llama-2-7b --layers 8 --batches 1 8 --workload 128x128 --out "$out/bench"
     # 12288 outputs beside three times 4096, and 22016 beside twice 11008: what q, k, v and gate, up gain as one product.
     part linear 60 python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --rows 1 8 32 64 128 \
         --shapes 4096x4096 12288x4096 11008x4096 22016x4096 4096x11008 7168x5120 34816x5120
-    # 33 to 256 rows by SPARSEFORGE_STAGED=1: right, and beside today's way and cuBLAS; each line ends with the fastest.
-    part staged 90 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/extras/packed24/test_mma_on_gpu.py \
-        -k 'staged_rows and None-None' && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --repeats 5 --staged \
-        --rows 33 48 64 96 128 192 256 --shapes 4096x4096 12288x4096 22016x4096 4096x11008 7168x5120 5120x17408 34816x5120"
     # Weights on their way before the kernel ahead has ended: right, and beside the same rows and shapes of `linear`.
     part overlap 70 env SPARSEFORGE_OVERLAP=1 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider \
         tests/unit/extras/packed24/test_mma_on_gpu.py -k 'not staged' && python3 -m benchmarks.linear24 --device cuda \
         --dtypes bfloat16 --rows 1 8 --shapes 4096x4096 12288x4096 22016x4096 4096x11008"
-    # 4: DeepSpeed's FusedAdam through the whole life of a mask.
+    # 5: DeepSpeed's FusedAdam through the whole life of a mask.
     part optimizer 120 python3 -m pytest -q -x -m gpu -p no:cacheprovider tests/zero/test_own_optimizers.py -k whole_life
 fi
 echo "== $((SECONDS - begun)) s: done"

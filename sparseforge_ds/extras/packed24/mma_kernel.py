@@ -277,13 +277,24 @@ def may_overlap(capability: tuple[int, int]) -> bool:
 
     It is tried by SPARSEFORGE_OVERLAP=1, from compute capability 9.0 on. A weight must not be written by the kernel
     ahead of its product, nor by one before that where kernels between are launched so, too.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
     """
-    return os.environ.get("SPARSEFORGE_OVERLAP") == "1" and capability >= (9, 0)
+    return _is_asked_for("SPARSEFORGE_OVERLAP") and capability >= (9, 0)
 
 
 def stages_rows() -> bool:
     """Return True if products of more than `MOST_ROWS` rows, up to `STAGED_ROWS`, are tried: SPARSEFORGE_STAGED=1."""
-    return os.environ.get("SPARSEFORGE_STAGED") == "1"
+    return _is_asked_for("SPARSEFORGE_STAGED")
+
+
+def _is_asked_for(variable: str) -> bool:
+    """Return True if a variable of the environment is 1, False if it is 0, empty or not set."""
+    setting = os.environ.get(variable, "")
+    if setting not in ("", "0", "1"):
+        raise ValueError(f"{variable}={setting!r} is neither 0 nor 1: set it to 1, or unset it")
+    return setting == "1"
 
 
 def mma24(
@@ -303,6 +314,7 @@ def mma24(
 
     Raises:
         RuntimeError: the driver refuses a launch.
+        ValueError: SPARSEFORGE_STAGED or SPARSEFORGE_OVERLAP is neither 0 nor 1.
     """
     size = x.numel()
     outputs = values.shape[0]

@@ -34,6 +34,10 @@ _IN_FLIGHT = 32_000
 """Bytes on their way to a multiprocessor that fill the memory's latency."""
 _PARTS = (1, 2, 3, 4, 5, 6, 8)
 """Numbers of parts to try."""
+_TILES = (1, 2, 3, 4)
+"""Tiles of 16 outputs of a warp to try."""
+_WARPS = (1, 2, 3, 4, 5, 6, 8)
+"""Numbers of warps with different outputs to try."""
 
 
 class StagedTiling(NamedTuple):
@@ -122,11 +126,11 @@ def ranked_staged(
     They are the same for each 32 rows, so that few are compiled. Arguments are those of `mma_kernel.ranked`.
     """
     costs = []
-    for row_blocks, wr, wm, wo, resident, parts in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2, 4, 8), (1, 2), _PARTS):
+    for row_blocks, wr, wm, wo, resident, parts in product((1, 2), (1, 2, 4), _TILES, _WARPS, (1, 2), _PARTS):
         tiles = 4 * -(-rows // (32 * row_blocks))
-        fits_registers = wm * (tiles // wr) <= 32 and 65536 // (32 * wo * wr * resident) >= (
-            4 * wm * (tiles // wr) + _FIXED
-        )
+        # Each of four schedulers has 512 registers a lane for its warps.
+        registers = 512 // -(-wo * wr * resident // 4)
+        fits_registers = wm * (tiles // wr) <= 32 and registers >= 4 * wm * (tiles // wr) + _FIXED
         too_short = parts > 1 and inputs // _STEP < 4 * parts
         if tiles % wr or not 4 <= wo * wr <= 16 or not fits_registers or too_short:
             continue

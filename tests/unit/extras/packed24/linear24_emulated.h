@@ -1,7 +1,8 @@
 // What linear24.cu needs of CUDA, on the host: lanes are fibers of one thread, which take turns at barriers, and mma.sp
 // is written out as NVIDIA documents it. Copies to shared memory arrive when they are waited for, and not before. What
 // from_shared and load_matrices read must have arrived, behind a barrier if another lane has copied it, and nothing is
-// copied to where another lane has read since the last barrier: emulated::race is the first that does not hold.
+// copied to where another lane has read since the last barrier. What is copied lies in an operand, whole. emulated::race is
+// the first that does not hold.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -51,6 +52,10 @@ struct Copy {
   int size;
   bool there;  // or zeros
 };
+struct Operand {
+  const void* begin;
+  size_t size;
+};
 struct Access {
   int lane = -1, turn = -1;  // several lanes: -2
 };
@@ -76,6 +81,7 @@ inline ucontext_t home;
 inline std::function<void()> kernel;
 inline std::vector<Word> words;  // of shared memory, four bytes each
 inline const char* race;
+inline std::vector<Operand> operands;  // that a kernel may copy from
 
 inline Lane& lane() { return *lanes[threadIdx.x]; }
 inline Warp& warp() { return warps[threadIdx.x / 32]; }
@@ -109,14 +115,22 @@ inline void note_copy(const char* at, int size, bool arrives) {
     forbid(!arrives && by_another(word.read), "memory is copied to that another lane has read, without a barrier");
   });
 }
+inline bool in_an_operand(const char* from, int size) {
+  return std::any_of(operands.begin(), operands.end(), [=](const Operand& operand) {
+    const uintptr_t begin = (uintptr_t)operand.begin;
+    return (uintptr_t)from >= begin && (uintptr_t)from + size <= begin + operand.size;
+  });
+}
 inline void begin() {
   kernel();
   lane().done = true;
   swapcontext(&lane().context, &home);
 }
 
-inline const char* run(std::function<void()> function, Place grid, int threads, int shared_memory) {
+inline const char* run(std::function<void()> function, Place grid, int threads, int shared_memory,
+                       std::vector<Operand> readable) {
   race = nullptr;
+  operands = readable;
   kernel = function;
   gridDim = grid;
   std::unique_ptr<char, decltype(&std::free)> held{(char*)std::aligned_alloc(128, shared_memory / 128 * 128 + 256),
@@ -196,7 +210,9 @@ inline unsigned short narrow(float v) {
 inline void copy(char* to, const char* from, int size, bool there) {
   emulated::require(((uintptr_t)from | (uintptr_t)(to - emulated::memory)) % size == 0, "a copy is not aligned");
   emulated::note_copy(to, size, false);
-  emulated::lane().groups.back().push_back({to, from, size, there});
+  const bool outside = there && !emulated::in_an_operand(from, size);
+  emulated::forbid(outside, "memory outside the operands is copied");
+  emulated::lane().groups.back().push_back({to, from, size, there && !outside});
 }
 inline void copy4(char* to, const char* from, bool there = true) { copy(to, from, 4, there); }
 inline void copy16(char* to, const char* from, bool there) { copy(to, from, 16, there); }

@@ -62,6 +62,8 @@ CASES = [
     (StagedTiling(2, 2, 1, 4, 3, 1, 1, 1), 63, 33, 128, 2, "int4"),
     (StagedTiling(2, 2, 1, 2, 3, 2, 2, 2), 37, 34, 448, 4, "int4", 1),
     (StagedTiling(1, 6, 2, 1, 4, 1, 1, 1), 48, 41, 512, 2, "int4", 2),
+    (StagedTiling(3, 2, 3, 2, 3, 1, 2, 2), 50, 150, 576, 4, None),
+    (StagedTiling(3, 5, 5, 1, 2, 1, 1, 1), 37, 70, 192, 1, "int4", 1),
 ]
 """Tiling, rows, outputs, inputs, blocks along outputs and rows, grid of rounded values, blocks that share a scale."""
 HALF_CASES = [
@@ -79,8 +81,10 @@ MISTAKES = [
     ("__syncthreads();", "", b"another lane has copied"),
     ("arrived<STAGES - 2>", "arrived<STAGES - 1>", b"on its way"),
     ("fetch_ahead(step + STAGES - 1)", "fetch_ahead(step + STAGES)", b"on its way"),
+    ("min(o, of.out - 1) * blocks * (CHUNKS * 16)", "o * blocks * (CHUNKS * 16)", b"outside the operands"),
+    ("min(n, of.rows - 1) * blocks * 128 + c * 16), n < of.rows", "n * blocks * 128 + c * 16), true", b"outside"),
 ]
-"""What could be wrong in `staged24.cu`, and the race that it is."""
+"""What could be wrong in `staged24.cu`, and the race or the read outside the operands that it is."""
 GPUS = {"H100": (132, 227 * 1024), "A100": (108, 163 * 1024), "RTX 4090": (128, 99 * 1024)}
 """Multiprocessors, and bytes of shared memory that a block may have."""
 SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for inputs in (64, 2048, 4160, 14336, 28672)]
@@ -96,12 +100,15 @@ def case_source(name: str, tiling: Tiling | StagedTiling, macros: dict[str, int]
         f"namespace in_{name} {{",
         source.replace('extern "C"', ""),
         f"""
-        extern "C" const char* {name}({parameters}, int rows, int out, int in, unsigned blocks, int memory) {{
+        static_assert(THREADS == {tiling.threads});
+        extern "C" const char* {name}({parameters}, int rows, int out, int in, unsigned blocks, int memory,
+                                      const size_t* bytes) {{
           emulated::is_half = {str("HALF" in macros).lower()};
           auto multiply = [=] {{ {tiling.kernel}(v, p, x, (Scale*)scale, bias, y, part, rows, out, in); }};
-          const char* race = emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory);
+          const char* race = emulated::run(multiply, {{blocks, {tiling.parts}}}, THREADS, memory,
+                                           {{{{v, bytes[0]}}, {{p, bytes[1]}}, {{x, bytes[2]}}, {{scale, bytes[3]}}}});
           auto add = [=] {{ sum24(part, (Scale*)scale, bias, y, rows * out, out, {tiling.parts}); }};
-          if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0);
+          if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0, {{}});
           return race;
         }} }}""",
         *(f"#undef {macro}" for macro in (*macros, "KEPT", "SPAN", "THREADS")),
@@ -145,7 +152,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def run_emulated(
     function: Any, tiling: Tiling | StagedTiling, blocks: int, stored: Stored, operands: Sequence[Tensor | None]
 ) -> tuple[Tensor, bytes | None]:
-    """Return the product of values, positions, x, scale and bias, and the race that the emulation has found."""
+    """Return the product of values, positions, x, scale and bias, and the mistake that the emulation has found."""
     values, _, x, *_ = operands
     assert values is not None and x is not None
     rows, inputs = x.shape
@@ -155,7 +162,8 @@ def run_emulated(
     pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*operands, y, part)]
     function.restype = ctypes.c_char_p
     memory = tiling.shared_memory(inputs, stored.slot_bytes())
-    return y, function(*pointers, rows, outputs, inputs, blocks, memory)
+    sizes = (ctypes.c_size_t * len(operands))(*(0 if tensor is None else tensor.nbytes for tensor in operands))
+    return y, function(*pointers, rows, outputs, inputs, blocks, memory, sizes)
 
 
 @pytest.mark.parametrize("case", range(len(ALL_CASES)))
@@ -188,9 +196,9 @@ def test_staged_kernel_takes_any_size(emulation: ctypes.CDLL, rows: int, outputs
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
-def test_emulation_finds_races(emulation: ctypes.CDLL, mistake: int) -> None:
-    """Miss a barrier or a copy, or fill a slot too early: numbers may be right, for lanes take turns here."""
-    operands = (*packed(32, 192, torch.bfloat16), torch.randn(32, 192).bfloat16(), None, None)
+def test_emulation_finds_mistakes(emulation: ctypes.CDLL, mistake: int) -> None:
+    """Miss a barrier or a copy, fill a slot too early, or read behind a tensor: numbers may be right here."""
+    operands = (*packed(31, 192, torch.bfloat16), torch.randn(31, 192).bfloat16(), None, None)
     _, race = run_emulated(getattr(emulation, f"mistake{mistake}"), STAGED, 1, Stored(), operands)
     assert race is not None and MISTAKES[mistake][2] in race
 
@@ -200,18 +208,50 @@ class Driver:
 
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
+        self.compiled: list[tuple[tuple[str, int], ...]] = []
+        self.capability = (8, 0)
 
-    def cuLaunchKernel(self, _function: Any, *arguments: Any) -> int:  # noqa: N802
+    def load_module(self, macros: tuple[tuple[str, int], ...], _device: int) -> SimpleNamespace:
+        """Note the macros; a kernel is its name."""
+        self.compiled.append(macros)
+        return SimpleNamespace(device=0, function=str)
+
+    def cuLaunchKernel(self, kernel: str, *arguments: Any) -> int:  # noqa: N802
         """Note a plain launch."""
-        self.launches.append(tuple(number.value for number in arguments[:8]))
+        self.launches.append((kernel, *(number.value for number in arguments[:8])))
         return 0
 
-    def cuLaunchKernelEx(self, reference: Any, *_: Any) -> int:  # noqa: N802
+    def cuLaunchKernelEx(self, reference: Any, kernel: str, *_: Any) -> int:  # noqa: N802
         """Note a launch with attributes."""
         config = reference._obj
         attributes = [(config.attributes[i].id, config.attributes[i].value) for i in range(config.count)]
-        self.launches.append((*config.dimensions, config.shared_memory, config.stream, attributes))
+        self.launches.append((kernel, *config.dimensions, config.shared_memory, config.stream, attributes))
         return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """Pretend to have a GPU of four multiprocessors, whose stream is 7."""
+    driver = Driver()
+    monkeypatch.delenv("SPARSEFORGE_OVERLAP", raising=False)
+    monkeypatch.setattr(mma_kernel, "load_module", driver.load_module)
+    monkeypatch.setattr(cuda_driver, "load_driver", lambda: driver)
+    properties = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: driver.capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return driver
+
+
+def test_staged_launches_have_the_blocks_threads_and_memory_that_the_kernel_takes(driver: Driver) -> None:
+    """Launch blocks of 64 outputs and 32 rows: three times two of them, in two parts, with three slots each."""
+    plan = ProductPlan(StagedTiling(2, 2, 2, 2, 3, 1, 2, 2), 50, 130, 448, torch.bfloat16, 0)
+    x = torch.zeros(50, 448, dtype=torch.bfloat16)
+    plan(x, *packed(130, 448, torch.bfloat16), None, x.new_empty(50, 130))
+    memory = 3 * (32 * 128 + 64 * (64 + 8))
+    assert driver.launches == [("staged24", 6, 2, 1, 128, 1, 1, memory, 7), ("sum24", 26, 1, 1, 256, 1, 1, 0, 7)]
+    assert driver.compiled == [(("WM", 2), ("NT", 2), ("WO", 2), ("WR", 2), ("STAGES", 3), ("RESIDENT", 1))]
 
 
 @pytest.mark.parametrize(
@@ -219,34 +259,39 @@ class Driver:
     [("1", (9, 0), True), ("1", (12, 0), True), ("1", (8, 9), False), (None, (9, 0), False)],
 )
 def test_launches_overlap_where_that_is_asked_for_and_known(
-    monkeypatch: pytest.MonkeyPatch, setting: str | None, capability: tuple[int, int], is_on: bool
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, setting: str | None, capability: tuple[int, int], is_on: bool
 ) -> None:
-    driver = Driver()
-    monkeypatch.delenv("SPARSEFORGE_OVERLAP", raising=False)
+    driver.capability = capability
     if setting is not None:
         monkeypatch.setenv("SPARSEFORGE_OVERLAP", setting)
-    compiled: list[tuple[tuple[str, int], ...]] = []
-    module = SimpleNamespace(device=0, function=lambda name: ctypes.c_void_p(1))
-    monkeypatch.setattr(mma_kernel, "load_module", lambda macros, device: (compiled.append(macros), module)[1])
-    monkeypatch.setattr(cuda_driver, "load_driver", lambda: driver)
-    properties = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     plan = ProductPlan(Tiling(1, 2, 1, 1, 2, 2, 2), 1, 40, 1024, torch.bfloat16, 0)
     values, positions = packed(40, 1024, torch.bfloat16)
     x = torch.zeros(1, 1024, dtype=torch.bfloat16)
     plan(x, values, positions, None, x.new_empty(1, 40))
     # Weights in a copy are written by the kernel ahead.
     plan(x, torch.cat([values[0, :1], values.flatten()])[1:].view_as(values), positions, None, x.new_empty(1, 40))
-    (macros,) = compiled
+    (macros,) = driver.compiled
     assert (("OVERLAP", 1) in macros) == is_on
     memory = Tiling(1, 2, 1, 1, 2, 2, 2).shared_memory(1024)
-    plain = [(2, 2, 1, 64, 1, 1, memory, 7), (1, 1, 1, 256, 1, 1, 0, 7)]
+    plain = [("linear24", 2, 2, 1, 64, 1, 1, memory, 7), ("sum24", 1, 1, 1, 256, 1, 1, 0, 7)]
     overlapping = [(*launch, [(6, 1)]) for launch in plain]
     in_order = [(*plain[0], []), overlapping[1]]
     assert driver.launches == ([*overlapping, *in_order] if is_on else plain * 2)
+
+
+@pytest.mark.parametrize("word", ["true", "on", "2"])
+@pytest.mark.parametrize("variable", ["SPARSEFORGE_STAGED", "SPARSEFORGE_OVERLAP"])
+def test_other_words_than_0_and_1_are_refused(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, variable: str, word: str
+) -> None:
+    monkeypatch.setenv(variable, word)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    properties = SimpleNamespace(major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(mma_kernel, "shared_memory_limit", lambda device: GPUS["H100"][1])
+    rows = MOST_ROWS + 1 if variable == "SPARSEFORGE_STAGED" else 3
+    with pytest.raises(ValueError, match=f"^{variable}='{word}' .*: set .* 1, or unset it$"):
+        mma24(*on_meta(rows, 48, 192, torch.bfloat16))
 
 
 def test_the_configuration_of_a_launch_is_laid_out_as_the_drivers_header_says(tmp_path: Path) -> None:

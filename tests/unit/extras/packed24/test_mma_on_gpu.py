@@ -68,15 +68,32 @@ def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dt
             assert within_bound(*(tensor.cpu() for tensor in (y, x, values, positions, bias, scale))), (rows, inputs)
 
 
+KINDS = [(None, None), *((grid, None) for grid in GRIDS), ("int4", 64)]
+"""Grids of rounded values, and their groups."""
+STAGED_SIZES = [
+    pytest.param(((130, 448),), (33,), id="small"),
+    pytest.param(((130, 448), (4096, 4096)), (33, 129, 256), id="all"),
+]
+"""Outputs and inputs, and rows."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("grid", "group"), [(None, None), *((grid, None) for grid in GRIDS), ("int4", 64)])
-def test_staged_rows(grid: str | None, group: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("grid", "group"), KINDS)
+@pytest.mark.parametrize(("shapes", "all_rows"), STAGED_SIZES)
+def test_staged_rows(
+    shapes: tuple[tuple[int, int], ...],
+    all_rows: tuple[int, ...],
+    grid: str | None,
+    group: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SPARSEFORGE_STAGED", "1")
-    for outputs, inputs in ((130, 448), (4096, 4096)):
+    for outputs, inputs in shapes:
         made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, group)
         values, positions, *scales = (tensor.cuda() for tensor in made)
         scale = scales[0] if scales else None
-        for rows in (33, 129, 256):
+        for rows in all_rows:
             x = torch.randn(rows, inputs).to(dtype).cuda()
             for bias in (torch.randn(outputs).to(dtype).cuda(), None):
                 y = mma24(x, values, positions, bias, scale)
