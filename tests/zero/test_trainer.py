@@ -518,6 +518,9 @@ def refusals(root: Path, trained: Any) -> Any:
     warnings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger(trainer_settings.__name__), "warning", warnings.append)
+        same = SparseForgeConfig.from_dict(config["sparseforge"])
+        SparseForgeTrainer(model=student, args=again(), sparseforge=same)
+        assert not warnings, "the same block in another form"
         SparseForgeTrainer(model=student, args=again(), sparseforge={"importance": "magnitude"})
     yield "two blocks", " ".join(warnings)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))

@@ -63,3 +63,10 @@ def test_a_config_is_that_of_what_the_causal_class_takes(
     config = load_config(tmp_path, "it")
     assert (config.model_type, config.architectures) == (taken, [architecture])
     assert str(config.dtype).endswith("bfloat16") and config.name_or_path == str(tmp_path)
+
+
+def test_a_path_of_nothing_is_told_with_the_hubs_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refusal = r"^--model m: no such folder, and no model that the hub has here \(.+\); give one$"
+    with pytest.raises(ValueError, match=refusal):
+        load_config(tmp_path / "nowhere", "--model m")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.extras.packed24.linear24 import linear24
+from sparseforge_ds.extras.packed24.linear24 import linear24, linear24_on_gpu, note_exact_inputs
 from sparseforge_ds.packed_format.packed_values import DTYPE_NAMES, GRIDS, Grid, round_values
 from sparseforge_ds.packed_format.packing import pack24, unpack24
 
@@ -145,3 +145,17 @@ def test_groups_of_int4_that_do_not_divide_a_row_are_named(shape: tuple[int, ...
         linear24(x, values, positions, None, torch.ones(shape, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="no weight that is packed along its last axis"):
         linear24(x, values[:, :-2], positions, None, scale)
+
+
+def test_a_product_that_does_not_round_inputs_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SPARSEFORGE_CPU_ACTIVATIONS", "int8")
+    note_exact_inputs.cache_clear()
+    values = torch.ones(3, 4, dtype=torch.float64)  # which no GPU kernel takes
+    positions = torch.full((3, 1), 0b01000100, dtype=torch.uint8)
+    for _ in range(2):
+        linear24_on_gpu(torch.ones(5, 8, dtype=torch.float64), values, positions)
+    note_exact_inputs.cache_clear()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "SPARSEFORGE_CPU_ACTIVATIONS=int8: only the kernel for CPUs rounds inputs" in message

@@ -84,7 +84,7 @@ MISTAKES = [
     ("min(o, of.out - 1) * blocks * (CHUNKS * 16)", "o * blocks * (CHUNKS * 16)", b"outside the operands"),
     ("min(n, of.rows - 1) * blocks * 128 + c * 16), n < of.rows", "n * blocks * 128 + c * 16), true", b"outside"),
 ]
-"""What could be wrong in `staged24.cu`, and the race or the read outside the operands that it is."""
+"""Lines of `staged24.cu`, faults to put in their place, and words of the mistake that the emulation must report."""
 GPUS = {"H100": (132, 227 * 1024), "A100": (108, 163 * 1024), "RTX 4090": (128, 99 * 1024)}
 """Multiprocessors, and bytes of shared memory that a block may have."""
 SHAPES = [(outputs, inputs) for outputs in (1, 1000, 4096, 28672, 128256) for inputs in (64, 2048, 4160, 14336, 28672)]
@@ -216,12 +216,12 @@ class Driver:
         self.compiled.append(macros)
         return SimpleNamespace(device=0, function=str)
 
-    def cuLaunchKernel(self, kernel: str, *arguments: Any) -> int:  # noqa: N802
+    def cuLaunchKernel(self, kernel: str, *arguments: Any) -> int:  # noqa: N802 (the name that the driver gives it)
         """Note a plain launch."""
         self.launches.append((kernel, *(number.value for number in arguments[:8])))
         return 0
 
-    def cuLaunchKernelEx(self, reference: Any, kernel: str, *_: Any) -> int:  # noqa: N802
+    def cuLaunchKernelEx(self, reference: Any, kernel: str, *_: Any) -> int:  # noqa: N802 (likewise)
         """Note a launch with attributes."""
         config = reference._obj
         attributes = [(config.attributes[i].id, config.attributes[i].value) for i in range(config.count)]
@@ -436,11 +436,11 @@ def test_more_rows_are_its_own_where_that_is_asked_for(
     monkeypatch.delenv("SPARSEFORGE_STAGED", raising=False)
     if setting is not None:
         monkeypatch.setenv("SPARSEFORGE_STAGED", setting)
-    found = []
+    asked_so_far = []
     for rows in (MOST_ROWS + 1, STAGED_ROWS, STAGED_ROWS + 1):
         assert mma24(*on_meta(rows, 48, 192, torch.bfloat16)) is None
-        found.append(len(asked))
-    assert found == counts
+        asked_so_far.append(len(asked))
+    assert asked_so_far == counts
 
 
 def test_other_dtypes_and_builds_of_torch_are_not_its_own(

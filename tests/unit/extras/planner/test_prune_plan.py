@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ A_BLOCK = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 17408 * 5120
 """Weights of a decoder block of Qwen3-14B under a mask."""
 
 
-def of_14b(tokens: int, gpu: str = "h100", mfu: float = 0.4, **start: object) -> PrunePlan:
+def of_14b(tokens: int, gpu: str = "h100", mfu: float = 0.4, **start: Any) -> PrunePlan:
     config = qwen3_14b()
     shape = (tokens // 2048, 2048)
-    settings = BlockStartConfig(**start)  # type: ignore[arg-type]
+    settings = BlockStartConfig(**start)
     return plan_prune(bare_model(config), SparseForgeConfig(), settings, torch.bfloat16, shape, Path("out"), (gpu, mfu))
 
 
