@@ -280,7 +280,7 @@ class BlockStartConfig:
         if self.batch is not None:
             return self.batch
         # For the same tokens, more steps leave a block less error than larger ones.
-        return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS) // length)
+        return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS, tokens) // length)
 
     def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
         """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.

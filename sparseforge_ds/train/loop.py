@@ -77,13 +77,16 @@ def _train(
 
     # A fresh run begins with its first mask. Save a long start, so that a resumed run does not repeat it.
     saved_step = first_step if spec.arguments.resume else None
-    if first_step == 0:
+    if first_step:
+        preemption.begin_steps()
+    else:
         was_ready = forge.ready
         rms = forge.sharded.rms()
         probe = _start_batches(context)
         began = time.perf_counter()
         with monitor.paused_clock():
             forge.start(probe)
+        preemption.begin_steps()
         if saved_step is None:
             epochs = 0 if spec.config.start is None else spec.config.start.epochs
             seconds = round(time.perf_counter() - began, 1)

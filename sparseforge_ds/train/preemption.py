@@ -1,10 +1,10 @@
-"""SIGTERM and Ctrl-C: requests that end a run, at once before training and with a save during it.
+"""SIGTERM and Ctrl-C: requests that end a run, at once before its first step and with a save afterwards.
 
-Before training there is nothing to save: the process ends at once, and the next launch removes half-written files. In
-training the process only notes the signal. At the end of an optimizer step, or of the next one on a GPU, the ranks
-agree on it, save, and end together (loop.py). The same signal again changes nothing, because launchers send it twice to
-some ranks. SIGKILL ends a run that cannot wait, and costs the steps since the newest checkpoint. A second Ctrl-C, which
-a person presses, does the same.
+Until a start is over there is nothing to save: the process ends at once, and the next launch removes half-written
+files. From then on the process only notes the signal. At the end of an optimizer step, or of the next one on a GPU, the
+ranks agree on it, save, and end together (loop.py). The same signal again changes nothing, because launchers send it
+twice to some ranks. SIGKILL ends a run that cannot wait, and costs the steps since the newest checkpoint. A second
+Ctrl-C, which a person presses, does the same.
 
 The exit code is 143 or 130, as that of a process which the signal ended, and not 0: `train && consolidate` must not
 take a half-trained model. `deepspeed` dies of both signals without telling its ranks, so losing it counts as SIGTERM.
@@ -56,7 +56,7 @@ class Preemption(AbstractContextManager["Preemption"]):
 
     def __init__(self) -> None:
         self._noted = 0
-        self._training = False
+        self._in_steps = False
         self._parents = _launchers()
         self._is_orphan = began_as_an_orphan()
         self._old_handlers: dict[int, Any] = {}
@@ -74,7 +74,7 @@ class Preemption(AbstractContextManager["Preemption"]):
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if error is not None and not self._training:
+        if error is not None and not self._in_steps:
             # The error may come from another rank, which noticed the signal sooner and is gone.
             self._noted = self._noted or (signal.SIGTERM if self._has_lost_its_launcher() else 0)
             if self._noted:
@@ -85,9 +85,9 @@ class Preemption(AbstractContextManager["Preemption"]):
             signal.signal(number, signal.SIG_IGN if isinstance(error, PreemptedError) else handler)
         self._writer.close()
 
-    def begin_training(self) -> None:
+    def begin_steps(self) -> None:
         """Note the first signal from now on, instead of obeying it."""
-        self._training = True
+        self._in_steps = True
 
     @property
     def requested(self) -> int:
@@ -113,8 +113,8 @@ class Preemption(AbstractContextManager["Preemption"]):
                 number = received[0]
                 if number in self._old_handlers:
                     now = time.monotonic()
-                    # Before training the process ends at once. In training only a second Ctrl-C does that.
-                    if not self._training:
+                    # Before the first step the process ends at once. Afterwards only a second Ctrl-C does that.
+                    if not self._in_steps:
                         self._end(number)
                     if not first_signal:
                         first_signal = number
@@ -134,10 +134,10 @@ class Preemption(AbstractContextManager["Preemption"]):
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
-        if self._training:
+        if self._in_steps:
             _tell(f"ended at once by {name}; --resume continues from the newest checkpoint")
         else:
-            _tell(f"stopped by {name} before training: there is nothing to save")
+            _tell(f"stopped by {name} before its first step: there is nothing to save")
         os._exit(_SHELL + number)
 
 

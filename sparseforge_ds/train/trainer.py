@@ -125,7 +125,6 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     engine_monitor = getattr(context.engine, "monitor", None)
     monitor = Monitor(trackers, first_step, spec.steps, spec.tokens_per_step, spec.arguments.log_every, engine_monitor)
     with contextlib.closing(monitor):
-        preemption.begin_training()
         try:
             result = train(context, checkpoints, monitor, preemption, evaluation)
         except PreemptedError:

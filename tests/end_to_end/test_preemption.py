@@ -236,21 +236,20 @@ def test_ctrl_c_while_the_program_is_read_is_quiet(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_before_training_all_ranks_end_with_the_command_that_started_them(tmp_path):
-    """It dies of SIGTERM and tells nobody. What a rank would do without it takes far longer than the rank may."""
-    flags = flags_of(tmp_path, deepspeed_json(batch=4))
-    write_text(tmp_path / "text.jsonl", documents=400_000)
+def test_in_a_start_all_ranks_end_with_the_command_that_started_them(tmp_path):
+    """It dies of SIGTERM and tells nobody. The start takes far longer than the ranks may."""
+    flags = flags_of(tmp_path, deepspeed_json(batch=4, start={"tokens": 1280, "epochs": 10_000}))
     with launched(deepspeed(), *flags) as process:
-        until(process, lambda: len(ranks_of(process)) == 2)
+        assert process.stdout is not None
+        printed = iter(process.stdout.readline, "")
+        assert any("start: 1,280 tokens" in line for line in printed)  # and reads on from there
         launcher, ranks = family(process)
-        until(process, lambda: all(listens(item.pid) for item in ranks))
         process.terminate()
         assert process.wait(timeout=PATIENCE) == -signal.SIGTERM
         _, alive = psutil.wait_procs([launcher, *ranks], timeout=PATIENCE)
         assert not alive
-        assert process.stdout is not None
         rest = process.stdout.read()
-        assert "stopped by SIGTERM before training: there is nothing to save" in rest
+        assert "stopped by SIGTERM before its first step: there is nothing to save" in rest
         assert "Traceback" not in rest and "step 1/" not in rest
     assert not (tmp_path / "run" / "checkpoints").exists()
 

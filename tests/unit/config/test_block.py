@@ -402,6 +402,7 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
     assert default.sequences_of_step(2_000_000, 2048) == 7
     assert default.sequences_of_step(64_000_000, 2048) == 8, "at most 16,384 tokens"
     assert BlockStartConfig(epochs=1).sequences_of_step(65_536, 256) == 1, "one sequence at least"
+    assert BlockStartConfig(epochs=4096).sequences_of_step(1_024, 32) == 32, "no more than are read"
     assert BlockStartConfig(epochs=0).sequences_of_step(524_288, 256) == 4
     assert BlockStartConfig(batch=3).sequences_of_step(131_072, 256) == 3
     # (ranks, largest micro-batch): (sequences of a micro-batch, micro-batches).

@@ -31,7 +31,7 @@ SIGNALS = pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (s
 def test_in_training_a_signal_is_noted_however_often_a_launcher_sends_it(number, code):
     before = signal.getsignal(number)
     with Preemption() as preemption:
-        preemption.begin_training()
+        preemption.begin_steps()
         assert not preemption.requested
         for again in (number, number, signal.SIGTERM):
             os.kill(os.getpid(), again)
@@ -87,7 +87,7 @@ def test_before_training_a_signal_ends_the_process_at_once(number, code, wait):
     process.send_signal(number)
     assert process.wait(timeout=PATIENCE) == code
     assert time.monotonic() - began < 30
-    message = f"stopped by {signal.Signals(number).name} before training: there is nothing to save\n"
+    message = f"stopped by {signal.Signals(number).name} before its first step: there is nothing to save\n"
     assert process.stdout.read() == message
 
 
@@ -95,7 +95,7 @@ IN_TRAINING = """
 import ctypes
 from sparseforge_ds.train.preemption import Preemption
 with Preemption() as preemption:
-    preemption.begin_training()
+    preemption.begin_steps()
     print("ready", flush=True)
     ctypes.CDLL(None).sleep(600)
     while True:
