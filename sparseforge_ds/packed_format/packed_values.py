@@ -148,17 +148,17 @@ def require_grid(values: object, group_size: object = None) -> Grid | None:
     return None if values is None else Grid(values, group_size)
 
 
-def bits_a_weight(grid: Grid | None = None, kept: int | None = None) -> float:
+def bits_a_weight(grid: Grid | None = None, kept_count: int | None = None) -> float:
     """Return the bits that a packed 2:4 weight takes: half a value, a bit of position, and its share of a scale.
 
     Args:
         grid: of rounded values; None for values of 16 bits.
-        kept: values of a row, which share a scale where `group_size` is None; None leaves that scale out.
+        kept_count: values of a row, which share a scale where `group_size` is None; None leaves that scale out.
     """
     if grid is None:
         return 16 / 2 + 1
     value_bits = 8 * grid.dtype.itemsize / values_per_element(grid.dtype)
-    size = grid.group_size or kept
+    size = grid.group_size or kept_count
     return value_bits / 2 + 1 + (0 if size is None else 8 * grid.scale_dtype.itemsize / (2 * size))
 
 
@@ -186,11 +186,11 @@ def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, input_axis: int) -
     return exact.to(dtype)
 
 
-def require_group_size(kept: int, group_size: int) -> None:
-    """Reject values that share a scale unless they are all `kept` values of a row, or kernels can take them."""
-    if group_size != kept and (group_size < 1 or kept % group_size or group_size % GROUP_UNIT):
+def require_group_size(kept_count: int, group_size: int) -> None:
+    """Reject a number of values that share a scale unless it is the whole row, or kernels can take it."""
+    if group_size != kept_count and (group_size < 1 or kept_count % group_size or group_size % GROUP_UNIT):
         raise ValueError(
-            f"groups of {group_size} values do not divide the {kept} kept inputs of a row, or are no multiple of "
+            f"groups of {group_size} values do not divide the {kept_count} kept inputs of a row, or are no multiple of "
             f"{GROUP_UNIT}; use another size, or one scale a row"
         )
 
@@ -200,9 +200,9 @@ def scale_shape(values: tuple[int, ...], input_axis: int, grid: Grid) -> tuple[i
     shape = list(values)
     shape[input_axis] = 1
     if grid.group_size is not None:
-        kept = values[input_axis] * values_per_element(grid.dtype)
-        require_group_size(kept, grid.group_size)
-        shape[input_axis] = kept // grid.group_size
+        kept_count = values[input_axis] * values_per_element(grid.dtype)
+        require_group_size(kept_count, grid.group_size)
+        shape[input_axis] = kept_count // grid.group_size
     return tuple(shape)
 
 
@@ -210,14 +210,14 @@ def grid_of(dtype: torch.dtype, values: tuple[int, ...], scale: tuple[int, ...],
     """Return the grid of stored values whose scales have the shape `scale`; a row's where that fits no group."""
     name = next(name for name, stored in GRIDS.items() if stored == dtype)
     groups = scale[input_axis] if len(scale) == len(values) else 1
-    kept = values[input_axis] * values_per_element(dtype)
-    is_grouped = dtype == PAIRS and groups > 1 and are_groups(kept, groups)
-    return Grid(name, kept // groups if is_grouped else None)
+    kept_count = values[input_axis] * values_per_element(dtype)
+    is_grouped = dtype == PAIRS and groups > 1 and are_groups(kept_count, groups)
+    return Grid(name, kept_count // groups if is_grouped else None)
 
 
-def are_groups(kept: int, groups: int) -> bool:
-    """Return True if `kept` values of a row may have as many scales of groups."""
-    return groups > 0 and kept % groups == 0 and kept // groups % GROUP_UNIT == 0
+def are_groups(kept_count: int, groups: int) -> bool:
+    """Return True if `kept_count` values of a row may have as many scales of groups."""
+    return groups > 0 and kept_count % groups == 0 and kept_count // groups % GROUP_UNIT == 0
 
 
 def require_sound_values(values: Tensor, scale: Tensor) -> None:

@@ -170,12 +170,12 @@ Tensor by_group(const Tensor& x) {
 // x as the portable path reads it: four arrays a row, see there.
 Tensor by_member(const Tensor& x) {
     const Tensor rows = x.to(at::kFloat).contiguous();
-    const int64_t kept = x.size(1) / 2, width = (kept + LANES - 1) / LANES * LANES;
+    const int64_t kept_count = x.size(1) / 2, width = (kept_count + LANES - 1) / LANES * LANES;
     Tensor arrays = at::zeros({x.size(0), 4 * width}, rows.options());
     for (int64_t row = 0; row < x.size(0); ++row) {
         const float* from = rows.const_data_ptr<float>() + row * x.size(1);
         float* to = arrays.mutable_data_ptr<float>() + row * 4 * width;
-        for (int64_t i = 0; i < kept; ++i)
+        for (int64_t i = 0; i < kept_count; ++i)
             for (int64_t member = 0; member < 4; ++member) to[member * width + i] = from[4 * (i / 2) + member];
     }
     return arrays;
@@ -197,8 +197,8 @@ Tensor prepared(const Tensor& x, Path path, bool bf16, Values values) {
 }
 
 // Scales of int4 for groups of 16, 32 or a multiple of 64 values: those of other groups are repeated.
-Tensor in_units(const Tensor& scale, int64_t kept) {
-    const int64_t group = kept / scale.size(1), unit = group % 64 == 0 ? group : group % 32 == 0 ? 32 : 16;
+Tensor in_units(const Tensor& scale, int64_t kept_count) {
+    const int64_t group = kept_count / scale.size(1), unit = group % 64 == 0 ? group : group % 32 == 0 ? 32 : 16;
     return scale.unsqueeze(2).expand({-1, -1, group / unit}).reshape({scale.size(0), -1}).contiguous();
 }
 
@@ -209,18 +209,18 @@ bool fits(const Tensor& x, const Tensor& values, const Tensor& positions, const 
     const auto here = [](const Tensor& t) { return t.is_cpu() && t.layout() == at::kStrided; };
     if (!known || values.dim() != 2 || !here(values) || !here(positions) || !here(x)) return false;
     const bool paired = scale && code == at::kByte;
-    const int64_t outputs = values.size(0), kept = values.size(1) * (paired ? 2 : 1);
-    if (kept == 0 || kept % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
-        positions.size(0) != outputs || positions.size(1) != (kept + 3) / 4)
+    const int64_t outputs = values.size(0), kept_count = values.size(1) * (paired ? 2 : 1);
+    if (kept_count == 0 || kept_count % 2 || positions.scalar_type() != at::kByte || positions.dim() != 2 ||
+        positions.size(0) != outputs || positions.size(1) != (kept_count + 3) / 4)
         return false;
-    if (x.dim() == 0 || x.size(-1) != 2 * kept) return false;
+    if (x.dim() == 0 || x.size(-1) != 2 * kept_count) return false;
     if (!scale && code != dtype) return false;
     if (scale && ((code != at::kChar && code != at::kFloat8_e4m3fn && !paired) || !here(*scale) || scale->dim() != 2 ||
                   scale->scalar_type() != (paired ? at::kBFloat16 : at::kFloat) || scale->size(0) != outputs))
         return false;
     if (scale && scale->size(1) != 1) {  // groups of a multiple of 16
         const int64_t groups = scale->size(1);
-        if (!paired || groups == 0 || kept % groups || kept / groups % 16) return false;
+        if (!paired || groups == 0 || kept_count % groups || kept_count / groups % 16) return false;
     }
     return !bias || (here(*bias) && bias->scalar_type() == dtype && bias->dim() == 1 && bias->size(0) == outputs);
 }
@@ -239,7 +239,7 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
                 const Optional& scale) {
     if (!fits(x, values, positions, bias, scale)) refuse(x, values, positions, bias, scale);
     const bool paired = scale && values.scalar_type() == at::kByte;
-    const int64_t outputs = values.size(0), kept = values.size(1) * (paired ? 2 : 1), inputs = 2 * kept;
+    const int64_t outputs = values.size(0), kept_count = values.size(1) * (paired ? 2 : 1), inputs = 2 * kept_count;
     const auto dtype = x.scalar_type();
     const bool bf16 = dtype == at::kBFloat16, fp32 = dtype == at::kFloat;
     const Values kind = !scale                                 ? Values::as_x
@@ -253,17 +253,20 @@ Tensor linear24(const Tensor& x, const Tensor& values, const Tensor& positions, 
     if (y.numel() == 0) return y;
     const Tensor rows = x.reshape({-1, inputs}), v = values.contiguous(), p = positions.contiguous();
     const Tensor b = bias ? bias->contiguous() : Tensor();
-    const Tensor s = paired && scale->size(1) > 1 ? in_units(*scale, kept) : scale ? scale->contiguous() : Tensor();
-    Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept, p.size(1),
+    const Tensor s = paired && scale->size(1) > 1 ? in_units(*scale, kept_count)
+                     : scale                      ? scale->contiguous()
+                                                  : Tensor();
+    Job job{nullptr, 0, rows.size(0), v.const_data_ptr(), p.const_data_ptr<uint8_t>(), kept_count, p.size(1),
             scale && !paired ? s.const_data_ptr<float>() : nullptr,
             paired ? s.const_data_ptr<c10::BFloat16>() : nullptr, 1 << 30, 1,  // a row: all whole blocks that it has
             bias ? b.const_data_ptr() : nullptr, y.mutable_data_ptr(), outputs};
-    if (paired && s.size(1) > 1) job.group = kept / s.size(1), job.groups = s.size(1);
+    if (paired && s.size(1) > 1) job.group = kept_count / s.size(1), job.groups = s.size(1);
     const Path path = path_of(bf16);
     const bool in_8_bits = rounds_rows(path);  // refuses a wish that it cannot grant, whatever the product
 
 #if defined(__x86_64__)
-    if (in_8_bits && (bf16 || fp32) && kind == Values::int8 && job.rows >= ROUNDED_ROWS && kept <= vnni::MOST_KEPT) {
+    if (in_8_bits && (bf16 || fp32) && kind == Values::int8 && job.rows >= ROUNDED_ROWS &&
+        kept_count <= vnni::MOST_KEPT) {
         const Tensor wide = padded(rows.to(at::kFloat), 2 * vnni::KEPT);
         const Tensor codes = at::empty(wide.sizes(), at::kByte), scales = at::empty({job.rows}, at::kFloat);
         job.x = codes.const_data_ptr(), job.x_stride = wide.size(1), job.x_scale = scales.const_data_ptr<float>();

@@ -14,19 +14,19 @@
 // its own pieces). gridDim.y parts of the inputs leave fp32 sums in `part`, which `sum24` adds up.
 //
 // Values in 8 or 4 bits: a lane loads 8 or 4 bytes of them, and makes 16-bit numbers of them when it takes them
-// (`expand`). Sums are scaled when they are stored; where groups of SPAN blocks share a scale, the 16-bit numbers are.
-// Lane t of row g loads the scale of block t, with its neighbour in the same four bytes, for all lanes of its row.
+// (`expand`). Sums are scaled when they are stored; where PER_SCALE blocks share a scale, the 16-bit numbers
+// are. Lane t of row g loads the scale of block t, with its neighbour in the same four bytes, for all lanes of its row.
 //
 // Macros: NT tiles of 8 rows of x; XR rows of a tile in shared memory, 2, 4 or 8 (with NT > 1: 8); WM tiles of 16 outputs
-// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8, FP8 (e4m3) or INT4: rounded values; SPAN, with INT4:
-// blocks that share a scale, or 0; ORDERED: the compiler knows mma.sp::ordered_metadata; OVERLAP: the launch lets a
-// block begin before the kernel ahead of it in the stream has ended (compute capability 9.0 on).
+// a warp; WO, WK, U; TAIL: inputs % 256 != 0; HALF: fp16; INT8, FP8 (e4m3) or INT4: rounded values; PER_SCALE,
+// with INT4: blocks that share a scale, or 0; ORDERED: the compiler knows mma.sp::ordered_metadata; OVERLAP: the launch
+// lets a block begin before the kernel ahead of it in the stream has ended (compute capability 9.0 on).
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-#ifndef SPAN
-#define SPAN 0
+#ifndef PER_SCALE
+#define PER_SCALE 0
 #endif
 #if defined(INT4)
 #define KEPT 4
@@ -48,7 +48,7 @@ typedef u16 Scale;  // the bits of bf16
 #else
 typedef float Scale;
 #endif
-#define SCALES (SPAN ? 256 : 0)
+#define SCALES (PER_SCALE ? 256 : 0)
 #define SLOT (WM * (256 * KEPT + 512 + SCALES))
 #define FRAGMENT (XR * 64)
 
@@ -221,8 +221,9 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
       const char* p = positions + (u64)row * (inputs >> 3) + superstep * 32 + t * 8;
       char* to = slot + (m * 2 + half) * (128 * KEPT) + lane * KEPT;
       uint2* place = (uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
-      if (SPAN) {
-        const int groups = (inputs >> 6) / (SPAN + !SPAN), group = (superstep * 4 + t) / (SPAN + !SPAN);
+      if (PER_SCALE) {
+        const int groups = (inputs >> 6) / (PER_SCALE + !PER_SCALE);
+        const int group = (superstep * 4 + t) / (PER_SCALE + !PER_SCALE);
         const u64 at = (u64)row * groups + min(group, groups - 1);
         copy4(slot + WM * (256 * KEPT + 512) + (m * 2 + half) * 128 + lane * 4, scales + (at & ~(u64)1) * 2);
       }
@@ -247,7 +248,8 @@ __device__ __forceinline__ void fetch(char* slot, const char* values, const char
 // The scale that a lane has loaded into a slot.
 __device__ __forceinline__ u32 own_scale(const char* slot, int output, int inputs, int out, int superstep, int m,
                                          int half, int lane) {
-  const int groups = (inputs >> 6) / (SPAN + !SPAN), group = (superstep * 4 + (lane & 3)) / (SPAN + !SPAN);
+  const int groups = (inputs >> 6) / (PER_SCALE + !PER_SCALE);
+  const int group = (superstep * 4 + (lane & 3)) / (PER_SCALE + !PER_SCALE);
   const u32 row = min(output + 16 * m + 8 * half + (lane >> 2), out - 1);
   const u32 pair = *(const u32*)(slot + WM * (256 * KEPT + 512) + (m * 2 + half) * 128 + lane * 4);
   return (row * groups + min(group, groups - 1)) & 1 ? pair >> 16 : pair & 0xFFFFu;
@@ -260,11 +262,11 @@ __device__ __forceinline__ void take(Stage& stage, const char* slot, int output,
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       stage.place[m][half] = *(const uint2*)(slot + WM * (256 * KEPT) + (m * 2 + half) * 256 + lane * 8);
-      const u32 own = SPAN ? own_scale(slot, output, inputs, out, superstep, m, half, lane) : 0;
+      const u32 own = PER_SCALE ? own_scale(slot, output, inputs, out, superstep, m, half, lane) : 0;
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         uint4 v = expand(*(const Kept*)(slot + ((m * 2 + half) * 128 + q * 32 + lane) * KEPT));
-        if (SPAN) {
+        if (PER_SCALE) {
           const u16 scale = (u16)__shfl_sync(0xFFFFFFFFu, own, q, 4);
           v = make_uint4(scaled(v.x, scale), scaled(v.y, scale), scaled(v.z, scale), scaled(v.w, scale));
         }
@@ -370,7 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int steps = (each + WK - 1) / WK;           // of a warp, for each tile of outputs
   const int tasks = (out + 16 * WM * WO - 1) / (16 * WM * WO);
   const int total = blockIdx.x < tasks ? ((tasks - 1 - blockIdx.x) / gridDim.x + 1) * steps : 0;
-  const Target to = {SPAN ? nullptr : scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
+  float* part_of_block = part ? part + (u64)blockIdx.y * rows * out : part;
+  const Target to = {PER_SCALE ? nullptr : scale, bias, y, part_of_block, rows, out};
   float4* sums = (float4*)(shared + each * NT * 8 * FRAGMENT);
   char* const ring = (char*)sums + (WK == 1 ? 0 : WO * WK * WM * NT * 512) + warp * (U * SLOT);
 
@@ -445,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 extern "C" __global__ void __launch_bounds__(256)
     sum24(const float* MADE_AHEAD part, const Scale* __restrict__ scale, const u16* __restrict__ bias,
           u16* __restrict__ y, int n, int out, int parts) {
-  if (SPAN) scale = nullptr;  // the weights were scaled
+  if (PER_SCALE) scale = nullptr;  // the weights were scaled
   after_kernels_ahead();
   const int width = out % 4 ? 1 : 4, i = (blockIdx.x * 256 + threadIdx.x) * width;
   if (i >= n) return;

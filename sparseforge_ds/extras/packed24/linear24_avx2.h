@@ -118,7 +118,7 @@ template <typename T, typename V, int R, int M>
 ISA(ISA_AVX2)
 void avx2_block(const Job& job, int64_t row, int64_t output) {
     constexpr int64_t LINE = 64 / sizeof(V) * PER<V>;
-    const int64_t stride = job.kept / PER<V>;
+    const int64_t stride = job.kept_count / PER<V>;
     const auto* x = static_cast<const float*>(job.x) + row * job.x_stride;
     const auto* values = static_cast<const V*>(job.values) + output * stride;
     const auto* positions = job.positions + output * job.position_bytes;
@@ -127,7 +127,7 @@ void avx2_block(const Job& job, int64_t row, int64_t output) {
         for (int m = 0; m < M; ++m) sum[r][m] = _mm256_setzero_ps();
     int64_t at = 0;
     const auto* later = positions + 2 * R * job.position_bytes;
-    for (; at + LINE <= job.kept; at += LINE, later += LINE / 4 * R) {
+    for (; at + LINE <= job.kept_count; at += LINE, later += LINE / 4 * R) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) fetch(values + at / PER<V> + (R + r) * stride);
         for (int i = 0; i < LINE / 4 * R; i += 64) fetch(later + i);
@@ -136,8 +136,8 @@ void avx2_block(const Job& job, int64_t row, int64_t output) {
             avx2_step<V, R, M>(job, x + 2 * i, values + i / PER<V>, stride, positions + i / 4, job.position_bytes,
                                output, i, sum);
     }
-    for (; at < job.kept; at += BLOCK) {  // through copies, with zeros behind the last value
-        const int64_t count = std::min(BLOCK, job.kept - at);
+    for (; at < job.kept_count; at += BLOCK) {  // through copies, with zeros behind the last value
+        const int64_t count = std::min(BLOCK, job.kept_count - at);
         V padded[R][BLOCK / PER<V>] = {};
         uint8_t words[R][4] = {};
         for (int r = 0; r < R; ++r) {

@@ -30,7 +30,7 @@ struct Job {  // of a product with few rows of x
     int64_t x_stride, rows;
     const void* values;
     const uint8_t* positions;
-    int64_t kept, position_bytes;  // of a row of the weight
+    int64_t kept_count, position_bytes;  // of a row of the weight
     const float* scale;  // of 8-bit values, or null
     const c10::BFloat16* group_scale;  // of int4, or null
     int64_t group, groups;  // of int4: values that share a scale, 16, 32 or a multiple of 64, and their number in a row
@@ -386,7 +386,7 @@ struct Fp32Int4 : Fp32By<Int8> {
     INLINE void NAME##_step(const Job& job, const P::Constants& constants, const P::T* x, const P::V* values,        \
                             const uint8_t* positions, int64_t output, int64_t at, bool ahead,                        \
                             __m512 (&sum)[R][M]) {                                                                   \
-        const int64_t stride = job.kept / PER<P::V>;                                                                 \
+        const int64_t stride = job.kept_count / PER<P::V>;                                                           \
         P::Input input[M];                                                                                           \
         for (int m = 0; m < M; ++m) input[m] = P::input(x + m * job.x_stride);                                       \
         _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r) {                                                        \
@@ -402,7 +402,7 @@ struct Fp32Int4 : Fp32By<Int8> {
     ISA(ISA_NAME) void NAME##_block(const Job& job, int64_t row, int64_t output) {                                   \
         const auto constants = P::constants();                                                                       \
         const auto* x = static_cast<const P::T*>(job.x) + row * job.x_stride;                                        \
-        const auto* values = static_cast<const P::V*>(job.values) + output * job.kept / PER<P::V>;                   \
+        const auto* values = static_cast<const P::V*>(job.values) + output * job.kept_count / PER<P::V>;             \
         const auto* positions = job.positions + output * job.position_bytes;                                         \
         __m512 sum[R][M];                                                                                            \
         for (int r = 0; r < R; ++r)                                                                                  \
@@ -415,19 +415,19 @@ struct Fp32Int4 : Fp32By<Int8> {
         constexpr int64_t STEPS = AHEAD ? 512 / sizeof(P::V) / P::KEPT : 1;                                          \
         if (AHEAD && std::is_same_v<P::V, Int4>) fetch_scales(job, output + R, R);                                   \
         const auto* later = positions + 2 * R * job.position_bytes;                                                  \
-        for (; at + STEPS * P::KEPT <= job.kept; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)            \
+        for (; at + STEPS * P::KEPT <= job.kept_count; at += STEPS * P::KEPT, later += STEPS * P::KEPT / 4 * R)      \
             _Pragma("GCC unroll 8") for (int64_t i = 0; i < STEPS; ++i) {                                            \
                 if (AHEAD)                                                                                           \
                     for (int64_t at = 0; at < P::KEPT / 4 * R; at += 64) fetch(later + i * P::KEPT / 4 * R + at);    \
                 step(at + i * P::KEPT, i % PER<P::V> == 0);                                                          \
             }                                                                                                        \
-        for (; at + P::KEPT <= job.kept; at += P::KEPT) step(at, true);                                              \
-        if (const int64_t left = job.kept - at; left > 0) {                                                          \
+        for (; at + P::KEPT <= job.kept_count; at += P::KEPT) step(at, true);                                        \
+        if (const int64_t left = job.kept_count - at; left > 0) {                                                    \
             for (int r = 0; r < R; ++r) {                                                                            \
                 P::Word word{};                                                                                      \
                 std::memcpy(&word, positions + r * job.position_bytes + at / 4, job.position_bytes - at / 4);        \
                 const auto index = P::index(constants, word);                                                        \
-                const auto kept = P::values(constants, values + (r * job.kept + at) / PER<P::V>,                     \
+                const auto kept = P::values(constants, values + (r * job.kept_count + at) / PER<P::V>,               \
                                             Place{job, output + r, at}, left);                                       \
                 for (int m = 0; m < M; ++m)                                                                          \
                     sum[r][m] = P::add(sum[r][m], P::input(x + m * job.x_stride + 2 * at), index, kept);             \

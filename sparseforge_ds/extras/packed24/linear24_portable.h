@@ -44,12 +44,12 @@ INLINE Floats load(const V* from, int64_t left, const Place& place) {
 template <typename T, typename V, int M>
 INLINE void product_block(const Job& job, int64_t row, int64_t output) {
     const Ints low = {1, 4, 16, 64, 256, 1024, 4096, 16384}, high = low * 2;
-    const auto* values = static_cast<const V*>(job.values) + output * job.kept / PER<V>;
+    const auto* values = static_cast<const V*>(job.values) + output * job.kept_count / PER<V>;
     const auto* positions = job.positions + output * job.position_bytes;
     const int64_t quarter = job.x_stride / 4;
     Floats sum[M] = {};
-    for (int64_t at = 0; at < job.kept; at += LANES) {
-        const int64_t left = std::min(LANES, job.kept - at);
+    for (int64_t at = 0; at < job.kept_count; at += LANES) {
+        const int64_t left = std::min(LANES, job.kept_count - at);
         const Floats kept = load(values + at / PER<V>, left, Place{job, output, at});
         uint16_t word = positions[at / 4];
         if (left > 4) word |= uint16_t(positions[at / 4 + 1]) << 8;
@@ -100,16 +100,16 @@ INLINE void unpack_step(char* to, const char* from, const Bytes& control, size_t
 template <int SIZE>
 INLINE void unpack_rows(char* to, const Job& job, int64_t row, int64_t end) {
     for (; row < end; ++row) {
-        const char* from = static_cast<const char*>(job.values) + row * job.kept * SIZE;
+        const char* from = static_cast<const char*>(job.values) + row * job.kept_count * SIZE;
         const uint8_t* positions = job.positions + row * job.position_bytes;
         if (SIZE == 8) {  // fp64 is here to be right
-            std::memset(to, 0, 2 * job.kept * SIZE);
-            for (int64_t i = 0; i < job.kept; ++i)
+            std::memset(to, 0, 2 * job.kept_count * SIZE);
+            for (int64_t i = 0; i < job.kept_count; ++i)
                 std::memcpy(to + (4 * (i / 2) + (positions[i / 4] >> 2 * (i % 4) & 3)) * SIZE, from + i * SIZE, SIZE);
-            to += 2 * job.kept * SIZE;
+            to += 2 * job.kept_count * SIZE;
             continue;
         }
-        for (int64_t byte = 0; byte < job.kept / 4; ++byte, from += 4 * SIZE, to += 8 * SIZE) {
+        for (int64_t byte = 0; byte < job.kept_count / 4; ++byte, from += 4 * SIZE, to += 8 * SIZE) {
             if (SIZE == 2) {
                 unpack_step(to, from, TABLES.two[positions[byte]]);
             } else {
@@ -117,8 +117,8 @@ INLINE void unpack_rows(char* to, const Job& job, int64_t row, int64_t end) {
                 unpack_step(to + 16, from + 8, TABLES.four[positions[byte] >> 4]);
             }
         }
-        if (job.kept % 4) {
-            const uint8_t half = positions[job.kept / 4] & 15;
+        if (job.kept_count % 4) {
+            const uint8_t half = positions[job.kept_count / 4] & 15;
             unpack_step(to, from, SIZE == 2 ? TABLES.two[half] : TABLES.four[half], 2 * SIZE);
             to += 4 * SIZE;
         }
@@ -144,9 +144,10 @@ INLINE void decode(T* to, const V* from, int64_t count, const Job& job, int64_t 
 // Rows of rounded values as rows of the dense weight, of int4 scaled.
 template <typename T, typename V, void (*DECODE)(T*, const V*, int64_t, const Job&, int64_t) = decode<T, V>>
 INLINE void unpack_codes(char* to, const Job& job, int64_t row, int64_t end) {
-    std::vector<T> kept(job.kept + 2 * LANES);
-    for (; row < end; ++row, to += 2 * job.kept * sizeof(T)) {
-        DECODE(kept.data(), static_cast<const V*>(job.values) + row * job.kept / PER<V>, job.kept, job, row);
+    std::vector<T> kept(job.kept_count + 2 * LANES);
+    for (; row < end; ++row, to += 2 * job.kept_count * sizeof(T)) {
+        const auto* values = static_cast<const V*>(job.values) + row * job.kept_count / PER<V>;
+        DECODE(kept.data(), values, job.kept_count, job, row);
         Job one = job;
         one.values = kept.data(), one.positions = job.positions + row * job.position_bytes;
         unpack_rows<sizeof(T)>(to, one, 0, 1);

@@ -44,12 +44,12 @@ void prepare(const Job& job, int64_t output, Outputs& outputs) {
     for (int i = 0; i < 64; ++i) shift[i] = 16 * (i / 8 % 4) + 2 * (i % 8), base[i] = 4 * (i / 2);
     const __m512i shifts = _mm512_load_si512(shift), bases = _mm512_load_si512(base), three = _mm512_set1_epi8(3);
     for (int r = 0; r < R; ++r) {
-        const auto* values = static_cast<const int8_t*>(job.values) + (output + r) * job.kept;
+        const auto* values = static_cast<const int8_t*>(job.values) + (output + r) * job.kept_count;
         const auto* positions = job.positions + (output + r) * job.position_bytes;
         __m512i sum = _mm512_setzero_si512();
         for (int64_t at = 0; at < outputs.width; at += KEPT) {
-            const int64_t count = std::min(KEPT, job.kept - at);
-            fetch(values + R * job.kept + at), fetch(positions + R * job.position_bytes + at / 4);
+            const int64_t count = std::min(KEPT, job.kept_count - at);
+            fetch(values + R * job.kept_count + at), fetch(positions + R * job.position_bytes + at / 4);
             const __m512i code = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (KEPT - count), values + at);
             uint64_t word[2] = {};
             if (count == KEPT)

@@ -55,18 +55,21 @@ class Stored(NamedTuple):
 
     dtype: torch.dtype | None = None
     """Dtype of rounded values, None for values in that of x."""
-    span: int | None = 0
+    blocks_per_scale: int | None = 0
     """Blocks of `UNIT` inputs that share a scale of int4; 0 for one scale a row, or none. None: the kernel does not
     take these groups."""
 
     def macros(self) -> tuple[tuple[str, int], ...]:
         """Return the macros of the kernel."""
-        return () if self.dtype is None else (MACROS[self.dtype], *([("SPAN", self.span)] if self.span else ()))
+        if self.dtype is None:
+            return ()
+        grouped = (("PER_SCALE", self.blocks_per_scale),) if self.blocks_per_scale else ()
+        return (MACROS[self.dtype], *grouped)
 
     def slot_bytes(self) -> int:
         """Return the bytes of values, positions and scales of 16 outputs in a step."""
         values = 4096 if self.dtype is None else 2048 // values_per_element(self.dtype)
-        return values + 512 + (256 if self.span else 0)
+        return values + 512 + (256 if self.blocks_per_scale else 0)
 
 
 AS_X = Stored()
@@ -344,7 +347,7 @@ def plan_product(
     properties = torch.cuda.get_device_properties(device)
     if properties.major < 8:
         return None
-    if stored.span is None:
+    if stored.blocks_per_scale is None:
         note_groups()
         return None
     try:

@@ -53,17 +53,17 @@ def require_operands(
     shape = values.shape
     axes = 2 if ends is None else 3
     if len(shape) == axes:
-        outputs, kept = shape[-2:]
+        outputs, kept_count = shape[-2:]
         if scale is not None and values.dtype == PAIRS:
-            kept *= 2
+            kept_count *= 2
         if (
-            kept > 0
-            and kept % 2 == 0
-            and positions.shape == (*shape[:-1], (kept + 3) // 4)
+            kept_count > 0
+            and kept_count % 2 == 0
+            and positions.shape == (*shape[:-1], (kept_count + 3) // 4)
             and x.ndim > 0
-            and x.shape[-1] == (outputs if backward else 2 * kept)
+            and x.shape[-1] == (outputs if backward else 2 * kept_count)
             and dtype in VALUE_DTYPES
-            and (values.dtype == dtype if scale is None else _is_scale(scale, values, kept))
+            and (values.dtype == dtype if scale is None else _is_scale(scale, values, kept_count))
             and positions.dtype == torch.uint8
             and values.device == device
             and positions.device == device
@@ -81,14 +81,14 @@ def require_ends(ends: list[int], rows: int) -> None:
         raise ValueError(f"experts24: ends {ends} are not in order between 0 and the {rows} rows of x")
 
 
-def _is_scale(scale: Tensor, values: Tensor, kept: int) -> bool:
+def _is_scale(scale: Tensor, values: Tensor, kept_count: int) -> bool:
     dtype = values.dtype
     same = scale.dtype == SCALE_DTYPES.get(dtype) and scale.device == values.device
     shape = scale.shape
     if not same or scale.layout != torch.strided or shape[:-1] != values.shape[:-1]:
         return False
     groups = shape[-1]
-    return groups == 1 or (dtype == PAIRS and are_groups(kept, groups))
+    return groups == 1 or (dtype == PAIRS and are_groups(kept_count, groups))
 
 
 def _scale_misfit(scale: Tensor, values: Tensor) -> str | None:
@@ -127,7 +127,7 @@ def _misfit(
     if scale is not None and SCALE_DTYPES.get(values.dtype) != scale.dtype:
         return f"values are {DTYPE_NAMES}; these are {values.dtype}, {scale.dtype}"
     per_element = 1 if scale is None else values_per_element(values.dtype)
-    kept = per_element * shape[-1] if shape else 0
+    kept_count = per_element * shape[-1] if shape else 0
     axes = 2 if ends is None else 3
 
     # Numbers of axes and their lengths.
@@ -136,7 +136,12 @@ def _misfit(
     ):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         return f"{shapes} are not rows and the packed weights of as many experts"
-    if values.ndim != axes or kept % 2 or not kept or positions.shape != (*shape[:-1], (kept + 3) // 4):
+    if (
+        values.ndim != axes
+        or kept_count % 2
+        or not kept_count
+        or positions.shape != (*shape[:-1], (kept_count + 3) // 4)
+    ):
         return (
             f"values of shape {shape} and positions of shape {tuple(positions.shape)} are no weight that is packed "
             "along its last axis"
@@ -162,7 +167,7 @@ def _misfit(
         return f"devices differ: {', '.join(f'{name} {tensor.device}' for name, tensor in tensors.items())}"
 
     # The lengths of x and the bias.
-    along, count = ("outputs", shape[-2]) if backward else ("inputs", 2 * kept)
+    along, count = ("outputs", shape[-2]) if backward else ("inputs", 2 * kept_count)
     if x.ndim == 0 or x.shape[-1] != count:
         return f"x of shape {tuple(x.shape)} does not end in the weight's {count} {along}"
     return f"bias of shape {tuple(bias.shape) if bias is not None else ()} does not fit {shape[-2]} outputs"

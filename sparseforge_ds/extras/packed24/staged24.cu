@@ -18,7 +18,7 @@
 #define VALUES_AT (ROWS * 128)
 #define POSITIONS_AT (VALUES_AT + OUTPUTS * CHUNKS * 16)
 #define SCALES_AT (POSITIONS_AT + OUTPUTS * 8)
-#define STAGE (SCALES_AT + (SPAN ? OUTPUTS * 4 : 0))
+#define STAGE (SCALES_AT + (PER_SCALE ? OUTPUTS * 4 : 0))
 
 #ifndef EMULATED
 template <typename T>
@@ -49,8 +49,8 @@ struct Operands {
 
 // Which of the scales, in order of memory, an output of a step has.
 __device__ __forceinline__ u64 scale_index(const Operands& of, int output, int step) {
-  const int groups = (of.inputs >> 6) / (SPAN + !SPAN);
-  return (u64)(of.first_output + min(output, of.out - 1)) * groups + step / (SPAN + !SPAN);
+  const int groups = (of.inputs >> 6) / (PER_SCALE + !PER_SCALE);
+  return (u64)(of.first_output + min(output, of.out - 1)) * groups + step / (PER_SCALE + !PER_SCALE);
 }
 
 // A step into a slot.
@@ -77,7 +77,7 @@ __device__ __forceinline__ void fetch_step(char* slot, const Operands& of, int s
     if (OUTPUTS % THREADS && o >= OUTPUTS) break;
     copy8(slot + POSITIONS_AT + o * 8, positions + (u32)(min(o, of.out - 1) * blocks * 8));
     // Two scales, of which one is meant: four bytes are the least that can be copied.
-    if (SPAN) copy4(slot + SCALES_AT + o * 4, of.scales + (scale_index(of, o, step) & ~(u64)1) * 2);
+    if (PER_SCALE) copy4(slot + SCALES_AT + o * 4, of.scales + (scale_index(of, o, step) & ~(u64)1) * 2);
   }
 }
 
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply_step(float4 (&c)[WM][NT], const char* s
     const int o = output + 16 * m + g;
     const char* places = slot + POSITIONS_AT + o * 8 + (t >> 1) * 4;
     e[m] = __byte_perm(from_shared<u32>(places), from_shared<u32>(places + 64), t & 1 ? 0x7632 : 0x5410);
-    if (SPAN)
+    if (PER_SCALE)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const u32 pair = from_shared<u32>(slot + SCALES_AT + (o + 8 * half) * 4);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_step(float4 (&c)[WM][NT], const char* s
 #pragma unroll
     for (int m = 0; m < WM; m++) {
       a[m] = take_values(slot, output + 16 * m, half, lane);
-      if (SPAN)
+      if (PER_SCALE)
         a[m] = make_uint4(scaled(a[m].x, scale[m][0]), scaled(a[m].y, scale[m][1]), scaled(a[m].z, scale[m][0]),
                           scaled(a[m].w, scale[m][1]));
     }
@@ -181,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     multiply_step(c, shared + step % STAGES * STAGE, of, warp_row, warp_output, first + step, lane);
   }
 
-  const Target to = {SPAN ? nullptr : scale, bias, y, part ? part + (u64)blockIdx.y * rows * out : part, rows, out};
+  float* part_of_block = part ? part + (u64)blockIdx.y * rows * out : part;
+  const Target to = {PER_SCALE ? nullptr : scale, bias, y, part_of_block, rows, out};
   const int g = lane >> 2, t = lane & 3;
 #pragma unroll
   for (int m = 0; m < WM; m++)

@@ -56,7 +56,7 @@ class ValueGrid(NamedTuple):
 
     name: str | None = None
     """A key of `GRIDS` for rounded values."""
-    span: int | None = None
+    groups_per_scale: int | None = None
     """Groups of four inputs that share a scale of int4; None for one scale a row, or none."""
 
 
@@ -119,7 +119,7 @@ def multiply(
     outputs = values.shape[0]
     groups = x.shape[1] // 4
     value_grid, values, scale = _bytes(values, scale, groups)
-    is_scaled_later = scale is not None and value_grid.span is None
+    is_scaled_later = scale is not None and value_grid.groups_per_scale is None
     x = aligned(x)
     values = aligned(values)
     positions = positions.contiguous()
@@ -179,7 +179,7 @@ def unpack(
         triton_programs.unpack[grid](
             *(values, positions, scale_or_any, dense, outputs, groups),
             GRID=value_grid.name,
-            SPAN=value_grid.span,
+            PER_SCALE=value_grid.groups_per_scale,
             **compiled,
             **_options(tile),
         )
@@ -227,7 +227,7 @@ def triton_experts24(x: Tensor, values: Tensor, positions: Tensor, ends: Tensor,
             runs = divide_rows(ends, rows, tile.rows)
             triton_programs.many_rows[(runs.shape[0], output_tiles, 1)](
                 *(*tensors, runs, rows, outputs, groups, groups),
-                HAS_SCALE=scale is not None and value_grid.span is None,
+                HAS_SCALE=scale is not None and value_grid.groups_per_scale is None,
                 HAS_EXPERTS=True,
                 **compiled,
             )
@@ -261,7 +261,7 @@ def constants(
 ) -> dict[str, Any]:
     """Return the constants that a kernel of products is compiled for."""
     sizes = {"HAS_BIAS": has_bias, "ROWS": tile.rows, "OUTPUTS": tile.outputs, "GROUPS": tile.groups}
-    paths = {"EVEN": word_width, "PRMT": chooses_bytes, "GRID": grid.name, "SPAN": grid.span}
+    paths = {"EVEN": word_width, "PRMT": chooses_bytes, "GRID": grid.name, "PER_SCALE": grid.groups_per_scale}
     return {**sizes, **paths, **({"AHEAD": tile.num_stages} if tile.few else {})}
 
 
@@ -279,9 +279,10 @@ def _bytes(values: Tensor, scale: Tensor | None, groups: int) -> tuple[ValueGrid
     if scale is None:
         return ValueGrid(), values, None
     name = next(name for name, dtype in GRIDS.items() if dtype == values.dtype)
-    span = groups // scale.shape[-1] if scale.shape[-1] > 1 else None
+    groups_per_scale = groups // scale.shape[-1] if scale.shape[-1] > 1 else None
     scale = scale.contiguous()
-    return ValueGrid(name, span), values.view(torch.int8), scale.view(torch.int16) if values.dtype == PAIRS else scale
+    scale = scale.view(torch.int16) if values.dtype == PAIRS else scale
+    return ValueGrid(name, groups_per_scale), values.view(torch.int8), scale
 
 
 def _groups_of_split(tile: Tile, groups: int) -> int:

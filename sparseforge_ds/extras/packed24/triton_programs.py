@@ -5,7 +5,7 @@ the plain path, NVIDIA's GPUs the inline assembly of `triton_words`. Other argum
 reads annotations and has none for a pointer or a tile.
 
 Names: m rows of x, n outputs of the weight (`row` their 64-bit numbers), a group is four inputs, a quad four groups.
-SPAN is the groups that share a scale of int4, whose values are scaled as they are loaded; None: sums are scaled.
+PER_SCALE is the groups that share a scale of int4, whose values are scaled as they are loaded; None: sums are scaled.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
     QUADS: tl.constexpr,
     AHEAD: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
 ):
     """Sum (rows, outputs) of a tile, if a thread can take a quad at a time: its values and a word of positions."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -83,7 +83,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
         a0, a1, a2, a3 = load_four_words(x + 16 * q, inside_x, False)
         b0, b1, b2, b3 = load_four_words(x + 16 * q + 8, inside_x, False)
         # Two values and two words of inputs a group.
-        if SPAN is None:
+        if PER_SCALE is None:
             total += product_of_group(v0, v1, a0, a1, word & 15, dtype)
             total += product_of_group(v2, v3, a2, a3, (word >> 4) & 15, dtype)
             total += product_of_group(v4, v5, b0, b1, (word >> 8) & 15, dtype)
@@ -93,7 +93,7 @@ def _sum_of_whole_quads(  # type: ignore[no-untyped-def]
             part += product_of_group(v2, v3, a2, a3, (word >> 4) & 15, dtype)
             part += product_of_group(v4, v5, b0, b1, (word >> 8) & 15, dtype)
             part += product_of_group(v6, v7, b2, b3, word >> 12, dtype)
-            total += part * load_scale(scale, row * (4 * quads // SPAN) + 4 * (q + at) // SPAN, inside)
+            total += part * load_scale(scale, row * (4 * quads // PER_SCALE) + 4 * (q + at) // PER_SCALE, inside)
     return tl.sum(total, axis=2)
 
 
@@ -107,15 +107,15 @@ def _pair_of_values(  # type: ignore[no-untyped-def]
     inside,
     dtype: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
 ):
     """Load the two kept values of each group of a row in fp32."""
     at = row * groups + group
     if GRID == "int4":
         pair = tl.load(values + at, mask=inside, other=0).to(tl.int32)
         low, high = decode(pair, GRID), decode(pair >> 4, GRID)
-        if SPAN is not None:
-            factor = load_scale(scale, row * (groups // SPAN) + group // SPAN, inside)
+        if PER_SCALE is not None:
+            factor = load_scale(scale, row * (groups // PER_SCALE) + group // PER_SCALE, inside)
             low, high = low * factor, high * factor
     elif GRID is not None:
         pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -144,7 +144,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr,
     EVEN: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
 ):
     """Sum (rows, outputs) of a tile, for any dtype, alignment and number of groups."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -159,7 +159,7 @@ def _sum_of_groups(  # type: ignore[no-untyped-def]
         at = m[:, None, None, None] * groups + group[None, :, :, :]
         inside_x = (m < rows)[:, None, None, None] & (group < groups)[None, :, :, :]
         # Two values a group, and the two of its four inputs that the positions name.
-        low, high = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, SPAN)
+        low, high = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, PER_SCALE)
         if dtype == tl.float32:
             x_low = tl.load(x + 4 * at + (half & 3)[None, :, :, :], mask=inside_x, other=0.0)
             x_high = tl.load(x + 4 * at + (half >> 2)[None, :, :, :], mask=inside_x, other=0.0)
@@ -190,7 +190,7 @@ def few_rows(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
     AHEAD: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
@@ -202,18 +202,18 @@ def few_rows(  # type: ignore[no-untyped-def]
         y += row * outputs
         values += expert * outputs * (groups if GRID == "int4" else 2 * groups)
         positions += expert * outputs * ((groups + 1) // 2)
-        scale += expert * outputs * (1 if SPAN is None else groups // SPAN)
+        scale += expert * outputs * (1 if PER_SCALE is None else groups // PER_SCALE)
         outputs = tl.where(expert < count, outputs, 0)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     m = tl.arange(0, ROWS)
     # The fast path needs byte selection, aligned positions and inputs of 16 bits.
     if PRMT and EVEN and x.dtype.element_ty != tl.float32:
         result = _sum_of_whole_quads(
-            x, values, positions, scale, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD, GRID, SPAN
+            x, values, positions, scale, m, n, rows, outputs, groups // 4, GROUPS // 4, AHEAD, GRID, PER_SCALE
         )
     else:
-        result = _sum_of_groups(x, values, positions, scale, m, n, rows, outputs, groups, GROUPS, EVEN, GRID, SPAN)
-    _store(result, scale, bias, y, m, m < rows, n, outputs, GRID is not None and SPAN is None, HAS_BIAS)
+        result = _sum_of_groups(x, values, positions, scale, m, n, rows, outputs, groups, GROUPS, EVEN, GRID, PER_SCALE)
+    _store(result, scale, bias, y, m, m < rows, n, outputs, GRID is not None and PER_SCALE is None, HAS_BIAS)
 
 
 @triton.jit
@@ -242,11 +242,11 @@ def _load_four(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
 ):
     """Return the four elements of each group of the dense weight in `dtype`, each (outputs, quads, 4).
 
-    They are scaled if SPAN is not None.
+    They are scaled if PER_SCALE is not None.
     """
     group = 4 * quad + tl.arange(0, 4)[None, None, :]
     inside = wanted & (group < groups)
@@ -254,7 +254,7 @@ def _load_four(  # type: ignore[no-untyped-def]
     if dtype == tl.float32 or GRID is not None:
         low = half & 3
         high = half >> 2
-        low_value, high_value = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, SPAN)
+        low_value, high_value = _pair_of_values(values, scale, row, group, groups, inside, dtype, GRID, PER_SCALE)
         w0 = tl.where(low == 0, low_value, 0.0).to(dtype)
         w1 = tl.where(low == 1, low_value, tl.where(high == 1, high_value, 0.0)).to(dtype)
         w2 = tl.where(low == 2, low_value, tl.where(high == 2, high_value, 0.0)).to(dtype)
@@ -290,7 +290,7 @@ def many_rows(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     PRMT: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
     HAS_EXPERTS: tl.constexpr,
 ):
     """Multiply a tile of rows with an unpacked tile of the weight on the tensor cores, over one part of the inputs."""
@@ -305,7 +305,7 @@ def many_rows(  # type: ignore[no-untyped-def]
         rows = tl.load(run + 2).to(tl.int32)
         values += expert * outputs * (groups if GRID == "int4" else 2 * groups)
         positions += expert * outputs * ((groups + 1) // 2)
-        scale += expert * outputs * (1 if SPAN is None else groups // SPAN)
+        scale += expert * outputs * (1 if PER_SCALE is None else groups // PER_SCALE)
         end = tl.where(first < rows, groups, 0)
     m = first + tl.arange(0, ROWS)
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -325,7 +325,7 @@ def many_rows(  # type: ignore[no-untyped-def]
             EVEN,
             PRMT,
             GRID,
-            SPAN,
+            PER_SCALE,
         )
         # Interleave the four elements of the groups.
         weight = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (OUTPUTS, 4 * GROUPS))
@@ -371,7 +371,7 @@ def unpack(  # type: ignore[no-untyped-def]
     groups,
     EVEN: tl.constexpr,
     GRID: tl.constexpr,
-    SPAN: tl.constexpr,
+    PER_SCALE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -385,9 +385,9 @@ def unpack(  # type: ignore[no-untyped-def]
     # Four numbers a group, or one word of 64 bits.
     if GRID is not None or values.dtype.element_ty == tl.float32:
         w0, w1, w2, w3 = _load_four(
-            values, positions, scale, row, quad, wanted, groups, tl.float32, EVEN, False, GRID, SPAN
+            values, positions, scale, row, quad, wanted, groups, tl.float32, EVEN, False, GRID, PER_SCALE
         )
-        if GRID is not None and SPAN is None:
+        if GRID is not None and PER_SCALE is None:
             factor = load_scale(scale, n, n < outputs)[:, None, None]
             w0, w1, w2, w3 = w0 * factor, w1 * factor, w2 * factor, w3 * factor
         to = dense + 4 * (row * groups + group)

@@ -144,8 +144,10 @@ def inference_cost(config: SparseForgeConfig) -> Cost:
     n = pattern.kept_count
     m = pattern.members
     # Members that are kept together have one position.
-    kept, units = (n // 2, m // 2) if isinstance(pattern, Pairs) else (n, m)
-    position_bits = min(units, min(kept, units - kept) * math.ceil(math.log2(units)))
+    members_per_position = 2 if isinstance(pattern, Pairs) else 1
+    units = m // members_per_position
+    kept_units = n // members_per_position
+    position_bits = min(units, min(kept_units, units - kept_units) * math.ceil(math.log2(units)))
     branch = 0.0 if config.low_rank is None else 1 / config.low_rank.k
     value_bits = 16.0
     if config.quantize is not None:

@@ -92,19 +92,19 @@ def test_scales_are_not_copied_to_the_size_of_the_weight(input_axis: int) -> Non
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @given(
     exponents=st.lists(st.integers(-149, 127), min_size=1, max_size=5),
-    kept=st.integers(1, 9),
+    kept_count=st.integers(1, 9),
     input_axis=st.sampled_from([-1, -2]),
     source=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_value_is_the_nearest(
-    dtype: torch.dtype, exponents: list[int], kept: int, input_axis: int, source: torch.dtype, seed: int
+    dtype: torch.dtype, exponents: list[int], kept_count: int, input_axis: int, source: torch.dtype, seed: int
 ) -> None:
     """Rows have any size, also one too small for a scale in fp32; no row uses more of the grid than there is."""
     torch.manual_seed(seed)
     sizes = 2.0 ** torch.tensor(exponents, dtype=torch.float64)[:, None]
-    rows = torch.randn(len(exponents), 2 * kept, dtype=torch.float64) * sizes
+    rows = torch.randn(len(exponents), 2 * kept_count, dtype=torch.float64) * sizes
     values = rows.clamp(-torch.finfo(source).max, torch.finfo(source).max).to(source)
     values = values if input_axis == -1 else values.t().contiguous()
     name = next(name for name, stored in GRIDS.items() if stored == dtype)

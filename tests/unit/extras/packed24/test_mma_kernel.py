@@ -111,7 +111,7 @@ def case_source(name: str, tiling: Tiling | StagedTiling, macros: dict[str, int]
           if (part) emulated::run(add, {{(rows * out + 255u) / 256, 1}}, 256, 0, {{}});
           return race;
         }} }}""",
-        *(f"#undef {macro}" for macro in (*macros, "KEPT", "SPAN", "THREADS")),
+        *(f"#undef {macro}" for macro in (*macros, "KEPT", "PER_SCALE", "THREADS")),
     ]
 
 
@@ -122,9 +122,9 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
     text = ['#include "linear24_emulated.h"']
-    for i, (dtype, (tiling, _, _, inputs, _, grid, *span)) in enumerate(ALL_CASES):
+    for i, (dtype, (tiling, _, _, inputs, _, grid, *per_scale)) in enumerate(ALL_CASES):
         macros = tiling.macros(inputs) | ({"HALF": 1} if dtype == torch.float16 else {})
-        macros |= {} if grid is None else dict(Stored(GRIDS[grid], *span).macros())
+        macros |= {} if grid is None else dict(Stored(GRIDS[grid], *per_scale).macros())
         text += case_source(f"run{i}", tiling, macros, read_source("STAGES" in macros))
     source = read_source(True)
     for parts in (1, 2):
@@ -168,12 +168,12 @@ def run_emulated(
 
 @pytest.mark.parametrize("case", range(len(ALL_CASES)))
 def test_emulated_numbers_are_those_of_the_dense_product(emulation: ctypes.CDLL, case: int) -> None:
-    dtype, (tiling, rows, outputs, inputs, blocks, grid, *span) = ALL_CASES[case]
-    group = 32 * span[0] if span else None
+    dtype, (tiling, rows, outputs, inputs, blocks, grid, *per_scale) = ALL_CASES[case]
+    group = 32 * per_scale[0] if per_scale else None
     made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, group)
     values, positions, scale = (*made, None) if grid is None else made
     x = torch.randn(rows, inputs).to(dtype)
-    stored = Stored() if grid is None else Stored(GRIDS[grid], *span)
+    stored = Stored() if grid is None else Stored(GRIDS[grid], *per_scale)
     for bias in (torch.randn(outputs).to(dtype), None):
         function = getattr(emulation, f"run{case}")
         y, race = run_emulated(function, tiling, blocks, stored, (values, positions, x, scale, bias))

@@ -46,7 +46,7 @@ def test_it_builds_ahead_of_time(
         assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
         return built
 
-    for rows, dtype, experts, even, grid, *span in (
+    for rows, dtype, experts, even, grid, *per_scale in (
         (1, torch.bfloat16, False, 4, None),
         (4, torch.float16, False, 4, None),
         (1, torch.bfloat16, True, 4, None),
@@ -68,10 +68,10 @@ def test_it_builds_ahead_of_time(
         (16, torch.float16, False, 4, "int4"),
     ):
         tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
-        constants = triton_kernel.constants(tile, True, even, triton_kernel.ValueGrid(grid, *span), prmt) | {
+        constants = triton_kernel.constants(tile, True, even, triton_kernel.ValueGrid(grid, *per_scale), prmt) | {
             "HAS_EXPERTS": experts
         }
-        constants |= {} if tile.few else {"HAS_SCALE": grid is not None and not span}
+        constants |= {} if tile.few else {"HAS_SCALE": grid is not None and not per_scale}
         name = f"*{NAMES[dtype]}"
         types = {"x": name, "values": name if grid is None else "*i8", "positions": "*u8"}
         types |= {"scale": "*i16" if grid == "int4" else "*fp32", "bias": name, "y": name}
@@ -86,7 +86,7 @@ def test_it_builds_ahead_of_time(
             shared = text.find(".shared.")
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
     for type in NAMES.values():
-        for grid, span in ((None, None), ("fp8_e4m3", None), ("int4", 32)):
+        for grid, per_scale in ((None, None), ("fp8_e4m3", None), ("int4", 32)):
             types = {"values": f"*{type}" if grid is None else "*i8", "positions": "*u8"}
             types |= {
                 "scale": "*i16" if grid == "int4" else "*fp32",
@@ -94,7 +94,7 @@ def test_it_builds_ahead_of_time(
                 "outputs": "i32",
                 "groups": "i32",
             }
-            constants = {"EVEN": 4, "GRID": grid, "SPAN": span, "OUTPUTS": 1, "GROUPS": 512}
+            constants = {"EVEN": 4, "GRID": grid, "PER_SCALE": per_scale, "OUTPUTS": 1, "GROUPS": 512}
             build(triton_programs.unpack, types, constants, triton_kernel.UNPACKING)
     types = {"parts": "*fp32", "scale": "*fp32", "bias": "*bf16", "y": "*bf16"}
     types |= dict.fromkeys(("splits", "count", "outputs"), "i32")
