@@ -69,8 +69,8 @@ class DeepseekConfig(LlamaConfig):
     """Factor of the expert-level balance loss (equation 12); 0 switches it off."""
     seq_aux: bool = True
     """True if the balance loss is taken in every sequence, False for one over the whole batch."""
-    fp32_gate: bool = True
-    """True if routing is computed in fp32. The published code routes in the model's dtype."""
+    fp32_router: bool = True
+    """True if the router computes in fp32. The published code routes in the model's dtype."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # names Python files of the checkpoint, which are neither used nor saved
@@ -103,13 +103,13 @@ class DeepseekRouter(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts or 0, config.hidden_size))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits (T, E), gates (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
-        dtype = torch.float32 if self.config.fp32_gate else hidden.dtype
+        """Return logits (T, E), weights (T, K) and expert numbers (T, K) for inputs (..., hidden)."""
+        dtype = torch.float32 if self.config.fp32_router else hidden.dtype
         logits_TE = F.linear(hidden.reshape(-1, hidden.shape[-1]).to(dtype), self.weight.to(dtype))
-        gate_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
+        routing_TK, expert_TK = logits_TE.softmax(dim=-1).topk(self.config.num_experts_per_tok or 0, dim=-1)
         if self.config.norm_topk_prob:
-            gate_TK = gate_TK / gate_TK.sum(dim=-1, keepdim=True)
-        return logits_TE, gate_TK, expert_TK
+            routing_TK = routing_TK / routing_TK.sum(dim=-1, keepdim=True)
+        return logits_TE, routing_TK, expert_TK
 
 
 class DeepseekMoE(nn.Module):
@@ -127,8 +127,8 @@ class DeepseekMoE(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Add up the outputs of routed and shared experts, (B, S, hidden) -> the same shape."""
-        _, gate_TK, expert_TK = self.gate(hidden)
-        routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, gate_TK).view_as(hidden)
+        _, routing_TK, expert_TK = self.gate(hidden)
+        routed: Tensor = self.experts(hidden.reshape(-1, hidden.shape[-1]), expert_TK, routing_TK).view_as(hidden)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden)
 
 

@@ -104,7 +104,7 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
             configs[key]._experts_implementation = _implementations.pop(key)
 
 
-def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, gate_TK: Tensor) -> Tensor:
+def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, routing_TK: Tensor) -> Tensor:
     """Compute an experts module as its own forward does, with hooks if it is being probed.
 
     Modules that share a config with a probed one come here too.
@@ -112,7 +112,7 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, gate_TK: Tensor)
     if module not in _listeners:
         module.config._experts_implementation = _implementations[id(module.config)]
         try:
-            output_TI: Tensor = type(module).forward(module, hidden_TI, expert_TK, gate_TK)
+            output_TI: Tensor = type(module).forward(module, hidden_TI, expert_TK, routing_TK)
         finally:
             module.config._experts_implementation = _NAME
         return output_TI
@@ -137,7 +137,7 @@ def _forward(module: Any, hidden_TI: Tensor, expert_TK: Tensor, gate_TK: Tensor)
 
     # Back in the order of tokens, the outputs of a token's K experts are summed.
     gated_SI = module._apply_gate(matmul(hidden_TI[order_S // K], "gate_up_proj"))
-    weighted_SO = matmul(gated_SI, "down_proj") * gate_TK.reshape(-1)[order_S, None]
+    weighted_SO = matmul(gated_SI, "down_proj") * routing_TK.reshape(-1)[order_S, None]
     placed_SO = torch.zeros_like(weighted_SO).index_copy(0, order_S, weighted_SO)
     return placed_SO.view(T, K, -1).sum(dim=1).to(hidden_TI.dtype)
 

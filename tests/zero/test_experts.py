@@ -191,8 +191,8 @@ def train(case: Case, detour: Detour) -> dict[str, Any]:
     last = 3
 
     def reroute(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        logits, gate_TK, expert_TK = output
-        return logits, gate_TK, torch.where(expert_TK == last, 0, expert_TK) if now[0] >= detour.step else expert_TK
+        logits, routing_TK, expert_TK = output
+        return logits, routing_TK, torch.where(expert_TK == last, 0, expert_TK) if now[0] >= detour.step else expert_TK
 
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate"):

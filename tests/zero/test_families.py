@@ -95,12 +95,12 @@ class _Listed(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         x_TH = hidden.reshape(-1, hidden.shape[-1])
-        _, gate_TK, expert_TK = self.gate(x_TH)
+        _, routing_TK, expert_TK = self.gate(x_TH)
         output = torch.zeros_like(x_TH)
         for number, expert in enumerate(self.experts):
             token, position = (expert_TK == number).nonzero(as_tuple=True)
             if len(token):
-                output.index_add_(0, token, expert(x_TH[token]) * gate_TK[token, position, None])
+                output.index_add_(0, token, expert(x_TH[token]) * routing_TK[token, position, None])
         return output.view_as(hidden)
 
 

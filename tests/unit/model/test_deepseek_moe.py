@@ -343,10 +343,10 @@ def test_labels_loss_is_the_shifted_cross_entropy() -> None:
 
 
 def test_bf16_routes_in_the_dtype_that_is_asked_for() -> None:
-    for fp32_gate, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        model = _tiny(fp32_gate=fp32_gate).bfloat16()
-        logits_TE, gate_TK, _ = model.model.layers[1].mlp.gate(torch.randn(1, 3, 32, dtype=torch.bfloat16))
-        assert logits_TE.dtype == gate_TK.dtype == dtype
+    for fp32_router, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        model = _tiny(fp32_router=fp32_router).bfloat16()
+        logits_TE, routing_TK, _ = model.model.layers[1].mlp.gate(torch.randn(1, 3, 32, dtype=torch.bfloat16))
+        assert logits_TE.dtype == routing_TK.dtype == dtype
         assert model(**token_batch()).logits.dtype == torch.bfloat16
 
 

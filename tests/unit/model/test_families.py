@@ -148,8 +148,8 @@ def test_only_routers_embeddings_and_heads_stay_dense(family: str) -> None:
     dense = {name for name in dense if not name.endswith("_bias")}  # of all experts of a layer
     parts = ("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "wte", "wpe", "lm_head")
     parts += ("project_in", "project_out", "conv1d", "in_proj_ba", "in_proj_a", "in_proj_b")
-    gates = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", ".router.weight")
-    routers = {name for name in dense if name.endswith(gates)}
+    endings = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", ".router.weight")
+    routers = {name for name in dense if name.endswith(endings)}
     assert {name for name in dense if name.split(".")[-2] in parts} == dense - routers
     assert (family in MIXTURES) == bool(routers)
 
