@@ -51,16 +51,16 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16, trust_remote_code=False)
     config = sf.SparseForgeConfig.from_dict({"max_steps": STEPS, "distillation": None, "method": {"update_every": 5}})
-    groups = sf.param_groups(model, config, weight_decay=0.1)
+    param_groups = sf.param_groups(model, config, weight_decay=0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    shapes = [OrderedDict((names[id(p)], p.shape) for p in group["params"]) for group in groups]
+    shapes = [OrderedDict((names[id(p)], p.shape) for p in group["params"]) for group in param_groups]
     weights = prunable_weights(model, config)
     sums = numpy.ones(sum(w.matrices * sum(w.matrix) for w in weights), "<f4")
     state = {
         "version": STATE_VERSION,
         "config": config.to_dict(),
         "weights": [{"name": w.name, "shape": list(w.shape), "input_axis": w.input_axis} for w in weights],
-        "groups": [list(stored) for stored in shapes],
+        "param_groups": [list(stored) for stored in shapes],
         "step": STEPS,
         "refreshes": 1,
         "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
@@ -75,7 +75,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
             checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt",
         )
         torch.save(
-            _optimizer_file(groups, shapes, deepspeed, rank, ranks, seed),
+            _optimizer_file(param_groups, shapes, deepspeed, rank, ranks, seed),
             checkpoint / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
         )
     return checkpoint
@@ -130,7 +130,7 @@ def _model_file(
 
 
 def _optimizer_file(
-    groups: list[dict[str, Any]],
+    param_groups: list[dict[str, Any]],
     shapes: list[OrderedDict[str, torch.Size]],
     deepspeed: dict[str, Any],
     rank: int,
@@ -141,7 +141,7 @@ def _optimizer_file(
     masters = []
     states = {}
     settings = []
-    for number, (group, stored) in enumerate(zip(groups, shapes, strict=True)):
+    for number, (group, stored) in enumerate(zip(param_groups, shapes, strict=True)):
         prunable = group.get("sparseforge") == "prunable"
         sizes = {name: math.ceil(shape.numel() / ranks) for name, shape in stored.items()}
         flats = {key: torch.empty(sum(sizes.values())) for key in _STATES}

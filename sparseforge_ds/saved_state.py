@@ -36,7 +36,7 @@ class SavedState:
             weights.config, list(weights.prunable.values()), weights.step, self._curvature.refreshes
         )
         curvature = self._curvature.state_dict()
-        return {**run.to_dict(), "groups": weights.layout.param_group_names, "versions": VERSIONS, **curvature}
+        return {**run.to_dict(), "param_groups": weights.layout.param_group_names, "versions": VERSIONS, **curvature}
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load weights, masks, curvature, counts and branches as they were saved; see `SparseForge.restore`."""

@@ -71,14 +71,14 @@ def model_of(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 class Partitions:
     """Position of the elements of every weight on every rank, as ZeRO divides them."""
 
-    def __init__(self, groups: list[list[tuple[str, tuple[int, ...]]]], rank: Rank) -> None:
+    def __init__(self, param_groups: list[list[tuple[str, tuple[int, ...]]]], rank: Rank) -> None:
         self.rank = rank
         self.param_group_of_flat: list[int] = []
         self.sizes: list[int] = []
         self.placed: list[tuple[str, tuple[int, ...], int, int]] = []
         """Name, shape, master partition, and where the weight begins: in a rank's partition for stages 3 and 0, else in
         the run of the whole group."""
-        for group, members in enumerate(groups):
+        for group, members in enumerate(param_groups):
             self._open(group)
             complete = sum(self._part(shape) for _, shape in members)
             for number, (name, shape) in enumerate(members):
@@ -273,19 +273,19 @@ def attach(
     model: nn.Module, config: sf.SparseForgeConfig, rank: Rank, counter: Counter, fused: bool = True
 ) -> tuple[sf.SparseForge, BareEngine]:
     """Attach a forge on a rank, inside `process_group` and a FakeTensorMode, to a prepared model on CUDA."""
-    groups = sf.param_groups(model, config, weight_decay=0.0)
+    param_groups = sf.param_groups(model, config, weight_decay=0.0)
     if rank.only_prunable:
-        groups = groups[:1]
+        param_groups = param_groups[:1]
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    named = [[(name_of[id(p)], tuple(p.shape)) for p in group["params"]] for group in groups]
+    named = [[(name_of[id(p)], tuple(p.shape)) for p in group["params"]] for group in param_groups]
     partitions = Partitions(named, rank)
     device = torch.device("cpu") if rank.offload else CUDA
     with counter.paused():
         flats = [nn.Parameter(torch.zeros(size, dtype=rank.master, device=device)) for size in partitions.sizes]
-    for number, group in enumerate(groups):
+    for number, group in enumerate(param_groups):
         belonging = zip(flats, partitions.param_group_of_flat, strict=True)
         group["params"] = [flat for flat, owner in belonging if owner == number]
-    inner = torch.optim.AdamW(groups, lr=1e-4, fused=fused and not rank.offload)
+    inner = torch.optim.AdamW(param_groups, lr=1e-4, fused=fused and not rank.offload)
     engine = BareEngine(model, BareOptimizer(inner, flats, rank, counter), partitions)
     engine.prunable = [weight.name for weight in prunable_weights(model, config)]
 

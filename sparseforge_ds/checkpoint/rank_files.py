@@ -66,7 +66,7 @@ class RankFiles:
                 )
 
     def _save_point(self, rank: int) -> tuple[object, object]:
-        """Return what is equal in all files of one save: every flat's step and every group's hyperparameters."""
+        """Return what is equal in all files of one save: every flat's step and every param group's hyperparameters."""
         flats = self.flats(rank)
         return flats.step(), [
             {k: v for k, v in group.items() if not isinstance(v, Tensor)} for group in flats.param_groups

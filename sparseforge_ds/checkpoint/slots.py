@@ -48,8 +48,8 @@ def read_flat_shapes(files: RankFiles, module: dict[str, Any], forge_state: dict
     """Return the names and shapes of the weights in each flat; they are the same on every rank."""
     if files.stage == 0:
         return stage0_names(files.model[0], files.flats(0), _shapes(module), forge_state)
-    groups = read_field(files.model[0], list, "param_shapes")
-    return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
+    flat_shapes = read_field(files.model[0], list, "param_shapes")
+    return [{name: tuple(shape) for name, shape in shapes.items()} for shapes in flat_shapes]
 
 
 def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[Slot]]:
@@ -129,17 +129,17 @@ def zero3_slots(sub_groups: Sequence[Mapping[str, Sequence[int]]], world_size: i
 
 
 def zero12_slots(
-    groups: Sequence[Mapping[str, Sequence[int]]], paddings: Sequence[Sequence[int]], partitions: Sequence[int]
+    flat_shapes: Sequence[Mapping[str, Sequence[int]]], paddings: Sequence[Sequence[int]], partitions: Sequence[int]
 ) -> dict[str, list[Slot]]:
     """Return the slots of every weight under ZeRO-1/2, which cut a param group into equal partitions.
 
     Args:
-        groups: names and full shapes in the order of each group's flat (with `round_robin_gradients`, the saved order).
-        paddings: number of alignment elements after each weight of each group.
-        partitions: number of elements of one rank's partition of each group, padding included.
+        flat_shapes: names and full shapes of each flat, in order (with `round_robin_gradients`, the saved order).
+        paddings: number of alignment elements after each weight of each flat.
+        partitions: number of elements of one rank's partition of each flat, padding included.
     """
     slots: dict[str, list[Slot]] = {}
-    for flat, (shapes, gaps, partition) in enumerate(zip(groups, paddings, partitions, strict=True)):
+    for flat, (shapes, gaps, partition) in enumerate(zip(flat_shapes, paddings, partitions, strict=True)):
         offset = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             numel = math.prod(shape)
@@ -148,10 +148,10 @@ def zero12_slots(
     return slots
 
 
-def whole_slots(flats: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[Slot]]:
+def whole_slots(flat_shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[Slot]]:
     """Return the slots of every weight at stage 0, where every rank holds all flats, of one or several weights each."""
-    sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in flats]
-    return zero12_slots(flats, [[0] * len(shapes) for shapes in flats], sizes)
+    sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in flat_shapes]
+    return zero12_slots(flat_shapes, [[0] * len(shapes) for shapes in flat_shapes], sizes)
 
 
 def _cut(flat: int, start: int, stop: int, partition: int) -> list[Slot]:

@@ -148,7 +148,7 @@ def stage0_names(
     if not forge_state:
         return [{} for _ in flats.param_group_of_flat]
     named: list[dict[str, tuple[int, ...]]] = [{} for _ in flats.param_group_of_flat]
-    for number, names in enumerate(_group_names(archive, flats, forge_state)):
+    for number, names in enumerate(_param_group_names(archive, flats, forge_state)):
         indices = [index for index, param_group in enumerate(flats.param_group_of_flat) if param_group == number]
         # A flat is one weight, or all weights of its param group end to end.
         names_of_flat = [[name] for name in names] if len(indices) == len(names) else [names]
@@ -168,10 +168,10 @@ def stage0_names(
     return named
 
 
-def _group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
+def _param_group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
     """Return the names of each param group's weights; those marked as prunable hold the prunable weights."""
     listed = forge_state.get("weights", [])
-    param_groups = forge_state.get("groups")
+    param_groups = forge_state.get("param_groups")
     if not isinstance(listed, list) or not all(isinstance(w, dict) and isinstance(w.get("name"), str) for w in listed):
         raise ValueError(f"{archive.path}: the list of weights in its client state is damaged")
     if not isinstance(param_groups, list) or not all(

@@ -141,8 +141,8 @@ def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:
 def _check_made(name: str, kind: type, params: Mapping[str, Any]) -> None:
     """Refuse values that the constructor of an optimizer of torch refuses."""
     arguments = {key: value for key, value in params.items() if key not in _SWITCHES}
-    groups = [{"params": [torch.zeros(2, 2, requires_grad=True)]} for _ in range(2)]
+    param_groups = [{"params": [torch.zeros(2, 2, requires_grad=True)]} for _ in range(2)]
     try:
-        kind(groups, **arguments)
+        kind(param_groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f'optimizer.params of "{name}": {" ".join(str(error).split())}') from None

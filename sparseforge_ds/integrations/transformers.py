@@ -158,14 +158,14 @@ class SparseForgeMixin(_Trainer):
         refuse_length(self, self._config)
         require_finite_weights(self.model, self.model.name_or_path or type(self.model).__name__)
         prepare(self.model, self._config)
-        # Hand the groups to the optimizer of the DeepSpeed JSON, or make the trainer's own.
-        groups = param_groups(self.model, self._config, weight_decay=self.args.weight_decay)
+        # Hand the param groups to the optimizer of the DeepSpeed JSON, or make the trainer's own.
+        params = param_groups(self.model, self._config, weight_decay=self.args.weight_decay)
         if self.optimizer is not None:
-            self.optimizer.params = groups
+            self.optimizer.params = params
         else:
             from_arguments = self.optimizer_cls_and_kwargs
             optimizer_class, options = from_arguments or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            self.optimizer = optimizer_class(groups, **options)
+            self.optimizer = optimizer_class(params, **options)
         return self.optimizer
 
     @property

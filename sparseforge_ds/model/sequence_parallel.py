@@ -34,7 +34,7 @@ class _Call:
 
     heads: int
     """Heads of queries."""
-    groups: int
+    kv_heads: int
     """Heads of keys and values."""
     widths: tuple[int, int, int]
     """Width of a query, a key and a value."""
@@ -90,10 +90,12 @@ def check_divided(config: PretrainedConfig, parts: int, seq_length: int, attenti
 def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
     """Raise ValueError if the heads of a layer cannot be exchanged, or its attention needs more than causal order."""
     # Heads are exchanged for parts of the sequence, each rank as many as the others and of one width.
-    if call.heads % parts or (call.groups % parts and parts % call.groups):
-        sound = [n for n in range(2, call.heads + 1) if not (call.heads % n or (call.groups % n and n % call.groups))]
+    if call.heads % parts or (call.kv_heads % parts and parts % call.kv_heads):
+        sound = [
+            n for n in range(2, call.heads + 1) if not (call.heads % n or (call.kv_heads % n and n % call.kv_heads))
+        ]
         raise ValueError(
-            f"it has {call.heads} attention heads and {call.groups} of keys and values, which {parts} ranks cannot "
+            f"it has {call.heads} attention heads and {call.kv_heads} of keys and values, which {parts} ranks cannot "
             f"share evenly; use {' or '.join(map(str, sound)) or 'no other than 1'}"
         )
     if len(set(call.widths)) > 1:

@@ -43,14 +43,14 @@ class Uncovered:
 
     def lines(self) -> list[str]:
         """Describe the undecided weights: a line for every pattern of names, with count, elements and share."""
-        groups: dict[str, list[tuple[int, ...]]] = {}
+        shapes_of_pattern: dict[str, list[tuple[int, ...]]] = {}
         for name, shape in self.shapes.items():
-            groups.setdefault(name_pattern(name), []).append(shape)
-        sizes = {pattern: sum(map(math.prod, shapes)) for pattern, shapes in groups.items()}
+            shapes_of_pattern.setdefault(name_pattern(name), []).append(shape)
+        sizes = {pattern: sum(map(math.prod, shapes)) for pattern, shapes in shapes_of_pattern.items()}
         return [
             f"{pattern} ({len(shapes)} of shape {shapes[0]}{' and others' * (len(set(shapes)) > 1)}, "
             f"{sizes[pattern]:,} elements, {sizes[pattern] / max(1, self.linear):.1%})"
-            for pattern, shapes in sorted(groups.items(), key=lambda item: -sizes[item[0]])
+            for pattern, shapes in sorted(shapes_of_pattern.items(), key=lambda item: -sizes[item[0]])
         ]
 
     def check(self) -> None:

@@ -100,8 +100,8 @@ def _train(
 
     while forge.step_count < spec.steps:
         before = forge.step_count
-        for group in engine.basic_optimizer.param_groups:
-            group["lr"] = spec.learning_rate(before) * spec.share_of_rate(group)
+        for param_group in engine.basic_optimizer.param_groups:
+            param_group["lr"] = spec.learning_rate(before) * spec.share_of_rate(param_group)
 
         # Have the text of this step at hand. Where it cannot be read any further, save the steps until here: all ranks
         # are between two steps, and nothing is half done.

@@ -144,12 +144,12 @@ class RunSpec:
             arguments.lr_scheduler_kwargs,
         )
 
-    def share_of_rate(self, group: dict[str, Any]) -> float:
+    def share_of_rate(self, param_group: dict[str, Any]) -> float:
         """Return a param group's learning rate as a share of the run's: that of `muon_lr` or `adam_lr` under Muon."""
         params = self.deepspeed["optimizer"]["params"]
-        if "use_muon" not in group or not params["lr"]:
+        if "use_muon" not in param_group or not params["lr"]:
             return 1.0
-        own_rate = params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"])
+        own_rate = params.get("muon_lr" if param_group["use_muon"] else "adam_lr", params["lr"])
         return float(own_rate) / float(params["lr"])
 
 

@@ -87,15 +87,15 @@ class SequenceParallel:
             if self._is_whole:
                 return core(module, query, key, value, mask, **kwargs)
             B, H, S, D = query.shape
-            groups = key.shape[1]
-            exchange = exchanges.get((B, H, groups, D))
+            kv_heads = key.shape[1]
+            exchange = exchanges.get((B, H, kv_heads, D))
             if exchange is None:
-                exchange = exchanges[B, H, groups, D] = UlyssesSPAttentionHF(
+                exchange = exchanges[B, H, kv_heads, D] = UlyssesSPAttentionHF(
                     attn=core,
                     batch_size=B,
                     attn_head_count=H,
                     attn_head_size=D,
-                    kv_head_count=groups,
+                    kv_head_count=kv_heads,
                     num_hidden_layers=0,  # for a debugging mode alone
                     process_group=self.process_group,
                     seq_length_is_variable=True,

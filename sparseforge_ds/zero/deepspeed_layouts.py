@@ -138,7 +138,7 @@ class Zero3Layout(_AveragedGradients):
 
     @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:
-        # ZeRO-3 fills the groups only while it steps a sub-group.
+        # ZeRO-3 fills the param groups only while it steps a sub-group.
         self.optimizer._set_fp32_optimizer_param_groups()
         try:
             super().load_optimizer(states, settings)
@@ -146,23 +146,25 @@ class Zero3Layout(_AveragedGradients):
             self.optimizer._clear_fp32_optimizer_param_groups()
 
 
-class _FlatGroupsLayout(ShardLayout):
+class _FlatParamGroupsLayout(ShardLayout):
     """Layout of a param group's weights end to end, cut at any element into equal partitions, one a rank."""
 
     def _data_parallel_group(self) -> dist.ProcessGroup | None:
         process_group: dist.ProcessGroup | None = self.optimizer.real_dp_process_group[0]
         return process_group
 
-    def _read_groups(self, flats: Iterable[Tensor], groups: Iterable[tuple[list[Parameter], list[int]]]) -> None:
-        """Add the shards of all groups.
+    def _read_param_groups(
+        self, flats: Iterable[Tensor], param_groups: Iterable[tuple[list[Parameter], list[int]]]
+    ) -> None:
+        """Add the shards of all param groups.
 
         Args:
-            flats: this rank's partition of each group.
-            groups: weights of each group, and the offset of each weight in its group.
+            flats: this rank's partition of each param group.
+            param_groups: weights of each, and the offset of each weight in its flat.
         """
         self.flats = list(flats)
         self.param_group_of_flat = list(range(len(self.flats)))
-        for index, (parameters, offsets) in enumerate(groups):
+        for index, (parameters, offsets) in enumerate(param_groups):
             size = self.flats[index].numel()
             first = self.rank * size
             for parameter, offset in zip(parameters, offsets, strict=True):
@@ -182,12 +184,12 @@ class _FlatGroupsLayout(ShardLayout):
         self.optimizer._link_all_hp_params()
 
 
-class Zero12Layout(_AveragedGradients, _FlatGroupsLayout):
+class Zero12Layout(_AveragedGradients, _FlatParamGroupsLayout):
     """Layout of ZeRO-1 and 2."""
 
     def _read(self) -> None:
         optimizer = self.optimizer
-        self._read_groups(
+        self._read_param_groups(
             optimizer.single_partition_of_fp32_groups,
             zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True),
         )
@@ -198,12 +200,12 @@ class Zero12Layout(_AveragedGradients, _FlatGroupsLayout):
         super().load_optimizer(states, settings)
 
 
-class Bf16Layout(_FlatGroupsLayout):
+class Bf16Layout(_FlatParamGroupsLayout):
     """Layout of ZeRO-1 in bf16 with gradients accumulated in fp32."""
 
     def _read(self) -> None:
-        groups = self.optimizer.bf16_groups
-        self._read_groups(self.optimizer.fp32_groups_flat_partition, ((group, _offsets(group)) for group in groups))
+        pairs = [(parameters, _offsets(parameters)) for parameters in self.optimizer.bf16_groups]
+        self._read_param_groups(self.optimizer.fp32_groups_flat_partition, pairs)
 
     @override
     def mask_gradients(self, mask: MaskGradient) -> None:
@@ -233,13 +235,13 @@ class _Stage0Layout(ShardLayout):
         process_group: dist.ProcessGroup | None = self.engine.seq_data_parallel_group
         return process_group
 
-    def _add_each(self, groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
+    def _add_each(self, param_groups: Iterable[list[tuple[Parameter, Tensor]]]) -> None:
         """Add weights that have a master each.
 
         Args:
-            groups: pairs of (weight, its master) of each param group.
+            param_groups: pairs of (weight, its master) of each.
         """
-        for index, pairs in enumerate(groups):
+        for index, pairs in enumerate(param_groups):
             for parameter, master in pairs:
                 self._add(parameter, tuple(parameter.shape), 0, parameter.numel(), len(self.flats), 0)
                 self.flats.append(master)

@@ -178,7 +178,7 @@ class ExtraPasses:
         boundary = engine._is_gradient_accumulation_boundary
         scalars = {name: getattr(optimizer, name) for name in _OPTIMIZER_SCALARS if hasattr(optimizer, name)}
         scalers = [(holder, dict(holder.__dict__)) for holder in self.layout.loss_scalers()]
-        groups: list[dict[str, Any]] = [
+        hyperparameters: list[dict[str, Any]] = [
             {key: value for key, value in group.items() if key != "params"} for group in inner.param_groups
         ]
         accelerator = get_accelerator()
@@ -194,7 +194,7 @@ class ExtraPasses:
                 setattr(optimizer, name, value)
             for holder, values in scalers:
                 holder.__dict__.update(values)
-            for group, values in zip(inner.param_groups, groups, strict=True):
+            for group, values in zip(inner.param_groups, hyperparameters, strict=True):
                 group.update(values)
             torch.set_rng_state(cpu_rng)
             accelerator.set_rng_state(device_rng)

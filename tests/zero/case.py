@@ -133,15 +133,16 @@ def my_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: value[rank * size : (rank + 1) * size].to(device) for key, value in batch.items()}
 
 
-def build_engine(case: Case, model: Any = None, groups: Any = None) -> Any:
+def build_engine(case: Case, model: Any = None, param_groups: Any = None) -> Any:
     """Build a DeepSpeed engine over the case's model, which is the same on every rank."""
     import deepspeed
 
     model = sf.prepare(MODELS[case.model]() if model is None else model, case.sparseforge)
-    groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay) if groups is None else groups
-    optimizer = torch.optim.AdamW(groups, lr=case.lr, eps=case.eps) if case.client else None
+    if param_groups is None:
+        param_groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay)
+    optimizer = torch.optim.AdamW(param_groups, lr=case.lr, eps=case.eps) if case.client else None
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=optimizer, config=case.deepspeed()
+        model=model, model_parameters=param_groups, optimizer=optimizer, config=case.deepspeed()
     )
     return engine
 

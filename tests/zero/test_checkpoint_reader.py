@@ -75,14 +75,14 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
         config[dtype] = {"enabled": True}
     if dtype == "fp16":
         config["fp16"]["loss_scale"] = 8
-    groups = [
+    param_groups = [
         {"params": [weights[name] for name in PRUNABLE], "sparseforge": "prunable", "name": "prunable"},
         {"params": [model.emb.weight], "name": "dense"},
         {"params": small, "name": "small"},
     ]
     name_of = {id(parameter): name for name, parameter in weights.items()}
-    names = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    names = [[name_of[id(parameter)] for parameter in group["params"]] for group in param_groups]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups, config=config)
 
     def remember(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
@@ -97,7 +97,7 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
     listed = [
         {"name": name, "shape": list(OddModel().get_parameter(name).shape), "input_axis": -1} for name in PRUNABLE
     ]
-    state = {"weights": listed, "groups": names, "step": steps}
+    state = {"weights": listed, "param_groups": names, "step": steps}
     engine.save_checkpoint(folder, tag=tag, client_state={"sparseforge": state})
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
@@ -185,13 +185,14 @@ def test_threads_read_what_one_reads(saved: Any, name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "groups", [3, ["a.weight"], [[*PRUNABLE]], [[*PRUNABLE], ["emb.weight"], ["emb.weight"]], [[], [*PRUNABLE], []]]
+    "param_groups",
+    [3, ["a.weight"], [[*PRUNABLE]], [[*PRUNABLE], ["emb.weight"], ["emb.weight"]], [[], [*PRUNABLE], []]],
 )
-def test_damaged_names_of_groups_are_refused(saved: Any, tmp_path: Path, groups: object) -> None:
+def test_damaged_names_of_param_groups_are_refused(saved: Any, tmp_path: Path, param_groups: object) -> None:
     shutil.copytree(saved[2][0] / "stage0-fp32", tmp_path / "names")
     file = tmp_path / "names" / "mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)
-    content["sparseforge"]["groups"] = groups
+    content["sparseforge"]["param_groups"] = param_groups
     torch.save(content, file)
     with pytest.raises(ValueError, match=f"{file.name}: .*(groups|group|weight)"):
         Checkpoint(tmp_path / "names")

@@ -171,9 +171,9 @@ def drifted() -> list[str]:
 
     case = Case(stage=2, client=True, config={"importance": "magnitude"})
     model = sf.prepare(MODELS[case.model](), case.sparseforge)
-    groups = sf.param_groups(model, case.sparseforge)
+    param_groups = sf.param_groups(model, case.sparseforge)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, optimizer=Drifting(groups, lr=1e-2), config=case.deepspeed()
+        model=model, model_parameters=param_groups, optimizer=Drifting(param_groups, lr=1e-2), config=case.deepspeed()
     )
     forge = sf.SparseForge(engine, case.sparseforge)
     return go_on(engine, forge, case, 0, 9) if forge.step_count == 0 else ["begun"]

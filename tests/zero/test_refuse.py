@@ -26,10 +26,10 @@ def attach(stage: int) -> dict[str, Any]:
     case = Case(stage=stage, config={"importance": "magnitude"})
     model = BUILDERS["qwen3_moe"]()
     named = {name for name, _ in model.named_parameters()}
-    groups = sf.param_groups(sf.prepare(model, case.sparseforge), case.sparseforge)
+    param_groups = sf.param_groups(sf.prepare(model, case.sparseforge), case.sparseforge)
     settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, config={**case.deepspeed(), "expert_parallel": settings}
+        model=model, model_parameters=param_groups, config={**case.deepspeed(), "expert_parallel": settings}
     )
     loss = engine(**token_batch(2, 8, seed=dist.get_rank())).loss
     engine.backward(loss)
@@ -67,8 +67,8 @@ def what_is_no_engine() -> dict[str, str]:
     case = Case(stage=1, config={"importance": "magnitude"})
     model = sf.prepare(BUILDERS["llama"](), case.sparseforge)
     arguments: dict[str, Any] = {"bare": model, "accelerate": Accelerator(cpu=True).prepare(model)}
-    groups = sf.param_groups(model, case.sparseforge)
-    arguments["tuple"] = deepspeed.initialize(model=model, model_parameters=groups, config=case.deepspeed())
+    param_groups = sf.param_groups(model, case.sparseforge)
+    arguments["tuple"] = deepspeed.initialize(model=model, model_parameters=param_groups, config=case.deepspeed())
     messages = {}
     for name, subject in arguments.items():
         with pytest.raises(ValueError) as refused:

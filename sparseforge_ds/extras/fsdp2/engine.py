@@ -25,7 +25,7 @@ class Fsdp2Engine:
     def __init__(
         self,
         model: nn.Module,
-        groups: list[dict[str, Any]],
+        param_groups: list[dict[str, Any]],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         gradient_accumulation_steps: int = 1,
         gradient_clipping: float = 0.0,
@@ -34,9 +34,9 @@ class Fsdp2Engine:
 
         Args:
             model: prepared by `sparseforge_ds.prepare`, then sharded by `fully_shard` on a one-dimensional mesh.
-            groups: what `sparseforge_ds.param_groups` returns for the sharded model.
-            make_optimizer: function of such groups, whose parameters are this rank's rows; like
-                `lambda groups: torch.optim.AdamW(groups, lr=1e-4)`.
+            param_groups: what `sparseforge_ds.param_groups` returns for the sharded model.
+            make_optimizer: function of such param groups, whose parameters are this rank's rows; like
+                `lambda param_groups: torch.optim.AdamW(param_groups, lr=1e-4)`.
             gradient_accumulation_steps: micro-batches of a step.
             gradient_clipping: largest norm of a step's gradients; 0 for any.
 
@@ -44,7 +44,7 @@ class Fsdp2Engine:
             ValueError: some weight is not divided along dimension 0 of a one-dimensional mesh, or is not fp32.
         """
         self.module = model
-        self.optimizer = Fsdp2Optimizer(groups, make_optimizer, gradient_clipping)
+        self.optimizer = Fsdp2Optimizer(param_groups, make_optimizer, gradient_clipping)
         self.basic_optimizer = self.optimizer.inner
         self.device = self.optimizer.weights[0][0][1].device
         self._config = SimpleNamespace(_param_dict={})
@@ -96,18 +96,18 @@ class Fsdp2Optimizer:
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        param_groups: list[dict[str, Any]],
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         clip_grad: float,
     ) -> None:
         """Pair each weight with its rows; arguments as in `Fsdp2Engine`."""
         self.weights: list[list[tuple[Any, nn.Parameter]]] = []
         """Pairs of (DTensor, this rank's rows) in each param group."""
-        for group in groups:
+        for group in param_groups:
             self.weights.append([(weight, nn.Parameter(self._rows_of(weight))) for weight in group["params"]])
         self.mesh = self.weights[0][0][0].device_mesh
         rows = [[rows for _, rows in group] for group in self.weights]
-        self.inner = make_optimizer([{**group, "params": rows} for group, rows in zip(groups, rows, strict=True)])
+        self.inner = make_optimizer([{**group, "params": rows} for group, rows in zip(param_groups, rows, strict=True)])
         self.clip_grad = clip_grad
 
     @staticmethod

@@ -19,7 +19,7 @@ def run_of(**block: Any) -> RunState:
 
 def saved(**block: Any) -> dict[str, Any]:
     state: dict[str, Any] = json.loads(json.dumps(run_of(**block).to_dict()))
-    return {**state, "step": 3, "refreshes": 1, "groups": [["a.weight"]]}
+    return {**state, "step": 3, "refreshes": 1, "param_groups": [["a.weight"]]}
 
 
 @pytest.mark.parametrize("block", [{}, {"importance": "hutchinson"}, {"preset": "paper_like"}, {"method": "ast"}])

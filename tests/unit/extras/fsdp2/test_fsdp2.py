@@ -35,9 +35,9 @@ def engine_of(case: Case) -> Fsdp2Engine:
     for layer in model.transformer.h if case.model == "gpt2" else model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay)
-    adamw = lambda groups: torch.optim.AdamW(groups, lr=case.lr, eps=case.eps)  # noqa: E731
-    return Fsdp2Engine(model, groups, adamw, case.gas, case.clip)
+    param_groups = sf.param_groups(model, case.sparseforge, weight_decay=case.weight_decay)
+    adamw = lambda param_groups: torch.optim.AdamW(param_groups, lr=case.lr, eps=case.eps)  # noqa: E731
+    return Fsdp2Engine(model, param_groups, adamw, case.gas, case.clip)
 
 
 def run_fsdp2(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
@@ -98,6 +98,6 @@ def test_masks_are_those_of_one_process(world_size: int, expected: list[dict[str
 def test_weights_that_are_no_rows_of_fp32_are_refused() -> None:
     case = CASES[0]
     model = MODELS["llama"]()
-    groups = sf.param_groups(model, case.sparseforge)
+    param_groups = sf.param_groups(model, case.sparseforge)
     with pytest.raises(ValueError, match="not divided along dimension 0: call fully_shard on the whole model"):
-        Fsdp2Engine(model, groups, torch.optim.AdamW)
+        Fsdp2Engine(model, param_groups, torch.optim.AdamW)
