@@ -50,7 +50,7 @@ else
     sizes="--stage 1 --dtype bf16 --hidden 2048 --layers 12 --seq 1024 --micro_batch 4 --vocabulary 32000 --accumulation 4 --steps 20"
     # 1: numbers of fused functions against the CPU, before anything is timed; then their bytes a second.
     part tests 90 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/kernels/test_fused_on_gpu.py \
-        tests/zero/test_tiles.py
+        tests/zero/test_tiled_shards.py
     part fused 60 python3 -m benchmarks.fused_functions --shapes 576x576 17408x5120 --json "$out/fused.json"
     # 2: a training step beside plain DeepSpeed, while masks harden and when they are frozen.
     part cost 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"

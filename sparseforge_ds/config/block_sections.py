@@ -7,7 +7,7 @@ from typing import Literal
 
 from sparseforge_ds.config.strict import require
 
-StartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
+BlockStartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
 
 _SHARE_OF_RUN = 0.05
@@ -237,7 +237,7 @@ class BlockStartConfig:
     next block follows. docs/concepts/schedule.md describes it, and docs/guides/closer.md says what it brings.
     """
 
-    mask: StartMask | None = None
+    mask: BlockStartMask | None = None
     """Rule that chooses a block's mask. `sparsegpt`: SparseGPT on the inputs that the pruned model gives the block.
     `annealed`: soft masks that follow the block's own error. `wanda` and `magnitude`. null: `sparsegpt`, but `annealed`
     for fused experts, which sparsegpt cannot measure."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums, Factors
 from sparseforge_ds.curvature.running_curvature import NO_GRADIENT, RunningCurvature
-from sparseforge_ds.curvature.tiles import TiledShards
+from sparseforge_ds.curvature.tiled_shards import TiledShards
 from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments
 from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, scalings, score_moments, standardized_score

@@ -144,7 +144,7 @@ class StepBatches:
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
 
 
-class StartBatches:
+class BlockStartBatches:
     """Batches that a start reads under a trainer: the first examples of its train set, in the set's own order.
 
     It begins again where the examples are few. The trainer's own data loader is left alone.

@@ -27,7 +27,12 @@ from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import SparseForge
-from sparseforge_ds.integrations.trainer_batches import StartBatches, StepBatches, trained_tokens, trainer_micro_batch
+from sparseforge_ds.integrations.trainer_batches import (
+    BlockStartBatches,
+    StepBatches,
+    trained_tokens,
+    trainer_micro_batch,
+)
 from sparseforge_ds.integrations.trainer_settings import (
     WITHOUT_BRANCHES,
     check_teacher,
@@ -234,7 +239,7 @@ class SparseForgeMixin(_Trainer):
         if not self.forge.ready:
             self.model.train()  # as the trainer's step does; ranks share sequences in this mode only
             self.forge.start(
-                self._step_batches() if self._config.start is None else self._start_batches(self._config.start)
+                self._step_batches() if self._config.start is None else self._block_start_batches(self._config.start)
             )
         loss: Tensor = super().training_step(*args, **kwargs)
         self._updated |= self.forge.step(self._step_batches())
@@ -302,10 +307,10 @@ class SparseForgeMixin(_Trainer):
         torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
         return max(1, int(trained)) / self.get_sp_size()
 
-    def _start_batches(self, block_start: BlockStartConfig) -> StartBatches:
+    def _block_start_batches(self, block_start: BlockStartConfig) -> BlockStartBatches:
         """Return the text of a start."""
         assert self._task is not None
-        return StartBatches(self, block_start, self._task)
+        return BlockStartBatches(self, block_start, self._task)
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

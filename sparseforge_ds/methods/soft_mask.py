@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.curvature.ranking import Ranking, ScoreInputs
-from sparseforge_ds.curvature.tiles import TiledShards, tiled_shards
+from sparseforge_ds.curvature.tiled_shards import TiledShards, tiled_shards
 from sparseforge_ds.mask.anneal import Dials
 from sparseforge_ds.mask.kernels.codes import stored_as
 from sparseforge_ds.mask.kernels.fused_update import MaskUpdate, update_mask_in_place

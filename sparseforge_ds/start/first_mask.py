@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.config.block_sections import BlockStartConfig, ReconstructionConfig, StartMask
+from sparseforge_ds.config.block_sections import BlockStartConfig, BlockStartMask, ReconstructionConfig
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
@@ -24,14 +24,14 @@ Reduce = Callable[[list[Tensor]], None]
 """Function that sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
 
 
-def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> StartMask:
+def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], pattern: Pattern) -> BlockStartMask:
     """Return the kind of mask of a model or a block: `settings.mask`, or the default for its weights.
 
     Raises:
         ValueError: these weights, or this pattern, cannot have such a mask.
     """
     fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
-    default: StartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "annealed"
+    default: BlockStartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "annealed"
     kind = settings.mask or default
     if kind == "sparsegpt" and fused is not None:
         raise ValueError(

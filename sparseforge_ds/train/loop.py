@@ -82,7 +82,7 @@ def _train(
     else:
         was_ready = forge.ready
         rms = forge.sharded.rms()
-        probe = _start_batches(context)
+        probe = _block_start_batches(context)
         began = time.perf_counter()
         with monitor.paused_clock():
             forge.start(probe)
@@ -284,7 +284,7 @@ class RunProbeBatches:
         return self.context.objective.cross_entropy(batch.to(self.context.device))
 
 
-def _start_batches(context: TrainContext) -> RunProbeBatches:
+def _block_start_batches(context: TrainContext) -> RunProbeBatches:
     """Return the text that `forge.start` reads: batches of an Adam step of a block, or of a step of the run."""
     spec = context.spec
     block_start = spec.config.start

@@ -1,8 +1,9 @@
-"""Rules of our source that no linter has: tests name nothing private, and a statement has one assignment."""
+"""Rules of our source that no linter has: private names, one assignment a statement, one meaning a file name."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,3 +103,9 @@ def test_a_statement_has_one_assignment() -> None:
     ]
     trees = PACKAGE | TESTS | {path: ast.parse(path.read_text()) for path in scripts}
     assert [f"{path}:{line}" for path, tree in trees.items() for line in _unlike_assignments(tree)] == []
+
+
+def test_a_file_name_is_one_thing() -> None:
+    """A command may have the name of what it runs; nothing else shares one."""
+    names = Counter(path.name for path in PACKAGE if path.parent.name != "cli" and path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.config.arguments import NOT_OF_A_RUN, RunArguments
 from sparseforge_ds.config.block import method_name
-from sparseforge_ds.config.block_sections import StartMask
+from sparseforge_ds.config.block_sections import BlockStartMask
 from sparseforge_ds.config.json_file import parse_json_file
 from sparseforge_ds.config.strict import build, merge
 from sparseforge_ds.evaluate.scored_text import documents_belong_together
@@ -85,7 +85,7 @@ class OneShot:
     """A model that `sparseforge prune` makes of the training text; its keys are flags of that command."""
 
     name: str
-    mask: StartMask | None = None
+    mask: BlockStartMask | None = None
     """Source of the masks; null: the command's default."""
     pattern: str | None = None
     """Pattern; null: that of the base's `sparseforge` block."""

@@ -64,7 +64,7 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("bench", "--engine"): speed.ENGINES,
         ("bench", "--rivals"): speed.RIVALS,
         ("permute", "--dimensions"): channels.PARTS,
-        ("prune", "--mask"): get_args(block_sections.StartMask),
+        ("prune", "--mask"): get_args(block_sections.BlockStartMask),
     }
     expected |= {
         ("evaluate", "--dtype"): ("auto", *source.DTYPES),

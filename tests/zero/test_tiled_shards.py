@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparseforge_ds.curvature import tiles
-from sparseforge_ds.curvature.tiles import TiledShards
+from sparseforge_ds.curvature import tiled_shards
+from sparseforge_ds.curvature.tiled_shards import TiledShards
 from sparseforge_ds.mask.kernels.fusing import compiled
 from sparseforge_ds.methods import soft_mask
 from tests.distributed import run_distributed
@@ -40,7 +40,7 @@ CASES = {
 
 
 def test_it_is_the_same_run() -> None:
-    run_interpreted("-c", "from tests.zero.test_tiles import compare_runs; compare_runs()")
+    run_interpreted("-c", "from tests.zero.test_tiled_shards import compare_runs; compare_runs()")
 
 
 @pytest.mark.gpu
@@ -110,7 +110,7 @@ def run_twice(names: list[str]) -> dict[str, Runs]:
 
         with (
             mock.patch.object(TiledShards, "move", noting),
-            mock.patch.object(logging.getLogger(tiles.__name__), "info") as info,
+            mock.patch.object(logging.getLogger(tiled_shards.__name__), "info") as info,
         ):
             tiled = run(CASES[name])
         tiles_off = mock.patch.object(soft_mask, "tiled_shards", lambda weights: None)
