@@ -28,7 +28,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from benchmarks.phases import PHASES, STATE_KEYS, Messages, Phases, held_bytes
-from benchmarks.variants import PHASE_WINDOWS, Batch, StepText, Variant, build, forge_config, memory
+from benchmarks.variants import PHASE_HARDENING, Batch, StepText, Variant, build, forge_config, memory
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.train.launcher import unlink_shared_buffers
 
@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--phase",
         default="hardening",
-        choices=tuple(PHASE_WINDOWS),
+        choices=tuple(PHASE_HARDENING),
         help="part of the schedule that is measured; hardening costs most",
     )
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))

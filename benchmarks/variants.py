@@ -20,8 +20,8 @@ from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.zero.extra_passes import Closure
 
 WEIGHT_DECAY = 0.01
-PHASE_WINDOWS = {"heating": (1.0, 1.0), "hardening": (0.0, 1.0), "frozen": (0.0, 0.0)}
-"""Hardening window, as fractions of the run, that keeps all of it in one phase."""
+PHASE_HARDENING = {"heating": (1.0, 1.0), "hardening": (0.0, 1.0), "frozen": (0.0, 0.0)}
+"""Ramp of hardening, as fractions of the run, that keeps all of it in one phase."""
 
 Batch = dict[str, Tensor]
 
@@ -84,7 +84,7 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
             "pattern": arguments.pattern,
             "importance": arguments.importance,
             "curvature": {"source": arguments.source},
-            "method": {"update_every": arguments.update_every, "hardening": PHASE_WINDOWS[arguments.phase]},
+            "method": {"update_every": arguments.update_every, "hardening": PHASE_HARDENING[arguments.phase]},
             "distillation": {} if arguments.teacher else None,
         }
     )

@@ -127,8 +127,8 @@ def scored_curvature(curvature: list[float], shape: tuple[int, int], block: dict
 def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, float]:
     """Return every annealed number after `step` optimizer steps, for the `method` block of sparseforge."""
 
-    def progress(window: list[float]) -> float:
-        start, stop = round(window[0] * max_steps), round(window[1] * max_steps)
+    def progress(ramp: list[float]) -> float:
+        start, stop = round(ramp[0] * max_steps), round(ramp[1] * max_steps)
         if step >= stop:
             return 1.0
         return max(0.0, (step - start) / (stop - start))

@@ -29,12 +29,12 @@ _INTRODUCTION = """\
 `"sparseforge": {}`, which decides which weights survive. Every key is optional. An unknown key, a wrong type or an
 impossible value is an error that names the key, the value and the cure.
 
-Windows such as `[0.0, 0.2]` are fractions of `max_steps`, so that a setting fits every run length. In short runs they
+Ramps such as `[0.0, 0.2]` are fractions of `max_steps`, so that a setting fits every run length. In short runs they
 are rounded so that masks are updated at least once before they freeze, which takes 2 steps.
 
 `"method"` says which rule forms the mask: a name, as in `"method": "ast"`, or an object with the name and the method's
 own keys, as in `"method": {"name": "ast", "decay": 1e-4}`. Without a name it is `sparseforge`, so that
-`"method": {"hardening": [0, 0.3]}` gives the default another window. A key of another method is an error.
+`"method": {"hardening": [0, 0.3]}` gives the default another ramp. A key of another method is an error.
 `"preset"`, a key too, names [what a block starts from](#presets).
 
 Where to go on: [what the keys of the schedule do](../concepts/schedule.md), [the equations](../concepts/equations.md),

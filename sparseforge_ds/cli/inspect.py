@@ -76,11 +76,11 @@ def _status(status: RunStatus, run: dict[str, Any]) -> list[tuple[str, str]]:
     # Step and layout.
     max_steps = f" of {status.max_steps}" if status.max_steps is not None else ""
     phase = f", {status.phase}" if status.phase else ""
-    window = "" if status.hardening is None else " (hardening {}-{})".format(*status.hardening)
+    hardening = "" if status.hardening is None else " (hardening {}-{})".format(*status.hardening)
     tokens = f", {status.tokens:,} tokens" if status.tokens is not None else ""
     ranks = f"{status.world_size} rank{'s' if status.world_size != 1 else ''}"
     lines = [
-        ("step", f"{status.step}{max_steps}{phase}{window}{tokens}"),
+        ("step", f"{status.step}{max_steps}{phase}{hardening}{tokens}"),
         ("layout", f"{ranks}, ZeRO-{status.zero_stage}, {status.precision}"),
     ]
     if status.pattern is None:

@@ -11,7 +11,8 @@ from sparseforge_ds.mask.anneal import MaskSchedule
 if TYPE_CHECKING:  # it imports torch, for which the help of a command need not wait
     from sparseforge_ds.mask.pattern import Pattern
 
-Window = tuple[float, float]
+Ramp = tuple[float, float]
+"""Start and stop of a dial's move, in fractions of a run."""
 REPORT_EVERY = 10
 """Steps between two measurements of masks that move in every step, since a measurement waits for the device."""
 
@@ -48,8 +49,8 @@ def require_key(part: MethodConfig, key: str, condition: bool, cure: str) -> Non
     require(condition, f"method.{key}", getattr(part, key), cure)
 
 
-def require_window(part: MethodConfig, key: str) -> None:
-    """Raise ValueError unless a window is two ordered fractions of a run."""
+def require_ramp(part: MethodConfig, key: str) -> None:
+    """Raise ValueError unless a ramp is two ordered fractions of a run."""
     start, stop = getattr(part, key)
     require_key(part, key, 0 <= start <= stop <= 1, "use fractions 0 <= start <= stop <= 1")
 

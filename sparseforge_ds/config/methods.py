@@ -11,10 +11,10 @@ from typing_extensions import override
 from sparseforge_ds.config.method_config import (
     REPORT_EVERY,
     MethodConfig,
-    Window,
+    Ramp,
     require_key,
+    require_ramp,
     require_updates,
-    require_window,
 )
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import MaskSchedule
@@ -48,8 +48,8 @@ class RefreshedMaskConfig(MethodConfig):
     """Optimizer steps between two choices of the mask."""
     decay: float = 0.0
     """Strength lambda of the term lambda (1 - m) W, which is added to the gradient and draws masked weights to 0."""
-    ramp: Window = (0.0, 0.0)
-    """Window in fractions of max_steps over which the decay rises linearly from 0; [0, 0]: it is full from the
+    ramp: Ramp = (0.0, 0.0)
+    """Fractions of max_steps between which the decay rises linearly from 0; [0, 0]: it is full from the
     start."""
     frozen: float = 0.0
     """Last fraction of the run in which the mask no longer changes."""
@@ -59,7 +59,7 @@ class RefreshedMaskConfig(MethodConfig):
     def __post_init__(self) -> None:
         require_key(self, "every", self.every >= 1, "use an integer >= 1")
         require_key(self, "decay", self.decay >= 0, "use a value >= 0")
-        require_window(self, "ramp")
+        require_ramp(self, "ramp")
         require_key(self, "frozen", 0 <= self.frozen < 1, "use 0 <= frozen < 1")
 
     @override
@@ -91,7 +91,7 @@ class AstConfig(RefreshedMaskConfig):
 
     name: Literal["ast"] = "ast"
     decay: float = 6e-5
-    ramp: Window = (0.0, 0.25)
+    ramp: Ramp = (0.0, 0.25)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CastConfig(RefreshedMaskConfig):
     decay: float = 1e-4
     """Strength lambda of the L1 decay lambda (1 - m) sign(W) / (sqrt(v) + eps), which is multiplied by the learning
     rate."""
-    ramp: Window = (0.0, 0.5)
+    ramp: Ramp = (0.0, 0.5)
     frozen: float = 0.1
     scaling: bool = True
     """Train one factor per output of every pruned layer, which is folded into the weights when the mask freezes."""

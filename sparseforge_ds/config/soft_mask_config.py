@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from sparseforge_ds.config.method_config import MethodConfig, Window, require_key, require_updates, require_window
-from sparseforge_ds.mask.anneal import Schedule, StepWindow
+from sparseforge_ds.config.method_config import MethodConfig, Ramp, require_key, require_ramp, require_updates
+from sparseforge_ds.mask.anneal import Schedule, StepRamp
 
 UPDATES = 15
 """Approximate number of mask updates until masks freeze, by default. Rates act once an update, so with a fixed number
@@ -36,18 +36,18 @@ class SoftMaskConfig(MethodConfig):
     """Lowest temperature, T_min."""
     temperature_decay: float | None = None
     """Factor gamma of the temperature per mask update; null: the one that reaches T_min when hardening ends."""
-    blend: Window = (0.0, 0.1)
-    """Window over which beta rises from 0 to 1 as a smooth step (eq. 7)."""
+    blend: Ramp = (0.0, 0.1)
+    """Ramp over which beta rises from 0 to 1 as a smooth step (eq. 7)."""
     mid_penalty: float = 0.3
     """Final value of lambda_mid (eq. 8)."""
-    mid_penalty_ramp: Window = (0.0, 0.1)
-    """Window over which lambda_mid rises linearly from 0."""
+    mid_penalty_ramp: Ramp = (0.0, 0.1)
+    """Ramp over which lambda_mid rises linearly from 0."""
     penalty_rate: float = 0.2
     """Rate eta of the penalty (eq. 8)."""
     mask_rate: float = 0.1
     """Share alpha of the gate that enters the mask at an update (eq. 9)."""
-    hardening: Window = (0.0, 0.2)
-    """Window over which x falls from 1 to 0 (eq. 10). At its end masks are projected and frozen (eq. 11). [0, 0]
+    hardening: Ramp = (0.0, 0.2)
+    """Ramp over which x falls from 1 to 0 (eq. 10). At its end masks are projected and frozen (eq. 11). [0, 0]
     freezes masks before the first step, which leaves plain retraining under a fixed mask."""
     straight_through: bool = False
     """Move W by the optimizer's whole step while masks are soft, as in the paper. false: move it by m_eff times the
@@ -67,7 +67,7 @@ class SoftMaskConfig(MethodConfig):
         decay = self.temperature_decay
         require_key(self, "temperature_decay", decay is None or 0 < decay <= 1, "use null or 0 < gamma <= 1")
         for key in ("blend", "mid_penalty_ramp", "hardening"):
-            require_window(self, key)
+            require_ramp(self, key)
         for key in ("mid_penalty", "penalty_rate"):
             require_key(self, key, getattr(self, key) >= 0, "use a value >= 0")
         require_key(self, "mask_rate", 0 < self.mask_rate <= 1, "use 0 < alpha <= 1")
@@ -79,7 +79,7 @@ class SoftMaskConfig(MethodConfig):
         Masks freeze at step 2 or later, so that short runs do what long ones do.
         """
         start, stop = _steps(self.hardening, max_steps)
-        if self.hardening[1] > 0:  # a window that a short run rounds away still has room for one update
+        if self.hardening[1] > 0:  # a ramp that a short run rounds away still has room for one update
             stop = min(max(stop, 2), max_steps)
         return Schedule(
             update_every=max(1, stop // UPDATES) if self.update_every is None else self.update_every,
@@ -105,5 +105,5 @@ class SoftMaskConfig(MethodConfig):
             require_updates(max_steps, schedule, "update_every", every, every + 1, self.hardening[1], fixed)
 
 
-def _steps(window: Window, max_steps: int) -> StepWindow:
-    return round(window[0] * max_steps), round(window[1] * max_steps)
+def _steps(ramp: Ramp, max_steps: int) -> StepRamp:
+    return round(ramp[0] * max_steps), round(ramp[1] * max_steps)

@@ -77,7 +77,7 @@ class RunStatus:
     max_steps: int | None = None
     phase: str | None = None
     hardening: tuple[int, int] | None = None
-    """Window of optimizer steps over which the mask becomes binary."""
+    """Optimizer steps between which the mask becomes binary."""
     masked_weights: int = 0
     masked_parameters: int = 0
     branch_parameters: int = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-StepWindow = tuple[int, int]
+StepRamp = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class Schedule(MaskSchedule):
     temperature: float
     temperature_min: float
     temperature_decay: float | None
-    blend: StepWindow
+    blend: StepRamp
     mid_penalty: float
-    mid_penalty_ramp: StepWindow
+    mid_penalty_ramp: StepRamp
     penalty_rate: float
     mask_rate: float
     hardening_start: int
     hard: bool = False
 
     @property
-    def hardening(self) -> StepWindow:
-        """Window of hardening, at whose end masks are projected."""
+    def hardening(self) -> StepRamp:
+        """Ramp of hardening, at whose end masks are projected."""
         return self.hardening_start, self.freeze_step
 
     @override
@@ -104,9 +104,9 @@ class Schedule(MaskSchedule):
         )
 
 
-def progress(step: int, window: StepWindow) -> float:
-    """Return how far `step` is through a window, linearly: 0 up to its start, 1 from its stop on."""
-    start, stop = window
+def progress(step: int, ramp: StepRamp) -> float:
+    """Return how far `step` is through a ramp, linearly: 0 up to its start, 1 from its stop on."""
+    start, stop = ramp
     if step >= stop:
         return 1.0
     return 0.0 if step <= start else (step - start) / (stop - start)

@@ -202,7 +202,7 @@ def test_an_integer_stands_for_a_float():
     )
 
 
-def test_windows_become_steps():
+def test_ramps_become_steps():
     schedule = build(max_steps=1000, method={"hardening": [0.1, 0.3], "blend": [0, 0.25]}).resolved_schedule
     assert schedule.hardening == (100, 300)
     assert schedule.blend == (0, 250)
@@ -216,7 +216,7 @@ def test_the_shortest_runs_heat_harden_and_freeze(max_steps: int) -> None:
     assert [step for step in range(max_steps + 1) if schedule.is_update(step)] == [1]
     assert [step for step in range(max_steps + 1) if schedule.is_projection(step)] == [2]
     late = build(max_steps=max_steps, method={"hardening": [0.0, 0.01]}).resolved_schedule
-    assert late.freeze_step == 2, "a window that rounds to nothing is not a fixed mask"
+    assert late.freeze_step == 2, "a ramp that rounds to nothing is not a fixed mask"
 
 
 @pytest.mark.parametrize("max_steps", [100, 101, 137, 400, 20000])

@@ -13,20 +13,20 @@ from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
 from sparseforge_ds.mask.anneal import Schedule
 from tests.reference import dials_at
 
-WINDOW = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda w: (min(w), max(w)))
+RAMP = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda w: (min(w), max(w)))
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    start, stop = draw(WINDOW)
+    start, stop = draw(RAMP)
     return Schedule(
         update_every=draw(st.integers(1, 9)),
         temperature=draw(st.floats(0.1, 5)),
         temperature_min=0.05,
         temperature_decay=draw(st.none() | st.floats(0.5, 1)),
-        blend=draw(WINDOW),
+        blend=draw(RAMP),
         mid_penalty=draw(st.floats(0, 2)),
-        mid_penalty_ramp=draw(WINDOW),
+        mid_penalty_ramp=draw(RAMP),
         penalty_rate=0.2,
         mask_rate=0.1,
         hardening_start=start,
