@@ -128,6 +128,7 @@ def test_chat_uses_the_template(dense: Path, tmp_path: Path, capsys: pytest.Capt
 def test_models_and_prompts_that_cannot_be_continued_are_refused(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    # Folders of a run, and of models that are each damaged in one way.
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     damaged, odd = (Path(shutil.copytree(dense, tmp_path / name)) for name in ("damaged", "odd"))
     (damaged / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes()[:-5])
@@ -136,6 +137,7 @@ def test_models_and_prompts_that_cannot_be_continued_are_refused(
     zero = Path(shutil.copytree(dense, tmp_path / "zero"))
     (zero / "config.json").write_text(json.dumps({**content, "num_attention_heads": 0}))
     apart = write_model(tmp_path / "apart", MODELS["llama"](vocab_size=60))
+    # Each is refused in one line, and nothing is generated.
     capsys.readouterr()
     for model, more, message in (
         (apart, [], f"{apart}: its tokenizer gives token 220, the model has 60 embeddings; tokenizer and weights do"),

@@ -52,7 +52,8 @@ def options(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 
 def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     """Compare the parsers with what they choose from, which they name without importing it."""
-    result = {name: options(command) for name, command in subcommands().items()}
+    # What the parsers offer, and where the code keeps the same choices.
+    options_of_command = {name: options(command) for name, command in subcommands().items()}
     expected = {
         ("export", "--format"): get_args(formats.Format),
         ("export", "--values"): tuple(packed_values.GRIDS),
@@ -79,10 +80,17 @@ def test_help_shows_the_choices_that_there_are(capsys: pytest.CaptureFixture[str
         ("evaluate", "--suite"): paper_accuracies.SUITES,
         ("evaluate", "--paper"): paper_accuracies.PAPER_ACCURACIES,
     }
-    message = {(name, flag): action for name, some in result.items() for flag, action in some.items() if action.choices}
-    assert message.keys() == expected.keys()
-    for key, action in message.items():
+    # No flag with choices is missing above, and each shows the words that can be typed.
+    with_choices = {
+        (name, flag): action
+        for name, some in options_of_command.items()
+        for flag, action in some.items()
+        if action.choices
+    }
+    assert with_choices.keys() == expected.keys()
+    for key, action in with_choices.items():
         assert set(action.choices or ()) == set(expected[key]) and action.metavar is None, key
+    # A value that is no choice is refused with the list.
     with pytest.raises(SystemExit):
         main(["export", "run", "out", "--format", "onnx"])
     assert "--format: invalid choice: 'onnx' (choose from" in capsys.readouterr().err

@@ -171,7 +171,9 @@ def test_a_gpu_prunes_to_the_pattern(family: str, mask: str, tmp_path: Path, tex
     assert check_folder(out).ok
 
 
-def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(tmp_path / "dense")
     out = tmp_path / "out"
 
@@ -180,6 +182,7 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
         assert not out.exists()
         return capsys.readouterr().err
 
+    # Settings that do not fit this model or text.
     assert "--tokens 0: use an integer >= 1" in error("--tokens", "0")
     assert "less than one sequence of 32" in error("--tokens", "31")
     assert "--seq_length 65: the model has 64 positions" in error("--seq_length", "65")
@@ -189,6 +192,7 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
     assert "no such folder" in error(model=tmp_path / "nothing")
+    # Weights that cannot be pruned: of another dtype, or not finite.
     name = "model.layers.1.mlp.down_proj.weight"
     file = tmp_path / "odd" / "model.safetensors"
     odd = write_model(tmp_path / "odd")
@@ -198,9 +202,11 @@ def test_refusals(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     save_file(full | {name: full[name] * float("inf")}, file, {"format": "pt"})
     assert f"{odd}: {name} is not finite; give a sound model" in error(model=odd)
     shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
+    # A mask that needs the inputs of single layers.
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
     assert 'fused experts has not; use "annealed"' in error("--mask", "sparsegpt", model=mixture)
     assert not (tmp_path / "out.part").exists()
+    # A folder that is there already, and a model that is sparse.
     assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK, "--epochs", "0"]) == 0
     assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK]) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err

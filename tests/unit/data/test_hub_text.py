@@ -121,7 +121,8 @@ def test_files_behind_an_address_are_opened_by_fsspec(tmp_path):
 
 def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    waited, attempts = [], []
+    waited = []
+    attempts = []
     monkeypatch.setattr(text_formats.time, "sleep", waited.append)
 
     def flaky(file, *_):
@@ -131,6 +132,7 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
                 raise huggingface_hub.errors.HTTPError("reset")
             yield f"{i}"
 
+    # Every attempt gets two documents further; none is lost or given twice.
     monkeypatch.setattr(text_formats, "iter_documents_once", flaky)
     assert list(iter_documents("hf://x", "text")) == [str(i) for i in range(10)]
     assert len(attempts) == 5 and waited == [1.0] * 4, "it was readable again each time"
@@ -140,6 +142,7 @@ def test_a_network_that_fails_now_and_then_loses_no_document(monkeypatch, caplog
         yield "0"
         raise OSError("no route")
 
+    # A network that stays away is given up, after all waits of the list.
     waited.clear()
     monkeypatch.setattr(text_formats, "iter_documents_once", dead)
     with pytest.raises(ValueError, match=r"hf://x, after 1 documents: not readable \(no route\).*--resume"):

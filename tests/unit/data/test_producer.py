@@ -159,7 +159,9 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
     spec = chunk_spec(stream, tmp_path / "data", sizes)
     count = 30
     rng = random.Random(0)
-    kills, done = 0, 0
+    kills = 0
+    done = 0
+    # Each producer goes on where the last one was killed; the sixth may finish.
     while done <= count:
         producer = Producer(spec)
         last = done
@@ -179,6 +181,7 @@ def test_kill_9_at_random_moments_leaves_what_can_be_continued_exactly(tmp_path)
             producer.wait(count)
             done = count + 1
         producer.close()
+    # The chunks are those of a producer that nobody killed.
     chunks = spec.chunks
     reference = np.array(row_of(texts(4000), (count + 1) * 20_000)).reshape(-1, 20_000)
     for chunk in range(count + 1):

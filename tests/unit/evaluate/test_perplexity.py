@@ -179,6 +179,7 @@ def test_kl_to_the_dense_model_agrees_with_a_naive_loop(
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["dense"] == stories and written["perplexity"] == written["texts"][0]
 
+    # Score the same passages one at a time, in fp64.
     dense, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
     pruned = AutoModelForCausalLM.from_pretrained(stories)
     prune_by_magnitude(pruned, NM(2, 4))
@@ -199,6 +200,7 @@ def test_kl_to_the_dense_model_agrees_with_a_naive_loop(
             count += len(ids) - 1
         assert score["tokens"] == count and score["kl"] == pytest.approx(kl / count, rel=1e-4)
         assert score["dense_perplexity"] == pytest.approx(math.exp(nll / count), rel=1e-5)
+    # What is printed has these numbers.
     shown = capsys.readouterr().out
     first = written["texts"][0]
     assert f"KL to dense {first['kl']:.5f} nats a token" in shown
@@ -285,6 +287,7 @@ def test_pruning_by_magnitude_keeps_the_largest(build: object, pattern: NM | Blo
 
 
 def test_wrong_flags_are_refused(stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # One sound text, and texts that are each wrong in one way.
     (tmp_path / "good.jsonl").write_text('{"text": "a cat"}\n')
     (tmp_path / "field.jsonl").write_text('{"content": "a cat"}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": "a cat"}\n{"text": \n')
@@ -323,6 +326,7 @@ def test_wrong_flags_are_refused(stories: str, tmp_path: Path, capsys: pytest.Ca
         (stories, "--text", good, "--limit", "0"): "--limit 0",
         (stories, "--text", good, "--json", str(tmp_path / "no" / "folder.json")): "cannot be written",
     }
+    # Each is one line, before a model is scored.
     for command, message in cases.items():
         assert main(["evaluate", *command]) == 2, command
         error = capsys.readouterr().err

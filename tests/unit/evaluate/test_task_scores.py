@@ -37,6 +37,7 @@ def test_piqa_agrees_with_likelihoods_by_hand(
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     text = ["--text", "stdlib:heldout", "--seq_length", "64", "--limit", "4"]
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    # One call scores a text and a task, and loads the model once.
     loaded = []
     load = finished_model.load_model
     monkeypatch.setattr(finished_model, "load_model", lambda *settings: (loaded.append(settings), load(*settings))[1])
@@ -45,10 +46,12 @@ def test_piqa_agrees_with_likelihoods_by_hand(
     written = json.loads((tmp_path / "both.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == written and len(loaded) == 1
     result = written["zero_shot"]["tasks"]["piqa"]
+    # The text's score is that of a call without a task.
     assert main(["evaluate", str(folder), *text]) == 0
     alone = json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]
     assert {**written["perplexity"], "seconds": 0} == {**alone, "seconds": 0} and alone["documents"] == 4
 
+    # The same choice by hand: the solution whose tokens are likelier together.
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     right = 0
     for row in ROWS:
@@ -90,6 +93,7 @@ def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsy
     benchmarks = assets / "benchmarks"
     if not folder.is_dir() or not benchmarks.is_dir():
         pytest.skip(f"no model and benchmarks in {assets}")
+    # The benchmarks of the assets, and RACE, which is written here.
     for data in filter(Path.is_dir, benchmarks.iterdir()):
         (tmp_path / data.name).symlink_to(data)
     Dataset.from_list([RACE] * 4).to_json(tmp_path / "race.jsonl")
@@ -98,14 +102,17 @@ def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsy
     command = [str(folder), "--suite", "paper", "--include_path", str(tmp_path), "--limit", "4"]
     command += ["--dense", str(folder), "--paper", "llama2-7b", "--one_shot", "2:4"]
     assert main(["evaluate", *command, "--json", str(report)]) == 0
+    # Dense and sparse model have scores of all tasks, and differ on some items.
     result = json.loads(report.read_text())["zero_shot"]
     assert set(result["tasks"]) == set(result["dense"]["tasks"]) == set(SUITES["paper"])
     assert all(metrics["items"] == 4 and "acc_stderr" in metrics for metrics in result["tasks"].values())
     assert result["tasks"] != result["dense"]["tasks"]
     same = [metrics["same_as_dense"] for metrics in result["tasks"].values()]
     assert all(share in (0, 0.25, 0.5, 0.75, 1) for share in same) and 0 < sum(same) < len(same)
+    # A suite's mean is over its seven tasks.
     for suite, mean in result["means"].items():
         assert mean == pytest.approx(sum(result["tasks"][task]["acc"] for task in SUITES[suite]) / 7)
+    # The table has both models, what the mask changed, and the paper's row.
     shown = capsys.readouterr().out
     compared = "this: same_as_dense | this: acc_lost | this: acc_gained"
     assert f"this: acc | this: acc_norm | dense: acc | dense: acc_norm | {compared} | paper" in shown

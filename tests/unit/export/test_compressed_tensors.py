@@ -33,12 +33,14 @@ def quantized(folder: Path, format: str, violations: int = 0) -> Path:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
+    # A 2:4 model, of which the first groups of one weight are filled up.
     made = write_sparse(folder / "sparse", write_dense(folder / "dense", "llama"), "llama")
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(symmetric=True, **FORMATS[format]))
     compressor = BaseCompressor.get_value_from_registry(format)
     tensors = load_file(made / "model.safetensors")
     stored = {}
     tensors[DOWN].view(-1, 4)[:violations] = 1.0
+    # Round each linear weight to nearest, and store it as the format does.
     for name, weight in tensors.items():
         if "_proj" not in name:
             stored[name] = weight
@@ -48,6 +50,7 @@ def quantized(folder: Path, format: str, violations: int = 0) -> Path:
         scale = weight.reshape(len(weight), -1, size).abs().amax(-1).clamp_min(1e-6) / largest
         parts = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)
         stored |= {f"{name.removesuffix('weight')}{leaf}": part.contiguous() for leaf, part in parts.items()}
+    # Nothing of ours is left: others write no sparsity.json.
     (made / "sparsity.json").unlink()
     save_file(stored, made / "model.safetensors", {"format": "pt"})
     config = json.loads((made / "config.json").read_text())
@@ -81,10 +84,12 @@ def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     made = quantized(tmp_path, "pack-quantized")
     config = (made / "config.json").read_text()
     tensors = load_file(made / "model.safetensors")
+    # Codes whose shape does not fit.
     packed = DOWN + "_packed"
     save_file({**tensors, packed: tensors[packed][:, :1].contiguous()}, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
     assert f"{DOWN}_packed is torch.int32 of shape (32, 1), and for 4 bits" in capsys.readouterr().err
+    # Scales that no rounding gives, and scales of another shape or dtype.
     scale = DOWN + "_scale"
     for value in (0.0, -1.0, float("nan"), float("inf")):
         scales = tensors[scale].clone()
@@ -96,14 +101,17 @@ def test_damaged_weights_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         save_file({**tensors, scale: strange}, made / "model.safetensors")
         assert main(["verify", str(made), "--pattern", "2:4"]) == 2
         assert f"{DOWN}_scale is {strange.dtype} of shape {tuple(strange.shape)}, and for" in capsys.readouterr().err
+    # A group size that does not divide the inputs.
     (made / "config.json").write_text(config.replace('"group_size": 16', '"group_size": 24'))
     save_file(tensors, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
     assert "inputs, and groups of 24 do not divide them" in capsys.readouterr().err
+    # Codes that are missing.
     (made / "config.json").write_text(config)
     save_file({name: tensor for name, tensor in tensors.items() if name != packed}, made / "model.safetensors")
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
     assert f"{DOWN}_scale is there without {DOWN}" in capsys.readouterr().err
+    # A damaged config.
     (made / "config.json").write_text(config.replace('"num_bits": 4', '"num_bits": "four"'))
     assert main(["verify", str(made), "--pattern", "2:4"]) == 2
     assert "its quantization_config is damaged" in capsys.readouterr().err

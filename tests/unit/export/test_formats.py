@@ -88,12 +88,14 @@ def test_the_default_export_is_nothing_but_an_ordinary_folder(
     out = tmp_path / "out"
     export(source, out, max_shard_size=max_shard_size, skip_proof=True)
 
+    # Files and keys are those that transformers writes, and no others.
     files = {file.name for file in out.iterdir()}
     shards = {name for name in files if name.startswith("model-")}
     assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
     files.remove("additional_chat_templates")
     assert not files & THEIR_FILES and files - shards <= OURS and bool(shards) == (max_shard_size == "10KB")
     assert not all_keys(json.loads((out / "config.json").read_text())) & THEIR_KEYS
+    # Every weight is there, once, in the dtype of the export.
     expected = model.state_dict()
     results: dict[str, tuple[int, ...]] = {}
     for file in sorted(shards or {"model.safetensors"}):
@@ -102,10 +104,12 @@ def test_the_default_export_is_nothing_but_an_ordinary_folder(
             results |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
             assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
     assert results == {name: tuple(value.shape) for name, value in expected.items()}
+    # An index exists where there are several files.
     if shards:
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index.keys() == {"metadata", "weight_map"} and index["metadata"].keys() == {"total_size"}
         assert index["weight_map"].keys() == expected.keys() and set(index["weight_map"].values()) == shards
+    # Plain transformers loads it without a missing or unexpected weight.
     loaded, report = AutoModelForCausalLM.from_pretrained(out, use_safetensors=True, output_loading_info=True)
     assert not any(report.values()) and type(loaded) is type(model)
 
@@ -288,11 +292,12 @@ def test_values_are_rounded_proved_measured_and_verified(
     assert any(words in told for words in ("group_size 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)"))
 
 
-def test_flags_of_rounded_values_that_do_not_fit(
+def test_flags_that_do_not_fit_rounded_values_are_refused(
     rounded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sparse = str(rounded[0])
     out = str(tmp_path / "out")
+    # By the command line, with the cure.
     for flags, message in (
         (["--values", "int8"], "--values int8: the hf format stores no rounded values; give --format packed24"),
         (["--group_size", "16"], "--group_size 16: it is for rounded values; give --values int4"),
@@ -313,6 +318,7 @@ def test_flags_of_rounded_values_that_do_not_fit(
     ):
         assert main(["export", sparse, out, *flags]) == 2
         assert message in capsys.readouterr().err
+    # In Python, and nothing is written.
     with pytest.raises(ValueError, match="--values int3: use one of int8, fp8_e4m3, int4"):
         export(open_source(sparse), out, "packed24", grid=Grid("int3"))
     assert not (tmp_path / "out").exists()

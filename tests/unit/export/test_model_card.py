@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: Path) -> None:
+    # Results as `evaluate` writes them: of texts, of tasks, and of generated answers.
     wikitext = {"text": "wikitext2", "perplexity": 12.5, "protocol": "windows", "seq_length": 4096, "limit": 5}
     perplexity = {
         "model": str(folder),
@@ -74,14 +75,16 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
     answers = {"answer_tokens": 90.5, "cut_at_limit": 0.25, "items": 40}
     generation = {"model": str(folder), "generation": {"tasks": {"gsm8k": strict | answers}, "limit": 40}}
     contents = (perplexity, zero_shot, generation)
-    files = [str(write_json(tmp_path / f"{n}.json", entry)) for n, entry in enumerate(contents)]
+    files = [str(write_json(tmp_path / f"{n}.json", content)) for n, content in enumerate(contents)]
     assert main(["card", str(folder), "--results", *files, "--license", "apache-2.0"]) == 0
-    made = ModelCard.load(folder / "README.md")
-    data = made.data
+    # The head of the card, which the hub reads.
+    card = ModelCard.load(folder / "README.md")
+    data = card.data
     assert (data.base_model, data.datasets, data.license) == ("owner/dense-1b", ["allenai/c4"], "apache-2.0")
     assert data.library_name == "transformers" and {"2:4", "sparse"} <= set(data.tags)
-    scores = {(entry.dataset_name, entry.metric_name): entry for entry in data.eval_results}
-    assert {key: entry.metric_value for key, entry in scores.items()} == {
+    # Every score once, with what it was measured on.
+    scores = {(score.dataset_name, score.metric_name): score for score in data.eval_results}
+    assert {key: score.metric_value for key, score in scores.items()} == {
         ("held_out.jsonl", "perplexity"): 7.389056,
         ("wikitext2", "perplexity"): 12.5,
         ("c4.jsonl", "perplexity"): 20.5,
@@ -98,9 +101,10 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         "limit": 5,
         "dtype": "bfloat16",
     }
-    assert "| schedule of the rate | warmup_stable_decay |" in made.text
+    # The text, which people read: settings of the run.
+    assert "| schedule of the rate | warmup_stable_decay |" in card.text
     for words in ("# dense-1b 2:4", "| steps | 400 |", "| tokens | 640,000 |", "`own.jsonl`", "7.38906 (sequences 8"):
-        assert words in made.text, words
+        assert words in card.text, words
 
 
 def test_the_base_model_of_a_folder_has_its_name_on_the_hub(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +322,7 @@ def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes
             self.end_headers()
             self.wfile.write(data)
 
+    # It listens on a free port, in a thread of this process.
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -251,26 +251,30 @@ def test_counts_of_a_small_weight_are_right() -> None:
 def test_counts_agree_with_loops(seed: int, dtype: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows, columns = (16 * int(n) for n in torch.randint(1, 4, (2,), generator=generator))
+    # Values that are easy to miscount: zeros of both signs, subnormals, infinities and NaN.
     values = torch.tensor([0.0, 0.0, -0.0, 1.0, -2.5, 6e-8, float("inf"), float("-inf"), float("nan")])
-    some = torch.randint(0, int(torch.randint(2, 10, (1,), generator=generator)), (rows, columns), generator=generator)
-    weight = values[some].to(getattr(torch, dtype))
+    indices = torch.randint(
+        0, int(torch.randint(2, 10, (1,), generator=generator)), (rows, columns), generator=generator
+    )
+    weight = values[indices].to(getattr(torch, dtype))
     for pattern in (NM(2, 4), NM(1, 2), NM(4, 8), NM(3, 16), NM(1, 4), Block(16)):
         for axis in (-1, -2):
             report = check_weight(weight, "w", pattern, axis)
+            # The groups, cut by slicing.
             if isinstance(pattern, Block):
                 groups = [weight[i : i + 16, j : j + 16] for i in range(0, rows, 16) for j in range(0, columns, 16)]
             else:
                 lines = weight if axis == -1 else weight.T
                 groups = [line[i : i + pattern.m] for line in lines for i in range(0, line.numel(), pattern.m)]
-            left = [sum(value != 0 for value in group.flatten().tolist()) for group in groups]
+            counts = [sum(value != 0 for value in group.flatten().tolist()) for group in groups]
             flat = weight.flatten().tolist()
             assert report == WeightReport(
                 "w",
                 (rows, columns),
                 axis,
                 groups=len(groups),
-                nonzeros=sum(left),
-                violations=sum(count > pattern.kept_count for count in left),
+                nonzeros=sum(counts),
+                violations=sum(count > pattern.kept_count for count in counts),
                 negative_zeros=sum(value == 0 and math.copysign(1, value) < 0 for value in flat),
                 nonfinite=sum(not math.isfinite(value) for value in flat),
             )

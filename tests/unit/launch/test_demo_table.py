@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "demo_table.py"
 
 
 def test_every_number_is_in_the_table(tmp_path: Path) -> None:
+    # The files that the demo leaves, with numbers that are told apart.
     files = {
         "ds_config.json": {"train_batch_size": 8},
         "sparseforge.json": {
@@ -27,6 +28,7 @@ def test_every_number_is_in_the_table(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps(content))
     command = [sys.executable, str(SCRIPT), str(tmp_path), "runs/result", str(tmp_path), "125"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # Every number of theirs has a line.
     lines = {" ".join(line.split()) for line in text.splitlines()}
     assert "held-out perplexity dense 10.000" in lines
     assert "one-shot magnitude 2:4 20.000 (100.0% above dense)" in lines

@@ -40,6 +40,7 @@ RECIPES = {
 @pytest.fixture
 def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a script of a copied launch/ whose commands only write their words down; (exit code, commands, stderr)."""
+    # Stand-ins for the commands, first in the path; a test sets what they do and return.
     shutil.copytree(LAUNCH, tmp_path / "launch")
     commands = tmp_path / "commands"
     for name in ("python", "deepspeed", "srun", "scontrol"):
@@ -57,7 +58,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         commands.unlink(missing_ok=True)
         names = ("HOSTFILE", "GPUS", "MODEL", "DATASET", "STEPS", "OUTPUT", "CONFIG", "LAUNCHER")
         clean = {name: value for name, value in os.environ.items() if name not in names}
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", *line.split()],
             cwd=cwd,
             env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
@@ -66,7 +67,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             timeout=PATIENCE,
         )
         ran = commands.read_text().splitlines() if commands.exists() else []
-        return done.returncode, [entry.rstrip("\0").split("\0") for entry in ran], done.stderr
+        return process.returncode, [entry.rstrip("\0").split("\0") for entry in ran], process.stderr
 
     return run
 

@@ -91,6 +91,7 @@ def _checkpoint(folder: Path, **overrides: Any) -> dict[str, Tensor]:
             f"{where}.down_proj.weight": (hidden, inner),
         }
 
+    # One dense layer, then mixtures: the router, shared experts, and a list of routed ones.
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (64, hidden),
         "model.norm.weight": (hidden,),
@@ -107,6 +108,7 @@ def _checkpoint(folder: Path, **overrides: Any) -> dict[str, Tensor]:
         shapes |= mlp(f"{at}.mlp.shared_experts", shared * expert_width)
         for expert in range(experts):
             shapes |= mlp(f"{at}.mlp.experts.{expert}", expert_width)
+    # Norms lie about 1, everything else about 0.
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: (1.0 if len(shape) == 1 else 0.0) + 0.3 * torch.randn(shape, generator=generator)

@@ -309,6 +309,7 @@ def test_the_teachers_engine_takes_over_dtype_and_gathering_only() -> None:
             "stage3_max_live_parameters": 1000,
         },
     }
+    # The teacher is gathered by ZeRO-3 at any stage of the student; it has no optimizer and no log.
     assert teacher_ds_config(student) == {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -319,6 +320,7 @@ def test_the_teachers_engine_takes_over_dtype_and_gathering_only() -> None:
             "stage3_max_live_parameters": 1000,
         },
     }
+    # fp16 is taken over if it is on.
     assert teacher_ds_config({"fp16": {"enabled": True}})["fp16"] == {"enabled": True}
     assert "fp16" not in teacher_ds_config({"fp16": {"enabled": False}})
 

@@ -197,6 +197,7 @@ def test_groups_run_along_the_axis_that_the_layer_contracts(family: str) -> None
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, implementation: str) -> None:
+    # Prune every expert along the axis that we say its inputs lie on.
     model = BUILDERS[family]()
     pattern = NM(2, 4)
     if family != "llama4_text":  # which has one of its own
@@ -204,6 +205,7 @@ def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, impl
     weights = [weight for weight in prunable_weights(model, SparseForgeConfig()) if weight.experts]
     for weight in weights:
         _prune(model, weight, pattern)
+    # The last layer's experts, and four tokens: one expert gets two, one gets none.
     up, down = weights[-2:]
     layer = model.get_submodule(up.module)
     assert layer is model.get_submodule(down.module) and down.stacked == 1
@@ -223,6 +225,7 @@ def test_groups_of_fused_experts_run_along_the_contracted_axis(family: str, impl
             result = layer(x_TI, expert_T1, torch.full((4, 1), 0.5))
             if family != "gpt_oss":
                 bias = dict.fromkeys(bias, torch.zeros(up.experts, 1).double())
+    # By hand: only inputs that a group kept are multiplied, so a wrong axis would give another sum.
     gate_up = layer.gate_up_proj.detach()
     down_proj = layer.down_proj.detach()
     expected = []

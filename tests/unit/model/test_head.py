@@ -235,30 +235,32 @@ def test_a_non_finite_weight_gives_a_non_finite_loss(value: float) -> None:
     assert not loss_in_head(student, _batch()[1], SEVERAL, input_ids=_batch()[0])[0].total.isfinite()
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full_logits", [False, True])
 @pytest.mark.parametrize("hidden", [None, HiddenConfig(weight=2.0)])
-def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | None) -> None:
+def test_parts_of_a_step_add_up_to_its_mean(full_logits: bool, hidden: HiddenConfig | None) -> None:
     """Losses over a common number of trained tokens; a part without any gives zeros, and its backward pass runs."""
     config = replace(SEVERAL, hidden=hidden)
     student = tiny_llama()
     teacher = tiny_llama(seed=1).eval()
     ids = _batch()[0]
+    # The first sequence has no trained token, the second two.
     labels = ids.clone()
     labels[0] = -100
     labels[1, 3:] = -100
 
     def losses(rows: slice, trained: float | None) -> Any:
         with torch.no_grad(), capture_states(compared_layers(teacher, hidden) if hidden else []) as states:
-            wanted = teacher(input_ids=ids[rows], use_cache=False).logits
+            teacher_logits = teacher(input_ids=ids[rows], use_cache=False).logits
         target = _target(teacher, ids[rows])._replace(states=states if hidden else None)
-        if not full:
+        if not full_logits:
             return loss_in_head(student, labels[rows], config, target, trained, input_ids=ids[rows])[0]
         with compare_hidden(student, target.states, next_labels(labels[rows]), config, trained) as hidden_loss:
             logits = student(input_ids=ids[rows], use_cache=False).logits
-        plain = distillation_loss(logits, wanted, labels[rows], replace(config, hidden=None), trained)
+        plain = distillation_loss(logits, teacher_logits, labels[rows], replace(config, hidden=None), trained)
         assert torch.equal(task_loss(logits, labels[rows], trained=trained).detach(), plain.cross_entropy)
         return hidden_loss.add_to(plain)
 
+    # The step at once, then its sequences one by one.
     expected = losses(slice(None), None)
     of_step = _gradients(student, expected.total)
     number = int((labels[:, 1:] != -100).sum())
@@ -268,6 +270,7 @@ def test_parts_of_a_step_add_up_to_its_mean(full: bool, hidden: HiddenConfig | N
         parts.append(losses(slice(row, row + 1), number / len(ids)))
         of_parts.append(_gradients(student, parts[-1].total))
         parts[-1] = torch.stack(parts[-1]).detach()
+    # A sequence without a trained token adds nothing; the others add up to the mean.
     assert not parts[0].any() and not any(gradient.any() for gradient in of_parts[0].values())
     torch.testing.assert_close(torch.stack(parts).mean(0), torch.stack(expected).detach())
     for name, gradient in of_step.items():

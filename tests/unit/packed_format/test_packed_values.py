@@ -156,18 +156,22 @@ def test_values_that_are_not_finite_are_refused(grid: str, odd: float) -> None:
 def test_damaged_values_and_scales_are_refused(grid: str) -> None:
     values, positions = pack24(sparse_weight((3, 12), -1, torch.float32), -1)
     codes, scale = round_values(values, -1, Grid(grid))
+    # Scales that no rounding gives.
     for odd in (0.0, -1.0, float("nan"), float("inf")):
         spoiled = scale.clone()
         spoiled[1] = odd
         with pytest.raises(ValueError, match="scales are positive and finite, and 1 are not, first "):
             unpack24(codes, positions, spoiled)
+    # Codes off the grid.
     spoiled = codes.view(torch.uint8).clone()
     spoiled[2, 1], damage = {"int8": (0x80, "-128"), "fp8_e4m3": (0xFF, "NaN"), "int4": (0x83, "-8")}[grid]
     with pytest.raises(ValueError, match=f"1 values are damaged: {damage}"):
         check24(spoiled.view(codes.dtype), positions, scale)
+    # Scales of another shape.
     for shape in ((3,), (1, 3), (3, 2), (2, 1)):
         with pytest.raises(ValueError, match=r"scales of shape .* do not fit values of shape \(3, \d\), one a row is"):
             unpack24(codes, positions, torch.ones(shape, dtype=scale.dtype))
+    # Dtypes that are not stored, and rounded values without scales.
     for odd_values, odd_scale in (
         (codes, scale.double()),
         (codes, scale.half()),

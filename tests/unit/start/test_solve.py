@@ -90,28 +90,31 @@ def test_adam_moves_no_weight_that_an_annealed_mask_has_pruned(monkeypatch: pyte
 
 @torch.no_grad()
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
-def test_without_training_it_is_sparsegpt_by_passes_of_the_whole_model(build: Any) -> None:
+def test_a_start_without_training_is_sparsegpt_by_passes_of_the_whole_model(build: Any) -> None:
     model = build()
     expected = build().eval()
     _solve_all(model, BlockStartConfig(mask="sparsegpt", epochs=0))
     weights = prunable_weights(expected, SparseForgeConfig())
+    # The reference runs the whole model for each block, with the blocks before it pruned.
     for block in ("0", "1"):
-        some = [weight for weight in weights if f".{block}." in weight.name]
-        gram = {w.name: torch.zeros(w.shape[w.input_axis], w.shape[w.input_axis]) for w in some}
+        of_block = [weight for weight in weights if f".{block}." in weight.name]
+        gram = {w.name: torch.zeros(w.shape[w.input_axis], w.shape[w.input_axis]) for w in of_block}
 
         def add(name: str, input_TI: Tensor, gram: dict[str, Tensor] = gram) -> None:
             gram[name] += input_TI.t() @ input_TI
 
-        with layer_inputs({w.name: expected.get_submodule(w.module) for w in some}, add):
+        with layer_inputs({w.name: expected.get_submodule(w.module) for w in of_block}, add):
             for seed in range(BATCHES):
                 expected(input_ids=token_batch(seed=seed)["input_ids"])
-        for weight in some:
+        # Reconstruct each of its weights from the sums of its inputs.
+        for weight in of_block:
             value = expected.get_parameter(weight.name).data
             transposed = weight.input_axis == -2
             updated, _ = reconstruct(
                 (value.t() if transposed else value).contiguous(), gram[weight.name], 2, 4, 0.01, 128
             )
             value.copy_(updated.t() if transposed else updated)
+    # Masks are equal; values are, up to the order of sums.
     for weight in weights:
         ours = model.get_parameter(weight.name)
         reference = expected.get_parameter(weight.name)

@@ -22,6 +22,7 @@ def windows_of(row):
 
 def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monkeypatch):
     """Frame a text that is tokenized before and one that another process tokenizes."""
+    # Small chunks, so that the stream has several.
     monkeypatch.setattr(open_batches, "ChunkSizes", lambda seq_length: ChunkSizes(seq_length, 64 * SEQ, 64 * SEQ))
     for name in ("whole", "stream"):
         write_stream(tmp_path / name)
@@ -39,12 +40,14 @@ def test_a_mixture_is_framed_as_asked_and_not_continued_otherwise(tmp_path, monk
         )
         spec = make_spec(arguments, 1)
         batches = open_batches.open_batches(spec, Ranks())
-        full, stream = batches.sources
+        # Both sources are framed alike.
+        cached, stream = batches.sources
         stream.prepare(0, 64)
-        result = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
+        streamed = {tuple(np.asarray(stream.window(i)).tolist()) for i in range(64)}
         stream.producer.close()
-        assert result == windows_of(row_of(texts(), 64 * SEQ, frame))
-        assert full.token.tolist() == row_of(texts(), len(full.token), frame)
+        assert streamed == windows_of(row_of(texts(), 64 * SEQ, frame))
+        assert cached.token.tolist() == row_of(texts(), len(cached.token), frame)
         states[frame] = batches.state_dict()
+    # Another frame makes other data, which a resumed run must not read.
     with pytest.raises(ValueError, match="other data .*--document_frame"):
         batches.load_state_dict(states["both"])

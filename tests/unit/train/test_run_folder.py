@@ -49,10 +49,11 @@ def spec(tmp_path):
 
 
 def test_the_folder_describes_the_run(spec, tmp_path):
-    first = spec()
-    check_run_folder(first)
-    write_folder(first)
+    run_spec = spec()
+    check_run_folder(run_spec)
+    write_folder(run_spec)
     run = tmp_path / "run"
+    # sparseforge.json: all that masks depend on, and hashes that later runs are compared with.
     record = json.loads((run / "sparseforge.json").read_text())
     keys = {
         "version",
@@ -67,20 +68,22 @@ def test_the_folder_describes_the_run(spec, tmp_path):
     }
     assert set(record) == {*keys, "weights_sha256"}
     assert record["config_sha256"] == config_sha256(json.loads((run / "model" / "config.json").read_text()))
-    assert SparseForgeConfig.from_dict(record["config"]) == first.config
+    assert SparseForgeConfig.from_dict(record["config"]) == run_spec.config
     assert record["weights"][0] == {
         "name": "model.layers.0.self_attn.q_proj.weight",
         "shape": [32, 32],
         "input_axis": -1,
     }
-    assert record["coverage"]["masked"] == first.coverage.masked
+    assert record["coverage"]["masked"] == run_spec.coverage.masked
     assert record["run"]["seq_length"] == 32 and "local_rank" not in record["run"]
     assert record["versions"]["torch"]
-    assert json.loads((run / "ds_config.json").read_text()) == json.loads(json.dumps(first.deepspeed))
-    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (run / "model", first.model.folder)]
+    # What the run was started with, and the model without weights.
+    assert json.loads((run / "ds_config.json").read_text()) == json.loads(json.dumps(run_spec.deepspeed))
+    configs = [AutoConfig.from_pretrained(folder).to_dict() for folder in (run / "model", run_spec.model.folder)]
     assert [config.pop("_name_or_path") for config in configs]
     assert configs[0] == configs[1]
-    assert AutoTokenizer.from_pretrained(run / "model")("ab")["input_ids"] == first.model.tokenizer("ab")["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer("ab")["input_ids"] == run_spec.model.tokenizer("ab")["input_ids"]
     assert sorted(path.name for path in run.iterdir()) == ["ds_config.json", "model", "sparseforge.json"]
 
 
@@ -305,6 +308,7 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
     text = str(tiny_folders.write_text(tmp_path / "texts" / "a.jsonl"))
     teacher = str(tiny_folders.write_model(tmp_path / "teacher"))
     inside = "would write among what it reads"
+    # Folders that hold what the run reads, or that cannot be made.
     for flags, message in (
         ({"output_dir": "file"}, "--output_dir .*file: it is a file, not a folder"),
         ({"output_dir": "file/run"}, "--output_dir .*file/run: .*/file is a file, not a folder"),
@@ -327,6 +331,7 @@ def test_a_run_has_a_folder_of_its_own(spec, tmp_path):
             continue
         with pytest.raises(ValueError, match=message):
             spec(**flags)
+    # A folder that cannot be written is refused before training; the inputs are untouched.
     with pytest.raises(ValueError, match="--output_dir /proc/run: cannot be written .No such file"):
         check_run_folder(spec(output_dir="/proc/run"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(

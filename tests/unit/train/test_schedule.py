@@ -71,6 +71,7 @@ def test_the_other_rates_are_those_of_transformers_to_the_bit(kind):
 
 
 def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
+    # It says what it is, and does that.
     decay = '{"num_decay_steps": 20}'
     stable = LearningRate(1e-3, 0.1, 0.1, 100, "warmup_stable_decay", decay)
     assert str(stable).startswith(
@@ -78,6 +79,7 @@ def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
     )
     assert stable(10) == stable(79) == 1e-3 > stable(90)
     assert str(LearningRate(1e-3, 0.03, 0.1, 100, "constant")) == "0.001, constant of transformers to 0.001"
+    # Settings that it cannot take are refused with its name.
     for kind, settings, message in (
         (
             "warmup_stable_decay",

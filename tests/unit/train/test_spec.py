@@ -67,18 +67,22 @@ def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(argu
     def spec(**block):
         return make_spec(arguments(deepspeed_json(**block), model=str(folder)), 1)
 
+    # The message ends in keys that cover the rest of the model.
     with pytest.raises(
         ValueError, match=r"are not covered: .* paste what it stands for into the sparseforge block"
     ) as raised:
         spec()
     keys = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
+    # The layer that cannot be measured has a message of its own, also to be pasted.
     with pytest.raises(ValueError, match=r'paste "exclude": ') as raised:
         spec(**keys)
     keys["exclude"] = ["backbone.layers.*.mixer.dt_proj.weight"]
     assert json.dumps(keys["exclude"]) in str(raised.value)
     assert keys["allow_dense"] == ["backbone.layers.*.mixer.A_log", "backbone.layers.*.mixer.conv1d.weight"]
+    # With both the run is accepted, and these weights stay dense.
     dense = spec(**keys).coverage.dense
     assert set(dense) == {*keys["allow_dense"], "backbone.layers.*.mixer.dt_proj.weight"}
+    # `include` alone is refused with the same cure.
     everything = {"include": ["*"], "allow_dense": keys["allow_dense"]}
     cure = '"exclude": ["backbone.layers.*.mixer.dt_proj.weight"]'
     with pytest.raises(ValueError, match=rf"mixer.dt_proj.weight \(2 of 8 .*{re.escape(cure)}"):

@@ -67,6 +67,7 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
         return {name: tensor.to(dtype) for name, tensor in operands.items()} | kept
     if "scale" in operands and rng.random() < 0.1:
         return {name: tensor for name, tensor in operands.items() if name != "scale"}
+    # Else one operand is damaged.
     name = rng.choice(sorted(operands))
     tensor = operands[name]
     axis = rng.randrange(tensor.ndim)
@@ -81,6 +82,7 @@ def damaged(operands: Operands, rng: random.Random) -> Operands:
         lambda: (tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).to_sparse(),
         lambda: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor.clone(),
     ]
+    # Content that no export writes, and that kernels must not follow out of memory.
     if name == "ends":
         damages += [lambda: torch.randint(-(2**40), 2**40, tensor.shape), lambda: tensor.flip(0) - 1] * 3
     if name == "positions":
@@ -126,12 +128,14 @@ def try_case(seed: int) -> str:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     operator = rng.choice(sorted(OPERATORS))
+    # A fifth of the cases is sound, and must be accepted.
     operands = sound(operator, rng)
     is_sound = rng.random() < 0.2
     if not is_sound:
         operands = damaged(operands, rng)
     in_8_bits = CAN_ROUND_ROWS and rng.random() < 0.3
     os.environ["SPARSEFORGE_CPU_ACTIVATIONS"] = "int8" if in_8_bits else ""
+    # Refusals are ValueErrors of one line, of damaged operands alone.
     try:
         product = OPERATORS[operator](**by_argument(operator, operands))
     except ValueError as error:
@@ -142,6 +146,7 @@ def try_case(seed: int) -> str:
     except ValueError:  # damaged positions: the loader refuses them, a product has only to stay inside of memory
         assert not is_sound, f"seed {seed}"
         return "any number"
+    # What is accepted is right, within the rounding of its dtype.
     assert product.shape == expected.shape and product.dtype == operands["x"].dtype, f"seed {seed}: {operator}"
     tolerance = {torch.bfloat16: 0.1, torch.float16: 0.02}.get(product.dtype, 1e-3)
     absolute = tolerance

@@ -90,12 +90,14 @@ def within_the_bound_of_fp32_sums(
     torch.manual_seed(seed)
     if grid == "int4" and scale_group is not None:
         groups = -(-groups // (scale_group // 2)) * (scale_group // 2)
+    # Operands of the case, which may be strided.
     inputs = 4 * groups
-    made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
-    values, positions, *scale = made
+    packed_weight = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
+    values, positions, *scale = packed_weight
     x = torch.randn(inputs, rows).T.to(dtype) if strided else torch.randn(rows, inputs).to(dtype)
     b = torch.randn(outputs).to(dtype) if bias else None
     product = triton24(x, values, positions, b, *scale)
+    # The product in fp64, and the sum of absolute products, which the bound is made of.
     weight = unpack24(values, positions, *scale).double()
     exact = x.double() @ weight.T
     size = x.double().abs() @ weight.abs().T
@@ -117,16 +119,19 @@ def experts_are_those_of_linear24() -> None:
         (torch.float32, 70, 43, ((0, 0, 17), (1, 17, 65), (3, 65, 66))),
         (torch.float16, 65, 9, ((1, 0, 16), (2, 16, 50), (3, 50, 70))),
     ):
+        # The same four experts unrounded, rounded by rows, and rounded in groups.
         weights = [packed(outputs, 4 * groups, dtype) for _ in range(4)]
         rounded_weights = [rounded(outputs, 4 * groups, "int8") for _ in range(4)]
         in_groups = [rounded(outputs, 4 * groups, "int4", 16) for _ in range(4)]
+        # Where the rows of each expert end; one without rows ends where the one before it does.
         last = runs[-1][2]
-        of = {expert: end for expert, _, end in runs}
+        end_of_expert = {expert: end for expert, _, end in runs}
         ends = torch.tensor(
-            [max([end for other, end in of.items() if other <= expert], default=0) for expert in range(4)]
+            [max([end for other, end in end_of_expert.items() if other <= expert], default=0) for expert in range(4)]
         )
         x = torch.randn(last + 2, 4 * groups).to(dtype)
         assert (len(x) > FEW_ROWS_OF_EXPERTS) == (last > 9)  # both kernels
+        # Each run of rows by its own dense expert, and zeros behind the last run.
         for experts in (weights, rounded_weights, in_groups):
             values, positions, *scale = (torch.stack(parts) for parts in zip(*experts, strict=True))
             product = triton_experts24(x, values, positions, ends, *scale)

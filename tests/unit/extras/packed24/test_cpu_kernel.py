@@ -79,7 +79,7 @@ def path(request: pytest.FixtureRequest) -> str:
     scale_group=st.sampled_from([None, 16, 32, 48, 64, 96]),
     seed=st.integers(0, 99),
 )
-def test_within_the_stated_bound_of_fp64(
+def test_products_are_within_the_stated_bound_of_fp64(
     path: str,
     rows: int,
     outputs: int,
@@ -93,9 +93,10 @@ def test_within_the_stated_bound_of_fp64(
 ) -> None:
     torch.manual_seed(seed)
     inputs = 4 * groups if scale_group is None or grid != "int4" else 2 * scale_group * (1 + groups % 6)
-    made = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
-    values, positions, *scale = made
+    packed_weight = packed(outputs, inputs, dtype) if grid is None else rounded(outputs, inputs, grid, scale_group)
+    values, positions, *scale = packed_weight
     x = torch.randn(rows, inputs).to(dtype)
+    # The layouts of x that the operator has to take.
     x = {
         "plain": x,
         "transposed": x.t().contiguous().t(),

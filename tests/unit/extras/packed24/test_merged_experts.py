@@ -73,6 +73,7 @@ def test_packed_experts_of_a_family_compute_as_dense_ones(
 ) -> None:
     hf, folder = folders(tmp_path, family, grid=grid, group=group)
     dense, packed = load(hf), load(folder, device_map="cpu")
+    # All experts stay packed, and take the bytes that the format promises.
     assert "unpacked" not in caplog.text
     of_dense = {name: parameter for name, parameter in dense.named_parameters() if parameter.ndim == 3}
     of_packed = {name: packed.get_parameter(name) for name in of_dense if "conv" not in name}
@@ -84,17 +85,21 @@ def test_packed_experts_of_a_family_compute_as_dense_ones(
         assert not values.requires_grad
         if group is not None:  # the rows of down_proj have two
             assert packed.get_buffer(name + SCALE).numel() * 2 * group == of_dense[name].numel()
+    # They compute what the dense experts do.
     torch.testing.assert_close(logits(packed), logits(dense), rtol=0, atol=1e-5)
     chosen = [model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0) for model in (dense, packed)]
     assert torch.equal(*chosen)
+    # What is packed is refused for training.
     with pytest.raises(ValueError, match="is packed 2:4, which cannot be trained; call model.dequantize"):
         prunable_weights(packed, SparseForgeConfig())
 
+    # Saved again, every tensor has the same bits.
     packed.save_pretrained(tmp_path / "again")
-    first, two = TensorFolder(folder), TensorFolder(tmp_path / "again")
-    assert first.specs == two.specs
-    assert all(torch.equal(bits(first.read(key)), bits(two.read(key))) for key in first.specs)
+    original, again = TensorFolder(folder), TensorFolder(tmp_path / "again")
+    assert original.specs == again.specs
+    assert all(torch.equal(bits(original.read(key)), bits(again.read(key))) for key in original.specs)
 
+    # Made dense, the model is the dense one, bit for bit.
     packed.dequantize()
     state = packed.state_dict()
     assert not experts_of(packed) and state.keys() == dense.state_dict().keys()
@@ -155,14 +160,17 @@ def test_damaged_folders_do_not_load(tmp_path: Path, family: str) -> None:
             load(folder)
         assert "\n" not in str(raised.value)
 
+    # Positions, a missing half, and dtypes that are not stored.
     refuses({positions: torch.zeros_like(sound[positions])}, "down_proj, expert 0: positions .* damaged.* export or")
     refuses({}, f"{positions} is there without {values}", without=values)
     refuses({}, f"{values} is there without {positions}", without=positions)
     refuses({values: sound[values].to(torch.int8)}, f"{values}: weight stored as I8, in a packed model only F64, F32")
     refuses({positions: sound[positions].float()}, f"{positions.removesuffix(POSITIONS)}: positions stored as F32")
     refuses({norm: sound[norm].to(torch.int64)}, f"{norm}: weight stored as I64")
+    # A part of the values and their positions.
     cut = {name: sound[name][..., :2].contiguous() for name in (values, positions)}
     refuses(cut, f"{values}:.*shape")
+    # Listed experts are merged when they are loaded: one of them is gone.
     if family == "qwen3_moe":
         last = max(name for name in sound if "down_proj" in name and ".experts." in name)
         rest = {name for name in sound if name.startswith(last.rpartition("down_proj")[0])}

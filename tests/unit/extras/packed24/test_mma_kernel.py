@@ -122,6 +122,7 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("g++ is not installed: apt install g++")
     folder = tmp_path_factory.mktemp("emulation")
     text = ['#include "linear24_emulated.h"']
+    # Every tiling of `ALL_CASES`, with the macros that it is compiled with.
     for i, (dtype, (tiling, _, _, inputs, _, grid, *per_scale)) in enumerate(ALL_CASES):
         macros = tiling.macros(inputs) | ({"HALF": 1} if dtype == torch.float16 else {})
         macros |= {} if grid is None else dict(Stored(GRIDS[grid], *per_scale).macros())
@@ -129,9 +130,11 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = read_source(True)
     for parts in (1, 2):
         text += case_source(f"staged{parts}", STAGED._replace(parts=parts), STAGED.macros(64), source)
+    # The staged kernel with one known mistake each, which the emulation has to notice.
     for i, (right, wrong, _) in enumerate(MISTAKES):
         assert source.count(right) > 0
         text += case_source(f"mistake{i}", STAGED, STAGED.macros(192), source.replace(right, wrong))
+    # All of them in one library.
     (folder / "all.cpp").write_text("\n".join(text))
     command = [
         "g++",

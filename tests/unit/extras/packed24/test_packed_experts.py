@@ -22,28 +22,28 @@ VARIANTS: dict[str, dict[str, bool]] = {
 }
 
 
-def experts_of(how: dict[str, bool]) -> Any:
+def experts_of(flags: dict[str, bool]) -> Any:
     """Return an experts module of transformers with 2:4 weights."""
 
-    @use_experts_implementation(**how)
+    @use_experts_implementation(**flags)
     class Experts(nn.Module):
         def __init__(self, config: Any) -> None:
             super().__init__()
             self.num_experts = EXPERTS
             self.act_fn = nn.functional.silu
-            first = "gate_up_proj" if how.get("has_gate", True) else "up_proj"
-            shapes = {first: (EXPERTS, INNER * (1 + how.get("has_gate", True)), HIDDEN)}
+            first = "gate_up_proj" if flags.get("has_gate", True) else "up_proj"
+            shapes = {first: (EXPERTS, INNER * (1 + flags.get("has_gate", True)), HIDDEN)}
             for name, shape in (shapes | {"down_proj": (EXPERTS, HIDDEN, INNER)}).items():
                 weight = torch.randn(shape)
                 weight.view(*shape[:2], -1, 4)[..., 1:3] = 0
-                turned = weight.transpose(1, 2).contiguous() if how.get("is_transposed") else weight
+                turned = weight.transpose(1, 2).contiguous() if flags.get("is_transposed") else weight
                 setattr(self, name, nn.Parameter(turned))
                 setattr(self, f"{name}_bias", nn.Parameter(torch.randn(shape[:2])))
             self.post_expert_norm = nn.LayerNorm(HIDDEN)
 
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
             gate, up = (
-                gate_up.chunk(2, -1) if how.get("is_concatenated", True) else (gate_up[..., ::2], gate_up[..., 1::2])
+                gate_up.chunk(2, -1) if flags.get("is_concatenated", True) else (gate_up[..., ::2], gate_up[..., 1::2])
             )
             return (up + 1) * gate.sigmoid()
 

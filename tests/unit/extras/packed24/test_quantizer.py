@@ -149,14 +149,17 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
             load(folder)
         assert "\n" not in str(raised.value)
 
+    # Shapes that do not fit the config, or each other.
     axis = 1 if name == "gpt2" else 0
     cut = {key: sound[key].narrow(axis, 0, 8).contiguous() for key in (values, every[0])}
     refuses(cut, f"{values}: shape packed from .*, and config.json makes it")
     refuses({values: cut[values]}, f"{values}: values of shape .* and positions of shape .* are no packed 2:4 weight")
+    # Positions that no 2:4 weight has, and a missing half.
     spoiled = {key: torch.zeros_like(sound[key]) for key in every}
     refuses(spoiled, rf": positions of a packed weight are damaged.* \(and {len(every) - 1} more\); export or download")
     refuses({}, f"{values} is there without {every[0]}", without=every[0])
     refuses({}, f"{every[0]} is there without {values}", without=values)
+    # Dtypes that are not stored.
     for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")):
         refuses({values: sound[values].to(dtype)}, f"{values}: weight stored as {stored}, in a packed model only F64,")
     refuses({every[0]: sound[every[0]].float()}, f"{values}: positions stored as F32, in a packed model only U8")
@@ -187,17 +190,20 @@ def test_damaged_rounded_folders_do_not_load(folders: FOLDERS, name: str, tmp_pa
             load(folder)
         assert "\n" not in str(raised.value)
 
+    # Scales: impossible values, another shape or dtype, missing.
     for odd, scales_of_all in spoiled.items():
         refuses({scales: scales_of_all}, f"{values}: scales are positive and finite, and .* are not, first {odd}")
     refuses({scales: scale.reshape(-1)}, f"{values}: scales of shape .* do not fit values of shape .*; export or")
     other_scale = scale.to(torch.float32 if grid == "int4" else torch.bfloat16)
     refuses({scales: other_scale}, f"{values}: scales stored as {other}, in a packed model of .* only {own_scale}")
+    # Values: another dtype, missing scales or positions, codes off the grid.
     refuses({values: sound[values].float()}, f"{values}: weight stored as F32, in a packed model of .* only {own}")
     refuses({}, f"{values} is there without {scales}", without=scales)
     refuses({}, f"{scales} is there without {values}_positions|shape", without=f"{values}_positions")
     off_grid = sound[values].view(torch.uint8) * 0 + byte
     refuses({values: off_grid.view(sound[values].dtype)}, f"{values}: .* values are damaged: {damage}")
 
+    # Settings of the config.
     config = json.loads((folder / "config.json").read_text())
     for stored, group_size, message in (
         ("int3", None, "values 'int3' is damaged or newer"),
@@ -238,11 +244,13 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: 
     packed = load(folders[name][1])
     arguments = TrainingArguments(str(tmp_path), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2)
     rows = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
+    # Without an adapter there is nothing to train, and packed weights say so.
     with pytest.raises(ValueError, match="Please attach trainable adapters"):
         Trainer(packed, arguments, train_dataset=rows)
     refusal = "a packed 2:4 weight cannot be trained; make the model dense|only Tensors of floating point dtype"
     with pytest.raises((ValueError, RuntimeError), match=refusal):
         load(folders[name][1]).requires_grad_(True)(IDS)
+    # The adapter trains, and what is stored keeps its bits.
     before = logits(packed)
     stored = {name: value.clone() for name, value in packed.state_dict().items()}
     adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
@@ -253,6 +261,7 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: 
     adapted.save_pretrained(tmp_path / "adapter")
     state = adapted.unload().state_dict()
     assert all(torch.equal(state[name], value) for name, value in stored.items())
+    # Merged into the unpacked weights it leaves the pattern; `project` puts it back, in its layers alone.
     base = load(folders[name][1]).dequantize()
     keeper = keep_mask(base, [])
     PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()

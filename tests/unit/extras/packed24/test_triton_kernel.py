@@ -24,7 +24,7 @@ def test_numbers_under_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: str(gpu[1]))
-def test_it_builds_ahead_of_time(
+def test_every_kernel_builds_ahead_of_time(
     gpu: tuple[str, int | str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
@@ -33,7 +33,7 @@ def test_it_builds_ahead_of_time(
 
     from sparseforge_ds.extras.packed24 import triton_kernel, triton_programs
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it is built, and not found
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # empty, so that it is built
     target = GPUTarget(*gpu)
     prmt = gpu[0] == "cuda"
 
@@ -46,7 +46,8 @@ def test_it_builds_ahead_of_time(
         assert binary[:4] == b"\x7fELF" and built.metadata.shared <= SHARED_MEMORY
         return built
 
-    for rows, dtype, experts, even, grid, *per_scale in (
+    # Products, of few and of many rows.
+    for rows, dtype, experts, word_width, grid, *per_scale in (
         (1, torch.bfloat16, False, 4, None),
         (4, torch.float16, False, 4, None),
         (1, torch.bfloat16, True, 4, None),
@@ -68,7 +69,7 @@ def test_it_builds_ahead_of_time(
         (16, torch.float16, False, 4, "int4"),
     ):
         tile = triton_kernel.choose_tile(rows, dtype, 14336, 1024)
-        constants = triton_kernel.constants(tile, True, even, triton_kernel.ValueGrid(grid, *per_scale), prmt) | {
+        constants = triton_kernel.constants(tile, True, word_width, triton_kernel.ValueGrid(grid, *per_scale), prmt) | {
             "HAS_EXPERTS": experts
         }
         constants |= {} if tile.few else {"HAS_SCALE": grid is not None and not per_scale}
@@ -79,12 +80,14 @@ def test_it_builds_ahead_of_time(
         types |= {"experts": "*i64", "count": "i32"} if tile.few else {"runs": "*i64"}
         types |= dict.fromkeys(("rows", "outputs", "groups", *(() if tile.few else ("split_groups",))), "i32")
         built = build(triton_programs.few_rows if tile.few else triton_programs.many_rows, types, constants, tile)
-        if prmt and tile.few and even and dtype != torch.float32:  # threads exchange nothing before their sums
+        # Values are read by wide loads, one for each load of positions, and sums meet after the loop.
+        if prmt and tile.few and word_width and dtype != torch.float32:  # threads exchange nothing before their sums
             text = built.asm["ptx"]
             wide = {None: "v4.b32", "int4": "b32"}.get(grid, "v2.b32")
             assert text.count(f"ld.global.nc.L1::no_allocate.{wide}") == text.count("no_allocate.u16") > 0
             shared = text.find(".shared.")
             assert text.index("ld.global.nc") < text.index("fma.rn.f32") < (shared if shared >= 0 else len(text))
+    # Unpacking, and the addition of parts.
     for type in NAMES.values():
         for grid, per_scale in ((None, None), ("fp8_e4m3", None), ("int4", 32)):
             types = {"values": f"*{type}" if grid is None else "*i8", "positions": "*u8"}

@@ -141,6 +141,7 @@ def test_tables_of_methods_have_the_numbers_of_the_rows(page: str) -> None:
 
 
 def test_the_pages_say_no_more_than_the_tables() -> None:
+    # The pages, and the means of the committed rows.
     methods = " ".join((ROOT / "docs" / "results" / "methods.md").read_text().split())
     close = (ROOT / "docs" / "results" / "close.md").read_text()
     means = {study: {key: mean for key, (mean, _) in on_the_test_text(study).items()} for study in NAMES}
@@ -148,24 +149,28 @@ def test_the_pages_say_no_more_than_the_tables() -> None:
     long = means["defaults_long"]
     ours = "sparseforge"
     dense = json.loads((RESULTS / "defaults_long" / "results.jsonl").read_text().splitlines()[0])["test_perplexity"]
+    # close.md: distances from the dense model.
     for perplexity in (
         defaults[ours, 300],
         long[ours, 1200],
         means["rotated_long"][ours, 1200],
     ):
         assert f"| {dense:.3f} | {perplexity:.3f} | {perplexity / dense - 1:.1%} |" in close
+    # methods.md: the lead on the mixture, and what SR-STE leads by.
     other_methods = {"naive_retrain_sparsegpt", "naive_retrain_wanda", "cast", "ast", "sr_ste"}
     mixture = means["mixture"]
     lead = 1 - mixture[ours, 300] / min(value for (name, _), value in mixture.items() if name in other_methods)
     assert f"moving masks are {lead:.1%} ahead of the best other method (a mixture)" in methods
     behind = [1 - means[s]["sr_ste", n] / means[s][ours, n] for s, n in (("young", 200), ("books_methods", 150))]
     assert f"are behind SR-STE by {behind[0]:.1%} (a young model) and {behind[1]:.1%} (books-6m)" in methods
+    # The demo is a draw: the difference is within the scatter of its seeds.
     demo: dict[str, dict[int, float]] = {ours: {}, "naive_retrain_sparsegpt": {}}
     for row in map(json.loads, (RESULTS / "demo" / "results.jsonl").read_text().splitlines()):
         if row["kind"] == "result" and row["method"] in demo:
             demo[row["method"]][row["seed"]] = row["test_perplexity"]
     differences = [other - demo[ours][seed] for seed, other in demo["naive_retrain_sparsegpt"].items()]
     assert abs(statistics.mean(differences)) < statistics.stdev(differences) and "draw (the demo's)" in methods
+    # What a start is worth in steps.
     start = means["stories_start"]["block_start", 40]
     assert f"({defaults[ours, 150]:.3f}) cost about as much as 40 steps after a start ({start:.3f})" in methods
 

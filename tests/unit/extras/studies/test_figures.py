@@ -20,6 +20,7 @@ def distinct_colours(path: Path) -> int:
 
 
 def test_every_figure_shows_something(tmp_path: Path) -> None:
+    # Two methods at two budgets and seeds, and a run that diverged.
     rows = [
         row("dense", 0, 3.0, 0, "dense", learning_rate=None),
         row("one-shot", 0, 100.0, 0, "one_shot", learning_rate=None),
@@ -36,6 +37,7 @@ def test_every_figure_shows_something(tmp_path: Path) -> None:
     for figure in drawn:
         assert distinct_colours(figure.path) > 20, f"{figure.path.stem} is blank"
 
+    # The page carries its figures, and escapes the words that it is given.
     text = page(
         "A <title>",
         [Table(["a", "b"], [["**x**", "1 & 2"]]), Table(["c"], [])],

@@ -59,11 +59,13 @@ def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytes
 
 def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the working directory, where the same names may be other files."""
+    # Files of the same names in both folders.
     study, elsewhere = tmp_path / "study", tmp_path / "elsewhere"
     for folder, rate in ((study, 0.1), (elsewhere, 0.2)):
         (folder / "dense").mkdir(parents=True)
         (folder / "base.json").write_text(json.dumps({"rate": rate}))
         (folder / "train.jsonl").touch()
+    # A study names them by relative paths; a name of the hub is none.
     path = write(
         study,
         base="base.json",

@@ -87,6 +87,7 @@ class Problem:
     def __init__(self, parts: Parts = SMALL, ties: bool = False) -> None:
         self.parts = parts
         generator = torch.Generator().manual_seed(int(ties))
+        # H of every matrix is the product of its row and column sums.
         extents = torch.tensor(parts.shapes)
         sums = torch.randn(int(extents.sum()), dtype=torch.float64, generator=generator) + 0.5
         self.factors = shares(sums, extents)
@@ -96,17 +97,20 @@ class Problem:
             self.bounds.append((start, start + rows, columns))
             start += rows + columns
         self.is_measured = torch.tensor([True, True, False, True])
+        # What lies between the matrices is zero.
         inside = torch.zeros(parts.numel, dtype=torch.bool)
         for run in parts.runs:
             inside[elements_of(run)] = True
         dense = torch.randn(parts.numel, generator=generator)
         dense = (dense * 2).round() if ties else dense
+        # Masks have many members at both ends, as those of a run have.
         codes = torch.randint(0, 65536, (parts.numel,), generator=generator)
         codes[::3] = 65535
         codes[1::5] = 0
         self.dense = torch.where(inside, dense, 0.0)
         self.mask = torch.where(inside, codes, 0).to(CODE)
         self.before = pack((torch.rand(parts.numel, generator=generator) > 0.5) & inside)
+        # Scores are scaled as a run scales them.
         moments = [importance.score_moments(self.dense[elements_of(run)], self.curvature(run)) for run in parts.runs]
         self.moments = torch.stack(moments)
         self.scaling = importance.scalings(self.moments, 1e-3)
@@ -133,12 +137,14 @@ def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
     disagreeing = 0
     for run in problem.parts.runs:
         inside = elements_of(run)
+        # Equations 3 to 9 on one matrix, by the readable functions.
         curvature = problem.curvature(run)
         h_GM = None if curvature is None else curvature.view(-1, 4)
         dense_GM = problem.dense[inside].view(-1, 4)
         old_GM = decode(mask[inside]).view(-1, 4)
         scaling = problem.scaling[run.matrix]
         new_GM, target_GM = update_mask(dense_GM, old_GM, h_GM, scaling, dials, NM(2, 4), midpoint)
+        # The stored mask is rounded, and what follows reads it as it is stored.
         mask[inside] = encode(new_GM).view(-1)
         new_GM = decode(mask[inside]).view(-1, 4)
         kept_GM = top_n(new_GM, 2)
@@ -146,6 +152,7 @@ def readable_update(problem: Problem, dials: Dials, midpoint: bool) -> Result:
         target[inside] = target_GM.view(-1)
         kept[inside] = kept_GM.view(-1)
         master[inside] = published(dense_GM, effective_mask(new_GM, kept_GM, dials.x)).view(-1)
+    # Sums as the kernel gives them.
     packed = pack(target)
     m = decode(mask).double()
     flips = ((packed ^ problem.before)[:, None] >> torch.arange(8) & 1).sum()
