@@ -71,10 +71,12 @@ def run_distributed(
     """
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__}: a worker cannot import it; move it to the top level of its module")
+    # Ranks are forked from a process that has imported everything; CUDA needs processes of its own.
     device = device or os.environ.get("SPARSEFORGE_TEST_DEVICE", "cpu")
     context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
     if device != "cuda":
         start_forkserver()
+    # Arguments go to the ranks, and results come back, as files of one folder.
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         torch.save((args, kwargs), folder / "call.pt")
@@ -85,6 +87,7 @@ def run_distributed(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
+        # End all ranks, however it went, and show what they printed.
         processes: list[BaseProcess] = []
         try:
             for rank in range(world_size):

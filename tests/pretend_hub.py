@@ -33,6 +33,7 @@ def pretend_hub(folder: Path, name: str, breaks_off: str = "") -> Iterator[tuple
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            # Which of these paths exist.
             wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
             paths = [wanted] if isinstance(wanted, str) else wanted
             self.answer([describe(folder / path) for path in paths if (folder / path).exists()])
@@ -40,6 +41,7 @@ def pretend_hub(folder: Path, name: str, breaks_off: str = "") -> Iterator[tuple
         def do_GET(self) -> None:
             address = urlparse(self.path)
             path = unquote(address.path)
+            # A listing of a folder, facts of the data set, or a file.
             tree = re.fullmatch(rf"/api/datasets/{name}/tree/[^/]+/?(.*)", path)
             file = re.fullmatch(rf"/datasets/{name}/resolve/{REVISION}/(.*)", path)
             if tree and (folder / tree[1]).is_dir():
@@ -66,6 +68,7 @@ def pretend_hub(folder: Path, name: str, breaks_off: str = "") -> Iterator[tuple
 
         def send(self, path: str) -> None:
             data = (folder / path).read_bytes()
+            # A file, or the range of it that is asked for: a download that broke off goes on.
             part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
             start, stop = (int(part[1]), min(int(part[2] or len(data)) + 1, len(data))) if part else (0, len(data))
             self.send_response(206 if part else 200)
@@ -87,6 +90,7 @@ def pretend_hub(folder: Path, name: str, breaks_off: str = "") -> Iterator[tuple
         digest = hashlib.sha1(path.read_bytes()).hexdigest()
         return {"type": "file", "oid": digest, "size": path.stat().st_size, "path": relative}
 
+    # It listens on a free port, in a thread of this process.
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

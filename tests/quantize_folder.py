@@ -55,7 +55,7 @@ def by_llm_compressor(model: str, out: Path, only: list[str]) -> None:
 
 
 def by_torchao(model: str) -> dict[str, tuple[int, int]]:
-    """Weight-only int8 and fp8, and int4 in groups."""
+    """Quantize a model weight-only, to int8, fp8, and int4 in groups; return what became of its zeros."""
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int8WeightOnlyConfig,
@@ -66,16 +66,17 @@ def by_torchao(model: str) -> dict[str, tuple[int, int]]:
     from transformers import AutoModelForCausalLM
 
     result = {}
-    ways = {
+    configs = {
         "torchao-int8": Int8WeightOnlyConfig(),
         "torchao-fp8": Float8WeightOnlyConfig(),
         "torchao-int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP)),
     }
-    for name, how in ways.items():
+    for name, config in configs.items():
         layers = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).model.layers
         names = [key for key, module in layers.named_modules() if isinstance(module, torch.nn.Linear)]
         before = {key: layers.get_submodule(key).weight == 0 for key in names}
-        quantize_(layers, how)
+        quantize_(layers, config)
+        # Count zeros that are none any more, and groups with more than two entries.
         entries = groups = 0
         for key in names:
             target = layers.get_submodule(key).weight.dequantize() != 0

@@ -89,6 +89,7 @@ def updated_mask(
     pairs: bool = False,
 ) -> tuple[list[float], list[float]]:
     """Eqs. 3 to 9 for one matrix: the new mask and the target."""
+    # eqs. 3 and 4: score, standardized over the matrix
     score = standardized(weight, curvature, damping)
     score = pooled(score, groups) if pairs else score
     new = list(mask)
@@ -97,15 +98,21 @@ def updated_mask(
         order = winners([score[e] for e in group], len(group))
         last_in = score[group[order[n - 1]]]
         first_out = score[group[order[n]]]
+        # eq. 5: the threshold between survivors and the rest
         tau = last_in if threshold == "nth" else (last_in + first_out) / 2
         for position, i in enumerate(order):
             e = group[i]
+            # eq. 6: target
             target[e] = 1.0 if position < n else 0.0
+            # eq. 5: soft gate
             z = (score[e] - tau) / dials["temperature"]
             gate = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
+            # eq. 7: blend
             gate = (1 - dials["beta"]) * gate + dials["beta"] * target[e]
+            # eq. 8: penalty
             gate = gate - dials["penalty_rate"] * dials["mid_penalty"] * (mask[e] - target[e])
             gate = min(max(gate, 0.0), 1.0)
+            # eq. 9: mask
             new[e] = (1 - dials["mask_rate"]) * mask[e] + dials["mask_rate"] * gate
     return new, target
 
@@ -133,6 +140,7 @@ def dials_at(step: int, block: dict[str, Any], max_steps: int) -> dict[str, floa
             return 1.0
         return max(0.0, (step - start) / (stop - start))
 
+    # By default some 15 updates until the freeze, and T at its floor there.
     freeze = round(block["hardening"][1] * max_steps)
     gamma = block["temperature_decay"]
     every = block["update_every"]
@@ -187,6 +195,7 @@ class ReferenceForge:
         self.clip = clip
         self.loss = loss
         self.input_axes = input_axes
+        # Masters in fp32, in two param groups.
         self.master = {name: nn.Parameter(p.detach().float().clone()) for name, p in model.named_parameters()}
         matrices = [p for p in self.master.values() if p.dim() > 1]
         vectors = [p for p in self.master.values() if p.dim() == 1]
@@ -195,6 +204,7 @@ class ReferenceForge:
             lr=lr,
             eps=eps,
         )
+        # Masks begin at 1.
         pattern = config["pattern"]
         self.n = kept_of(pattern)
         self.groups = {name: groups_of(pattern, tuple(self.master[name].shape), a) for name, a in input_axes.items()}
@@ -429,11 +439,13 @@ class ReferenceForge:
         first = 0
         for batch in batches:
             tokens = batch["input_ids"].numel()
+            # v: a sign for each output of each token, by counters.
             sign: dict[str, Tensor] = {}
             radius: dict[str, Tensor] = {}
             for name in self.mask:
                 key = counter_key(self.config["seed"], self.step_count, probe, f"{name} outputs")
                 sign[name] = _signs_of_outputs(key, first, tokens, self._matrix(name)[0])
+            # Gradients on both sides of y, and the inputs that came with them.
             plus = self._displaced(batch, sign, radius, relative)
             minus = self._displaced(batch, {name: -v for name, v in sign.items()}, radius, relative)
             for name in self.mask:
@@ -445,6 +457,7 @@ class ReferenceForge:
                     row[name] += slope[t] * x_plus[t].square().sum()
                     column[name] += slope[t].sum() * x_minus[t].square()
             first += tokens
+        # The sample: a matrix with these row and column sums.
         sample = {}
         for name in self.mask:
             outputs, inputs = self._matrix(name)
@@ -464,6 +477,7 @@ class ReferenceForge:
         outputs: dict[str, Tensor] = {}
 
         def displace(name: str, x: Tensor, y: Tensor) -> Tensor:
+            # The first call sets the radius, a share of each token's own outputs.
             rows = y.detach().flatten(0, -2)
             if name not in radius:
                 radius[name] = (relative * rows.float().square().mean(1).sqrt()).to(y.dtype)
@@ -472,6 +486,7 @@ class ReferenceForge:
             outputs[name].retain_grad()
             return outputs[name]
 
+        # Displace all layers in one pass, so that each sees the others' displacement.
         handles = [
             self.model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
                 lambda _module, args, output, name=name: displace(name, args[0], output)

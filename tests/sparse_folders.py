@@ -35,6 +35,7 @@ class ModelSource(Source):
         tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
         self.pattern = config.parsed_pattern
         self.dtype = dtype
+        # Tensors as a file names them: fused ones are parts of a tensor in memory.
         state = {name: value.to(dtype) for name, value in model.state_dict().items() if name not in tied}
         positions = saved_tensors(model.config.model_type, {name: tuple(value.shape) for name, value in state.items()})
         self._dense = {n: state[p.memory_name].view(-1)[p.start : p.stop].view(p.shape) for n, p in positions.items()}
@@ -42,6 +43,7 @@ class ModelSource(Source):
         self.fused_name = {
             name: position.memory_name for name, position in positions.items() if position.memory_name != name
         }
+        # What can be pruned, by the names of files.
         axes = {weight.name: weight.input_axis for weight in prunable_weights(model, config)}
         self.prunable = {
             n: SparseWeight(n, p.shape, axes[p.memory_name]) for n, p in positions.items() if p.memory_name in axes
@@ -49,6 +51,7 @@ class ModelSource(Source):
         self.model_folder = self.folder = folder
         self.model_config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
         self.branches = {}
+        # The record of an export.
         self.record = {
             "format": 1,
             "pattern": str(self.pattern),

@@ -34,7 +34,7 @@ def go_on(configuration: str, flags: list[str]) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_a_loop_of_accelerate(
+def test_a_loop_of_accelerate_trains_exports_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -42,28 +42,31 @@ def test_a_loop_of_accelerate(
     model = write_model(tmp_path / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
     flags = ["--model", str(model), "--text", str(write_text(tmp_path / "text.jsonl", 20)), "--length", "64"]
     flags += ["--epochs", "2", "--output_dir"]
+    # The example as its readers start it, on two ranks.
     content = json.loads((ROOT / "examples" / "zero2.json").read_text())
     configuration = write_json(tmp_path / "zero2.json", content)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed"]
     command += ["--num_processes", "2", "--main_process_port", str(free_port())]
     command += ["--deepspeed_config_file", str(configuration), str(SCRIPT)]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *flags, str(tmp_path / "out")],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )
-    assert done.returncode == 0, done.stderr
-    records = losses(done.stdout)
+    assert process.returncode == 0, process.stderr
+    records = losses(process.stdout)
+    # What it saved is a run that can be exported.
     checkpoint = str(tmp_path / "out" / "epoch_2" / "pytorch_model")
     assert main(["consolidate", checkpoint, str(tmp_path / "export"), "--skip_proof", "--model", str(model)]) == 0
     assert main(["verify", str(tmp_path / "export")]) == 0
 
+    # From the first epoch on at another ZeRO stage, the losses are the same.
     other = write_json(tmp_path / "zero3.json", {**content, "zero_optimization": {"stage": 3}})
     resumed = [*flags, str(tmp_path / "again"), "--resume", str(tmp_path / "out" / "epoch_1")]
     capfd.readouterr()
     run_distributed(go_on, 2, str(other), resumed)
-    again = losses(capfd.readouterr().out)
-    assert len(records) == 2 * len(again) > 0
-    assert again == pytest.approx(records[len(again) :], abs=2e-4)  # printed to four places
+    losses_again = losses(capfd.readouterr().out)
+    assert len(records) == 2 * len(losses_again) > 0
+    assert losses_again == pytest.approx(records[len(losses_again) :], abs=2e-4)  # printed to four places

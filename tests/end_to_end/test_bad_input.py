@@ -290,6 +290,7 @@ def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
     (inputs.folder / "a file").write_text("")
     short = {key: value for key, value in block.items() if key not in ("method", "max_steps")}
     offload = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(inputs.folder / "no_disk")}}
+    # A command line each, with the words of its message.
     cases = [
         ([*good, "--max_stepz", "3"], ["--max_stepz: unknown flag; did you mean --max_steps?"]),
         ([*good, "--max_stepz=3"], ["did you mean --max_steps?"]),
@@ -317,13 +318,14 @@ def test_what_a_flag_or_the_json_shows_is_said_before_the_ranks_meet(inputs):
         (_with(inputs, "negative", train_batch_size=-8), ["train_batch_size = -8 is not valid"]),
         (_with(inputs, "micro", train_micro_batch_size_per_gpu=3), ["train_batch_size = 8", "use 6 or 12"]),
     ]
-    first, second = run_distributed(_mains, 2, [line for line, _ in cases])
+    # Rank 0 says it in one line; the other rank ends as it does, without a word.
+    rank0, rank1 = run_distributed(_mains, 2, [line for line, _ in cases])
     codes = [2] * 3 + [1] * (len(cases) - 3)  # the first three have a flag that does not exist
-    assert [code for code, _ in first] == codes
-    for (line, words), (_, message) in zip(cases, first, strict=True):
+    assert [code for code, _ in rank0] == codes
+    for (line, words), (_, message) in zip(cases, rank0, strict=True):
         assert message.startswith("error: ") and message.count("\n") == 1, (line, message)
         assert [word for word in words if word not in message] == [], message
-    assert second == [(code, "") for code in codes], "one message, not one per rank"
+    assert rank1 == [(code, "") for code in codes], "one message, not one per rank"
     assert not inputs.run.exists() and not list(inputs.model.glob("run"))
 
 

@@ -184,6 +184,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     other = write_dense(tmp_path / "other", "llama-odd")
     positioned = tmp_path / "gptj"
     tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
+    # Models, and settings that do not fit them or each other.
     for arguments, message in (
         ([str(positioned)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(dense)], "none of its weights is packed, so there is nothing to compare; pack them"),
@@ -209,6 +210,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     ):
         assert main(["bench", *arguments]) == 2
         assert message in capsys.readouterr().err
+    # Words that the parser itself refuses.
     with pytest.raises(SystemExit, match="2"):
         main(["bench", str(packed), "--workload", "8x1"])
     assert "'8x1' is no workload; give tokens of a prompt and 2 new ones or more" in capsys.readouterr().err

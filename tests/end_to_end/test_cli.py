@@ -226,14 +226,15 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored below a shell's background job
     )
-    opening = Path(f"/proc/{process.pid}/wchan")
+    # Wait until it is about to open the pipe, in the middle of its work.
+    kernel_wait = Path(f"/proc/{process.pid}/wchan")
     for _ in range(600):
-        if opening.read_text() == "wait_for_partner":
+        if kernel_wait.read_text() == "wait_for_partner":
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, heard = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, heard) == (130, "error: interrupted\n")
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (130, "error: interrupted\n")
 
 
 def test_a_folder_that_may_not_be_read(run_folder: Path, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ TOO_MUCH = 1e30
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compare")
+    # A study with all kinds of rows: one-shot, a rate that diverges, two seeds, a dense control.
     content = {
         "model": str(write_model(folder / "model")),
         "train_text": str(write_text(folder / "train.jsonl", 200)),
@@ -106,25 +107,30 @@ def kill_in_the_middle(config: Path, out: Path) -> tuple[str, str]:
     raise AssertionError("it took too long")
 
 
-def test_a_comparison_that_was_killed(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_that_was_killed_goes_on_without_repeating_a_run(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     done, unfinished = kill_in_the_middle(config, out)
-    before = (out / "runs" / f"{done}.log").stat().st_mtime_ns, (out / "records" / f"{done}.json").read_text()
+    log_time = (out / "runs" / f"{done}.log").stat().st_mtime_ns
+    before = json.loads((out / "records" / f"{done}.json").read_text())
 
-    finished = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
-    assert finished.returncode == 0, finished.stderr
+    # The same command again: finished runs are kept, the unfinished one goes on.
+    process = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr
     after = json.loads((out / "records" / f"{done}.json").read_text())
-    assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == before[0], "a finished run is not made again"
-    assert after["validation_perplexity"] == json.loads(before[1])["validation_perplexity"]
+    assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == log_time, "a finished run is not made again"
+    assert after["validation_perplexity"] == before["validation_perplexity"]
     assert records(out)[unfinished]["resumed"], "an unfinished one goes on"
     log = (out / "runs" / f"{unfinished}.log").read_text()
     assert "stopped by SIGTERM" in log, "it saved and stopped when the comparison was gone"
 
+    # Rows, table, figures and page are those of a study that nobody killed.
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     check_rows(rows)
     check_order(out)
     table = (out / "table.md").read_text()
-    assert table.strip() in finished.stdout
+    assert table.strip() in process.stdout
     assert re.search(
         r"^\| soft \| 0.5625 \| 0.5 \| 3,072 \| 0 \| [\d.]+ \| [\d.]+ \| 0.003 \(edge\) \| 2 \|", table, re.M
     )
@@ -135,9 +141,11 @@ def test_a_comparison_that_was_killed(config: Path, tmp_path: Path, capsys: pyte
         assert distinct_colours(out / "figures" / f"{name}.png") > 20, f"{name} is blank"
     assert (out / "index.html").read_text().count("data:image/png;base64,") == 2
     assert not list((out / "runs").glob("*/checkpoints")), "they are large, and of no use any more"
-    made = {row["run"] for row in rows if row["kind"] in ("result", "one_shot")} - {None}
-    assert {path.name for path in (out / "models").iterdir()} == made
+    # The models of results are kept, and no other.
+    exported = {row["run"] for row in rows if row["kind"] in ("result", "one_shot")} - {None}
+    assert {path.name for path in (out / "models").iterdir()} == exported
 
+    # The same command on another text is refused.
     write_text(config.with_name("train.jsonl"), 201)  # under the name that the study has
     assert main(command(config, out, 2)[3:]) == 2
     assert "was started with other settings (dataset_files)" in capsys.readouterr().err

@@ -37,19 +37,22 @@ def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None
     write_text(tmp_path / "text.jsonl")
     write_text(tmp_path / "heldout.jsonl", documents=8)
     run_distributed(study, 1, tmp_path, "outputs, radius 0.1", "weights, exact, one kind")
-    kept = (tmp_path / "study" / "reference.pt").stat().st_mtime_ns
+    # A second call, with one estimate more, measures neither the reference nor the others again.
+    time_of_reference = (tmp_path / "study" / "reference.pt").stat().st_mtime_ns
     rows = json.loads((tmp_path / "study" / "curvature.json").read_text())["rows"]
 
     (printed,) = run_distributed(study, 1, tmp_path, "outputs, radius 0.1", "fisher, per token")
     report = json.loads((tmp_path / "study" / "curvature.json").read_text())
-    assert (tmp_path / "study" / "reference.pt").stat().st_mtime_ns == kept
+    assert (tmp_path / "study" / "reference.pt").stat().st_mtime_ns == time_of_reference
     assert report["rows"][: len(rows)] == rows
-    result = {(row["estimate"], row["refreshes"], row["average"], row["form"]) for row in report["rows"]}
+    estimates = {(row["estimate"], row["refreshes"], row["average"], row["form"]) for row in report["rows"]}
+    # Estimates are there at every number of refreshes, and in every form.
     outputs = {("outputs, radius 0.1", *rest) for rest in ((1, "mean"), (2, "mean"), (2, "running mean"))}
-    assert {row[:3] for row in result if row[0] == "outputs, radius 0.1"} == outputs
-    assert ("outputs, radius 0.1, bf16", 2, "mean", "factored") in result
-    assert {row[1:3] for row in result if "one kind" in row[0]} == {(7, "mean")}  # seven kinds of layers, each once
-    assert {row[3] for row in result if "one kind" in row[0]} == {"elements", "shrunk", "factored"}
+    assert {row[:3] for row in estimates if row[0] == "outputs, radius 0.1"} == outputs
+    assert ("outputs, radius 0.1, bf16", 2, "mean", "factored") in estimates
+    assert {row[1:3] for row in estimates if "one kind" in row[0]} == {(7, "mean")}  # seven kinds of layers, each once
+    assert {row[3] for row in estimates if "one kind" in row[0]} == {"elements", "shrunk", "factored"}
+    # Numbers are where such numbers lie.
     for row in report["rows"]:
         assert -1 <= row["correlation"] <= 1 and 0 <= row["same_survivors"] <= 1
         assert row["perplexity"] > 1 and row["cost_in_steps"] > 0
@@ -58,5 +61,6 @@ def test_every_number_is_there_and_a_second_call_goes_on(tmp_path: Path) -> None
     table = (tmp_path / "study" / "curvature.md").read_text()
     assert table in printed and "| fisher, per token, bf16 | 2 | running mean | elements |" in table
 
+    # Other settings would not compare, and are refused.
     with pytest.raises(ValueError, match="measured with other settings"):
         main([*arguments_of(tmp_path), "--seq=8"])

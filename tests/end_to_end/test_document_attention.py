@@ -57,9 +57,10 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     flags(tmp_path, block, 3, 3, run)  # writes the model
     write_text(held_out, documents=20)
     evaluated = {"eval_dataset": held_out, "eval_sequences": 0, "eval_every": 0}
-    asked = flags(tmp_path, block, 3, 3, run, **common, **evaluated)
-    train(*asked)
+    run_flags = flags(tmp_path, block, 3, 3, run, **common, **evaluated)
+    train(*run_flags)
 
+    # Cut the batch of step 1 into its documents, and score each alone.
     network = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     (cache,) = (run / "data").glob("*.json")
     record = json.loads(cache.read_text())
@@ -68,13 +69,14 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
     assert document_starts(row_BS).any(1).mean() > 0.3, "few sequences are of one document"
     documents = []
     for row in row_BS:
-        begin = [0, *(int(position) for position in document_starts(row).nonzero()[0] if position), S]
+        starts = [0, *(int(position) for position in document_starts(row).nonzero()[0] if position), S]
         documents += [
-            torch.from_numpy(ids_of_tokens(row)[a:b].astype("int64")) for a, b in zip(begin, begin[1:], strict=False)
+            torch.from_numpy(ids_of_tokens(row)[a:b].astype("int64")) for a, b in zip(starts, starts[1:], strict=False)
         ]
     assert scalar(run, "loss/cross_entropy", 1) == pytest.approx(alone(network, documents), rel=1e-6)
     assert abs(scalar(run, "loss/kl", 1)) < 1e-9, "the teacher sees what the student sees"
 
+    # The same for the held-out text: documents, cut where windows end.
     lines = [json.loads(line)["text"] for line in held_out.read_text().splitlines()]
     scored = []
     position = 0
@@ -86,13 +88,14 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
         position += len(ids)
     assert scalar(run, "eval/perplexity", 0) == pytest.approx(math.exp(alone(network, scored)), rel=1e-6)
 
-    copy = continued(asked, run, 3)
-    assert differences(states(run / "checkpoints" / "step_000008"), states(copy / "checkpoints" / "step_000008")) == []
+    # A resumed run has the same bits; ranks that share sequences the same numbers, up to rounding.
+    resumed = continued(run_flags, run, 3)
+    both_runs = (states(folder / "checkpoints" / "step_000008") for folder in (run, resumed))
+    assert differences(*both_runs) == []
     shared = tmp_path / "shared"
     train(*flags(tmp_path, block, 2, 6, shared, **common, **evaluated, sequence_parallel=2))
-    assert_same(
-        shared, weights(run), bound=1e-5
-    )  # a first token sees itself alone: its query has a gradient of rounding
+    # A first token sees itself alone: its query has a gradient of rounding.
+    assert_same(shared, weights(run), bound=1e-5)
     for tag, step in (("loss/cross_entropy", 1), ("eval/perplexity", 0), ("eval/perplexity", 8)):
         assert scalar(shared, tag, step) == pytest.approx(scalar(run, tag, step), rel=1e-6), tag
 

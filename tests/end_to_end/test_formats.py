@@ -159,11 +159,13 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
 ) -> None:
     out = export(runs["llama-branch"], tmp_path / "out", "--skip_proof")
     assert "from_pretrained loads it where peft is installed, and without it" in capsys.readouterr().out
+    # peft is missing, which loads the branch.
     text = ["--text", str(write_text(tmp_path / "text.jsonl"))]
     with monkeypatch.context() as without_peft:
         without_peft.setitem(sys.modules, "peft", None)
         assert main(["evaluate", str(out), *text]) == 2
         assert f"--adapter {out}: peft is missing, which loads it; in the checkout pip" in capsys.readouterr().err
+    # One byte of the branch, or of its config, is another.
     content = (out / "adapter_model.safetensors").read_bytes()
     (out / "adapter_model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert main(["verify", str(out)]) == 1
@@ -173,6 +175,7 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     (out / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 1}))
     assert main(["verify", str(out)]) == 1
     assert f"not the exported bytes: {out / 'adapter_config.json'}" in capsys.readouterr().out
+    # The branch is gone: no tool takes the model for a complete one.
     (out / "adapter_model.safetensors").unlink()
     (out / "adapter_config.json").unlink()
     missing = f"{out}: its low-rank adapter is missing (adapter_config.json"
@@ -185,6 +188,7 @@ def test_a_branch_that_is_missing_is_said_by_every_tool_of_ours(
     ):
         assert command() == 2
         assert missing in capsys.readouterr().err
+    # Asked to leave it out, a tool does, and logits differ.
     assert (logits(load_model(str(out), adapter=find_adapter(str(out), "none"))) - runs["llama-branch"].logits).any()
 
 

@@ -24,22 +24,26 @@ def test_a_finished_run_goes_on_and_its_masks_stay(tmp_path, capfd):
     assert (
         "laid out over 8 steps; the finetune goes on to 12 at the rate of step 8" in output and "step 12/12" in output
     )
+    # Interrupted and resumed, the second part has the same bits.
     straight = states(checkpoints / "step_000012")
     shutil.rmtree(checkpoints / "step_000012")
     train(*flags, "--resume", "--max_steps=12")
     assert differences(straight, states(checkpoints / "step_000012")) == []
+    # Masks are those of step 8, and every weight was trained.
     saved = [RunSource(checkpoints / name) for name in ("step_000008", "step_000012")]
-    moved = 0
+    trained = 0
     for name in saved[0].prunable:
         before, after = (source.read(name) != 0 for source in saved)
         assert (before == after).all()
-        moved += not (saved[0].read(name) == saved[1].read(name)).all()
-    assert moved == len(saved[0].prunable), "and the weights were trained"
+        trained += not (saved[0].read(name) == saved[1].read(name)).all()
+    assert trained == len(saved[0].prunable), "and the weights were trained"
+    # What the run says of itself: the schedule of 8 steps, and 12 that are done.
     assert Checkpoint(checkpoints / "step_000012").client_state["sparseforge"]["config"]["max_steps"] == 8
     assert main(["inspect", str(tmp_path / "run"), "--quick"]) == 0
     assert "12 of 12, finished" in capfd.readouterr().out
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 12
 
+    # On one rank to 14. Fewer steps than are done are refused, and the folder stays as it is.
     train(*flags, "--resume", "--max_steps=12")  # complete
     train(*flags, "--resume", "--max_steps=14", ranks=1)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 14

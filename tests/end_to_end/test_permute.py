@@ -52,11 +52,14 @@ def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int
     run = tmp_path / "run"
     out = tmp_path / "out"
     text = ("--text", str(tmp_path / "text.jsonl"), "--sequences", "4", "--seq_length", "32")
+    # The permuted model computes what the dense one does.
     permuted_folder = permuted(dense, *(text if by_activations else ()))
     torch.testing.assert_close(logits(permuted_folder), logits(dense), rtol=1e-4, atol=2e-5)
+    # A run from it, without training, so that kept weights can be compared.
     train(*flags_of(tmp_path, deepspeed_json(stage, **ONE_STEP), model=permuted_folder, learning_rate=NO_TRAINING))
     assert main(["consolidate", str(run), str(out)]) == 0
     assert main(["verify", str(out)]) == 0
+    # Every weight is 2:4 in the order of the permuted model.
     expected = TensorFolder(permuted_folder)
     exported = TensorFolder(out)
     rows = json.loads((out / "sparsity.json").read_text())["weights"]
@@ -67,6 +70,7 @@ def test_a_run_prunes_the_permuted_model(tmp_path: Path, family: str, stage: int
         if name in rows:
             group_GM = NM(2, 4).to_groups(value.reshape(-1), tuple(value.shape), rows[name]["input_axis"])
             assert ((group_GM != 0).sum(1) == 2).all()
+    # The order keeps more of the scores, and run and export name it.
     order = json.loads((permuted_folder / PERMUTATION).read_text())
     assert order["score"] == ("activations" if by_activations else "magnitude")
     assert all(score["after"] > score["before"] for score in order["kept_score"].values())

@@ -185,23 +185,25 @@ def test_a_run_that_is_stopped_in_every_way_equals_an_unbroken_one(tmp_path):
     flags = flags_of(tmp_path, content, save_every=0, **more)
     checkpoints = tmp_path / "run" / "checkpoints"
     lock = left_lock(tmp_path / "extensions")
-    last = 0
+    last_step = 0
+    # Each launch is stopped on its way, and saves the step that it has reached.
     for command, send, code in (
         (deepspeed(), to_the_group, None),
         (deepspeed(), ctrl_c, -signal.SIGINT),
         (torchrun(), kill_the_command, -signal.SIGKILL),
     ):
-        environment = {} if last else {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-        ended, step, by = stopped(command, [*flags, "--resume"] if last else flags, send, **environment)
+        environment = {} if last_step else {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+        ended, step, by = stopped(command, [*flags, "--resume"] if last_step else flags, send, **environment)
         assert not lock.exists()
-        assert last < step < STEPS, send.__name__
+        assert last_step < step < STEPS, send.__name__
         assert ended == code if code is not None else ended != 0, send.__name__
         assert by == ("SIGINT" if send is ctrl_c else "SIGTERM"), send.__name__
         assert (checkpoints / "latest").read_text() == f"step_{step:06d}"
         assert not (tmp_path / "run" / "result.json").exists()
         assert not list(checkpoints.glob("*.tmp"))
-        last = step
-    end = last + 11  # with an update of masks on the way
+        last_step = step
+    # Let both runs pass one more update of masks, and compare all states there.
+    end = last_step + 11  # with an update of masks on the way
     tag = f"step_{end:06d}"
     compared = []
     for name, resume in (("run", ["--resume"]), ("unbroken", [])):

@@ -32,7 +32,7 @@ def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
+def test_a_rehearsal_of_a_mixture_measures_every_phase(tmp_path: Path) -> None:
     """Rehearse a dense layer and one with experts; everything but our own states is bf16."""
     small = [
         "--shrink=16",
@@ -43,12 +43,14 @@ def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
         "--full_gpus=8",
         "--bf16_states",
     ]
-    done = rehearse(
+    # Two layers of a small mixture, on two ranks.
+    process = rehearse(
         tmp_path / "scratch", "--model=deepseek_moe_16b", "--layers", "2", *small, f"--json={tmp_path / 'r.json'}"
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     result: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
     assert [run["layers"] for run in result["runs"]] == [2] and result["ranks"] == 2
+    # Every phase has steps and seconds; memory, saving and the tools after it have numbers.
     for run in result["runs"]:
         assert run["phases"].keys() >= {"heating", "hardening", "finetuning", "heating, mask update"}
         assert sum(phase["steps"] for phase in run["phases"].values()) == 6
@@ -59,10 +61,11 @@ def test_a_mixture_is_rehearsed(tmp_path: Path) -> None:
         assert memory["all_ranks"] <= 2 * max(memory["own_by_moment"].values())
         assert run["save"]["bytes"] > 12 * run["masked"]  # moments and our states
         assert min(run[name]["seconds"] for name in ("consolidate", "verify")) > 0
+    # What was measured is carried to the full depth, and the report says what it was.
     full = result["full_depth"]
     assert full["layers"] == 28 and full["parameters"] == 16_375_728_128
-    assert "2 layers, " in done.stdout and "full depth: 28 layers" in done.stdout
-    assert "ZeRO-3, bf16" in done.stdout and "ZeRO-2, bf16" in report({**result, "stage": 2})
+    assert "2 layers, " in process.stdout and "full depth: 28 layers" in process.stdout
+    assert "ZeRO-3, bf16" in process.stdout and "ZeRO-2, bf16" in report({**result, "stage": 2})
     assert not list((tmp_path / "scratch").iterdir())  # all that was written is gone
 
 

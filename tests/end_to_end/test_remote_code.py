@@ -16,12 +16,14 @@ def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
     planted = tmp_path / "planted"
     run = tmp_path / "run"
     text = write_text(tmp_path / "text.jsonl")
+    # Planted code leaves a mark when it runs.
     mark = plant_model(planted, write_model(tmp_path / "dense"))
     launch = [sys.executable, "launch/train.py", "--deepspeed", "ds_configs/zero3.json"]
     commands = [
         [*launch, "--model", planted, "--dataset", text, "--output_dir", run],
         [sys.executable, "-m", "sparseforge_ds", "evaluate", planted, "--text", text],
     ]
+    # Both commands get a yes on their input, for whoever would ask.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
     started = [
         subprocess.Popen(
@@ -35,9 +37,10 @@ def test_yes_runs_no_planted_code(tmp_path: Path) -> None:
         )
         for command in commands
     ]
+    # Neither asks; both refuse, and the code did not run.
     for process in started:
-        told, _ = process.communicate(YES, timeout=PATIENCE)
-        assert process.returncode in (1, 2), told
-        assert "needs Python code of its own (auto_map" in told and "custom code? [y/N]" not in told, told
+        output, _ = process.communicate(YES, timeout=PATIENCE)
+        assert process.returncode in (1, 2), output
+        assert "needs Python code of its own (auto_map" in output and "custom code? [y/N]" not in output, output
     assert not mark.exists()
     assert not run.exists()

@@ -20,16 +20,16 @@ def completions(path: Path) -> Path:
     return path
 
 
-def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_share_sequences_train_as_undivided_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Train on 2 x 1 and 2 x 2 ranks (of a sequence, of groups) at ZeRO-2 and 3, and go back to one rank."""
     block: dict[str, Any] = {"distillation": {"hidden": {"weight": 4.0}}}
+    # Completions: ranks have different numbers of trained tokens. With a teacher and its hidden states.
     pairs = completions(tmp_path / "pairs.jsonl")
     text = {"dataset": pairs, "loss_on": "completion", "eval_dataset": pairs, "eval_sequences": 0, "eval_every": 4}
-    full, two, four = (tmp_path / name for name in ("whole", "two", "four"))
-    train(*flags(tmp_path, block, 0, 4, full, **text), ranks=1)
-    expected = states(full)
+    undivided, two, four = (tmp_path / name for name in ("undivided", "two", "four"))
+    train(*flags(tmp_path, block, 0, 4, undivided, **text), ranks=1)
+    expected = states(undivided)
+    # Two ranks that share sequences, and two pairs of them.
     shared = {**text, "sequence_parallel": 2}
     capsys.readouterr()
     train(*flags(tmp_path, block, 2, 4, two, **shared), "--activation_checkpointing", ranks=2)
@@ -37,12 +37,14 @@ def test_uneven_tokens_teacher_and_hidden_states_as_undivided(
     assert_same(two, expected)
     train(*flags(tmp_path, block, 3, 3, four, **shared), ranks=4)
     assert_same(four, expected)
-    perplexity = scored(full)
+    # Held-out text is scored alike.
+    perplexity = scored(undivided)
     assert list(perplexity) == [0, 4, 8]
     for run in (two, four):
         assert scored(run) == pytest.approx(perplexity, rel=1e-6), run.name
 
-    divided = taken_back(full, 3, tmp_path / "divided")
+    # From undivided to divided, and back, after step 3.
+    divided = taken_back(undivided, 3, tmp_path / "divided")
     train(*flags(tmp_path, block, 3, 2, divided, **shared), "--resume", ranks=4)
     assert_same(divided, expected)
     joined = taken_back(four, 3, tmp_path / "joined")

@@ -25,12 +25,14 @@ def test_stored_logits_train_as_the_teacher_does_on_any_ranks_and_after_a_resume
     teacher = write_model(tmp_path / "teacher", tiny_llama(seed=5, initializer_range=0.4, **ids))
     content = deepspeed_json(stage=2, max_steps=8)
     flags = [flag for flag in flags_of(tmp_path, content, log_every=1) if not flag.startswith(("--dataset", "--out"))]
+    # Two texts at 3 to 1, and the teacher's logits of both.
     names = [str(write_text(tmp_path / f"{name}.jsonl", documents=12 + number)) for number, name in enumerate("ab")]
     flags += ["--dataset", f"{names[0]}=0.75", f"{names[1]}=0.25"]
     top = ["--top_k", str(BYTE_VOCABULARY - 1), "--seq_length", "32", "--output", str(tmp_path / "logits")]
     assert sparseforge(["teach", str(teacher), "--text", *names, *top]) == 0
     stored = [*flags, "--teacher_logits", str(tmp_path / "logits")]
 
+    # The teacher beside the student, stored logits on two ranks, and stored ones on one rank.
     train(*flags, f"--output_dir={tmp_path / 'beside'}", "--teacher", str(teacher))
     train(*stored, f"--output_dir={tmp_path / 'stored'}", "--keep_checkpoints=0")
     assert run_distributed(main_on_small_chunks, 1, [*stored, f"--output_dir={tmp_path / 'one'}"], None) == [0]
@@ -40,6 +42,7 @@ def test_stored_logits_train_as_the_teacher_does_on_any_ranks_and_after_a_resume
         for step, (value, expected) in enumerate(zip(losses(tmp_path / run), beside, strict=True)):
             assert abs(value - expected) < 0.01 * expected, (run, step, value, expected)
 
+    # A resumed run has the same bits.
     straight = states(tmp_path / "stored" / "checkpoints" / "step_000008")
     shutil.rmtree(tmp_path / "stored" / "checkpoints" / "step_000008")
     train(*stored, f"--output_dir={tmp_path / 'stored'}", "--keep_checkpoints=0", "--resume")

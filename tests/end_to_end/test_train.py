@@ -101,8 +101,9 @@ def differences(first: Any, second: Any, where: str = "") -> list[str]:
 def test_the_shipped_command_writes_a_complete_run(tmp_path):
     """Train with the launcher, the shipped JSON, the embedded model and its text, on two ranks."""
     run = tmp_path / "run"
-    outcome = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "4", "--output_dir", str(run))
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    process = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "4", "--output_dir", str(run))
+    assert process.returncode == 0, process.stdout + process.stderr
+    # It says what it trains, how it starts and what it has done.
     for part in (
         "stdlib_llama (llama",
         "100.0% of the linear weights",
@@ -111,9 +112,10 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
         "step 4/4",
         "done: 4 steps, 8,192 tokens",
     ):
-        assert part in outcome.stdout
-    assert "WARNING" not in outcome.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
+        assert part in process.stdout
+    assert "WARNING" not in process.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
 
+    # The folder describes the run, and is complete.
     record = json.loads((run / "sparseforge.json").read_text())
     assert record["model_type"] == "llama"
     assert record["run"]["dataset"] == ["stdlib"]
@@ -173,8 +175,10 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     distillation = {"hidden": {"every": 2}}
     content = deepspeed_json(batch=8, monitor={"histograms_every": 4, "gap_every": 3}, distillation=distillation)
     train(*flags_of(tmp_path, content, save_every=2, keep_checkpoints=2), "--activation_checkpointing")
+    # Of four checkpoints the last two are there.
     run = tmp_path / "run"
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_000006", "step_000008"]
+    # Every number that a run can log has a tag.
     log = EventAccumulator(str(run / "tensorboard"))
     log.Reload()
     scalars = set(log.Tags()["scalars"])

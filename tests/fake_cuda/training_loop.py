@@ -101,6 +101,7 @@ def waits() -> dict[str, Any]:
             """Note a read of the step."""
             order.append(f"read {self.step}")
 
+    # A forge whose waits for the device are counted.
     config = sf.SparseForgeConfig.from_dict(BLOCK)
     rank = Rank(3, 1, 1)
     with process_group(rank):
@@ -112,12 +113,14 @@ def waits() -> dict[str, Any]:
             engine.get_global_grad_norm = lambda: norm  # type: ignore[attr-defined]
             step_engine = engine.step
 
+            # Note the engine's steps in the same list as the log's reads.
             def step() -> None:
                 order.append(f"step {forge.step_count + 1}")
                 step_engine()
 
             forge.finish = lambda: None  # type: ignore[method-assign] # all values are ones
             engine.step = step  # type: ignore[method-assign]
+            # The loop with nothing around it: no checkpoints, no evaluation, no signals.
             batches = _Batches(counter)
             spec = SimpleNamespace(
                 arguments=SimpleNamespace(resume=False, save_every=0, seq_length=6),
@@ -146,6 +149,7 @@ def waits() -> dict[str, Any]:
             ):
                 loop.train(context, nothing, monitor, nothing, nothing)
             batches.prepare_step()
+    # Waits of each step: what the counts grew by between two batches.
     steps = [
         {caller: count - before.get(caller, 0) for caller, count in after.items() if count > before.get(caller, 0)}
         for before, after in zip(batches.waits[:-1], batches.waits[1:], strict=True)

@@ -75,6 +75,7 @@ def _run(
     def loss() -> Tensor:
         return model(input_ids=ids, labels=ids).loss
 
+    # Attach and start, each counted by itself.
     with counter.phase() as cost:
         forge, engine = attach(model, config, rank, counter)
     note("attach", cost)
@@ -82,6 +83,7 @@ def _run(
     with counter.phase() as cost:
         forge.start(loss)
     note("start", cost, ours=True)
+    # Each step: a pass, the engine's step, and the forge's, each with its own count.
     for step in range(1, case.steps + 1):
         with counter.phase() as passed:
             engine.backward(loss())

@@ -167,6 +167,7 @@ def header_length(scene: Scene) -> None:
 def header_content(scene: Scene) -> None:
     path = scene.pick("*.safetensors")
     content = path.read_bytes()
+    # A safetensors file: the header's length, the header in JSON, the tensors.
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     data = content[8 + length :]
@@ -184,6 +185,7 @@ def header_content(scene: Scene) -> None:
             raise NotApplicable
         header[first], header[second] = header[second], header[first]
 
+    # Offsets, shapes, dtypes and names that do not fit, or are of another type.
     changes: list[Callable[[], Any]] = [
         lambda: single.update(data_offsets=[start, stop + 4]),
         lambda: single.update(data_offsets=[stop, start]),
@@ -203,6 +205,7 @@ def header_content(scene: Scene) -> None:
         swap_names,
     ]
     scene.rng.choice(changes)()
+    # A change that left the file as it was is none.
     text = json.dumps(header).encode()
     if struct.pack("<Q", len(text)) + text == content[: 8 + length]:
         raise NotApplicable

@@ -61,7 +61,8 @@ def _digest(parts: Any) -> str:
 
 
 def result_of(checkpoint: Checkpoint) -> Result:
-    """Weights, masks and dense weights are the model; other states, tied names and the step are facts."""
+    """Digest a checkpoint: weights, masks and dense weights are the model; other states and the step are facts."""
+    # A damaged list of weights is strange, and nothing more is asked of it.
     entries = checkpoint.client_state.get("sparseforge", {}).get("weights", [])
     strange = not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries)
     listed = set() if strange else {entry["name"] for entry in entries}
@@ -71,9 +72,11 @@ def result_of(checkpoint: Checkpoint) -> Result:
         nonlocal strange
         for name in checkpoint.shapes:
             keys = [key for key in checkpoint.states(name) if (key in ("mask", "dense", KEPT)) == model]
+            # Tensors of the model, or all others.
             values = [checkpoint.state(name, key) for key in keys] + [checkpoint.weight(name)] * model
             if model:
                 strange |= not all(bool(torch.isfinite(value.float()).all()) for value in values)
+                # A weight under a mask has exactly these states, and finite numbers.
                 masks = {"dense": torch.float32, "mask": torch.uint16} if moving else {KEPT: torch.bool}
                 expected = masks if name in listed else {}
                 strange |= expected != {key: checkpoint.state(name, key).dtype for key in keys}

@@ -63,6 +63,7 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
     torch.manual_seed(0)
     model = OddModel()
     weights = dict(model.named_parameters())
+    # Vectors, but for frozen ones, have a param group of their own.
     small = [p for p in model.parameters() if p.dim() == 1 and p.requires_grad]
     dtype = case.get("dtype", "fp32")
     config: dict[str, Any] = {
@@ -84,6 +85,7 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
     names = [[name_of[id(parameter)] for parameter in group["params"]] for group in param_groups]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups, config=config)
 
+    # Our two states stand beside Adam's, as a forge would have them.
     def remember(optimizer: torch.optim.Optimizer, *_: object) -> None:
         for group in optimizer.param_groups:
             for p in group["params"] if group.get("sparseforge") == "prunable" else []:
@@ -94,6 +96,7 @@ def run(case: dict[str, Any], folder: str, tag: str, steps: int = 2) -> dict[str
     for _ in range(steps):
         engine.backward(engine(torch.randint(0, 11, (1, 4))))
         engine.step()
+    # Save what a forge saves beside them.
     listed = [
         {"name": name, "shape": list(OddModel().get_parameter(name).shape), "input_axis": -1} for name in PRUNABLE
     ]

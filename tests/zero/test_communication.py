@@ -74,6 +74,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
     import deepspeed.comm.torch as backend
 
     assert backend.torch.distributed is dist  # DeepSpeed looks its collectives up there at every call
+    # The updates before warm up what is made once.
     model = tiny_models.tiny_llama(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -86,6 +87,7 @@ def calls_of_update(case: Case, hidden: int, intermediate: int) -> dict[str, Any
     for step in range(3):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))
+    # A step between updates, then update 3 by its maths alone and by all of `forge.step`.
     engine.micro_steps += 1  # as by engine.step of a micro-batch that ends no step
     with counted() as between:
         forge.step(probe_of(engine, case, 2))

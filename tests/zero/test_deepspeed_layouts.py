@@ -31,13 +31,13 @@ WITH_PROBES = {"curvature": {"source": "probe"}}
 
 
 @contextmanager
-def heard() -> Iterator[list[tuple[str, int, Any]]]:
-    """(collective, bytes of its largest tensor, group) of every call, ours and DeepSpeed's alike."""
+def recorded_calls() -> Iterator[list[tuple[str, int, Any]]]:
+    """Record (collective, bytes of its largest tensor, group) of every call, ours and DeepSpeed's alike."""
     from deepspeed.comm import comm
 
     calls: list[tuple[str, int, Any]] = []
 
-    def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,12 @@ def heard() -> Iterator[list[tuple[str, int, Any]]]:
 
         return call
 
+    # Replace the functions where they are looked up, and put them back.
     positions: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
     positions += [(comm.cdb, f"{name}_function") for name in ("all_gather", "reduce_scatter")]  # kept by DeepSpeed
     originals = [(position, name, getattr(position, name)) for position, name in positions]
     for position, name, function in originals:
-        setattr(position, name, telling(name, function))
+        setattr(position, name, recording(name, function))
     try:
         yield calls
     finally:
@@ -75,7 +76,7 @@ def groups_of(name: str) -> list[str]:
     problems = [] if type(layout).__name__ == kind else [f"{name}: {type(layout).__name__}, not {kind}"]
     if (layout.rank, layout.world_size) != (dist.get_rank(), dist.get_world_size()):
         problems.append(f"{name}: rank {layout.rank} of {layout.world_size}")
-    with heard() as reference:
+    with recorded_calls() as reference:
         train_step(engine, case, 0)
         engine.optimizer.zero_grad()
     # The test's own mean of the loss is 4 bytes, and so are norms and overflow flags.
@@ -84,7 +85,7 @@ def groups_of(name: str) -> list[str]:
         problems.append(f"{name}: DeepSpeed moves tensors over {len(used)} groups, or not over the layout's")
     assert not forge.step(probe_of(engine, case, 0))
     train_step(engine, case, 1)
-    with heard() as ours:
+    with recorded_calls() as ours:
         assert forge.step(probe_of(engine, case, 1))
         forge.histograms()
     if not ours or {id(group) for _, size, group in ours if size > 64} != {id(layout.process_group)}:

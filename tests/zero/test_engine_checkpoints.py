@@ -81,6 +81,7 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
         forge.step(probe_of(engine, CASE, number))
         engine.save_checkpoint(folder, tag=f"step_{number + 1:06d}", client_state={"mine": [3, "a", torch.ones(2)]})
 
+    # Four steps; go back to the second, and save the third again: `latest` is the third then.
     for number in range(4):
         step(number)
     engine.load_checkpoint(folder, tag="step_000002")
@@ -91,6 +92,7 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
     dist.barrier()
     loaded.append(engine.load_checkpoint(folder)[0])
     assert forge.step_count == 3
+    # A checkpoint of another version is loaded, with a warning.
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(saved_state.VERSIONS, "deepspeed", "0.99.0")

@@ -187,21 +187,27 @@ class Detour:
 
 def train(case: Case, detour: Detour) -> dict[str, Any]:
     model = BUILDERS[detour.family]()
-    now = [0]
+    current_step = [0]
     last = 3
 
+    # From the detour's step on no token is sent to the last expert.
     def reroute(_module: nn.Module, _args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits, routing_TK, expert_TK = output
-        return logits, routing_TK, torch.where(expert_TK == last, 0, expert_TK) if now[0] >= detour.step else expert_TK
+        if current_step[0] >= detour.step:
+            expert_TK = torch.where(expert_TK == last, 0, expert_TK)
+        return logits, routing_TK, expert_TK
 
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate"):
             module.register_forward_hook(reroute)
     initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine, forge = build(case, model)
-    curvature, idle, metrics = [], [], []
+    # What each update leaves.
+    curvature = []
+    idle = []
+    metrics = []
     for step in range(STEPS):
-        now[0] = step
+        current_step[0] = step
         train_step(engine, case, step)
         if forge.step(probe_of(engine, case, step)):
             curvature.append(gathered(forge, "curvature"))

@@ -109,6 +109,7 @@ def save_runs(folder: str) -> dict[str, Any]:
         model = MODELS[family]()
         if "listed" in name:
             model = Family(family, listed=True).model()
+        # The folder of a run, as far as tools read it.
         if torch.distributed.get_rank() == 0:
             model.config.save_pretrained(run / "model")
             model.generation_config.save_pretrained(run / "model")
@@ -119,11 +120,13 @@ def save_runs(folder: str) -> dict[str, Any]:
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
         engine.save_checkpoint(str(run / "checkpoints"), tag="step")
+        # What an export of it must compute.
         engine.eval()
         with torch.no_grad():
             logits = engine(batch_at(0)["input_ids"]).logits
         saved = states(forge, "mask", "dense")
         hard = {}
+        # An unfinished run is exported with hard masks.
         if name in UNFINISHED:
             republish(forge, hard=True)
             hard = published(engine)
@@ -393,6 +396,7 @@ sys.exit(main(["consolidate", "--skip_proof", {str(runs["stage3-bf16"].folder)!r
 def test_inconsistent_checkpoints_are_refused(
     runs: dict[str, Run], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
+    # Change one thing in one file of a sound checkpoint.
     run = tmp_path / "run"
     shutil.copytree(runs["stage3-unfinished-bf16" if damage == "mask" else "stage3-bf16"].folder, run)
     kind = "optim" if damage in ("weight", "bit", "mask") else "model"
@@ -415,6 +419,7 @@ def test_inconsistent_checkpoints_are_refused(
     else:
         content["sparseforge"]["weights"][0] = ["q_proj"]
         message = "lists a damaged weight"
+    # The message names it, and nothing is written.
     torch.save(content, file)
     assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err

@@ -70,25 +70,27 @@ def sampler(kind: str, forge: Any, config: Any) -> Any:
     Of elements these are all of a weight, of sums its row sums and its column sums.
     """
     config = named(kind, config)
-    shards = forge.curvature.context
+    context = forge.curvature.context
+    # Sums: take the sample as a running mean of one refresh, and add up over ranks.
     if config.keeps_sums:
-        summed = sums_of(shards, config)
+        summed = sums_of(context, config)
 
         def sample_sums(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
             assert summed.refresh(batches_of(probe), step, probes)
-            running = RunningSums(shards.matrices, shards.shards)
-            running.take(*summed.finish(), torch.ones(len(shards.matrices.names)))
+            running = RunningSums(context.matrices, context.shards)
+            running.take(*summed.finish(), torch.ones(len(context.matrices.names)))
             full = running.gather()
-            return {name: full.weight_sums(name).clone() for name in shards.shards}
+            return {name: full.weight_sums(name).clone() for name in context.shards}
 
         return sample_sums
-    estimator = estimator_of(shards, config)
+    # Elements: each rank has those of its shards.
+    estimator = estimator_of(context, config)
 
     def sample_elements(probe: Any, step: int, probes: int) -> dict[str, Tensor]:
-        sample = shards.zeros()
+        sample = context.zeros()
         assert estimator.refresh(batches_of(probe), step, probes, sample, forge.method.write_masters)
-        parts = {name: torch.zeros(forge.sharded.prunable[name].numel) for name in shards.shards}
-        for name, shard in shards.shards.items():
+        parts = {name: torch.zeros(forge.sharded.prunable[name].numel) for name in context.shards}
+        for name, shard in context.shards.items():
             parts[name][shard.start : shard.stop] = sample[name]
         return added_up(parts, forge.sharded.layout.replicated)
 
@@ -385,6 +387,7 @@ def exact_token_diagonal() -> dict[str, Tensor]:
     with sdpa_kernel(SDPBackend.MATH):
         loss = model(**one_sequence()).loss
         gradients = torch.autograd.grad(loss, [moved[name] for name in names], create_graph=True)
+    # Differentiate every element of the gradient once more by its own output.
     result = {}
     for name, gradient in zip(names, gradients, strict=True):
         slope = torch.zeros(gradient[0].shape, dtype=torch.float64)

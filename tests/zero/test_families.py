@@ -137,6 +137,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
     model = family.model()
     deepspeed.utils.set_z3_leaf_modules_by_name(model, leaf_modules(model))
     calls = _record(model)
+    # All ranks together have `ROWS` sequences a step, whatever their number.
     size = ROWS // dist.get_world_size()
     more = {"train_micro_batch_size_per_gpu": size, **case.more}
     if family.taught:
@@ -148,6 +149,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         assert distillation is not None
         teacher = Teacher(family.model(), distillation, {**case.deepspeed(), **more})
 
+    # The loss of this rank's sequences, with or without a teacher.
     def loss_of(step: int) -> Tensor:
         own = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
         device = get_accelerator().current_device_name()
@@ -157,6 +159,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         logits = engine(input_ids=batch["input_ids"]).logits
         return distillation_loss(logits, teacher(batch["input_ids"]), batch["labels"], distillation).total
 
+    # Train, and keep the curvature of the first update.
     losses = []
     updates = 0
     first_curvature = {}

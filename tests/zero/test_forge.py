@@ -89,18 +89,22 @@ def misuses() -> dict[str, str]:
     engine, forge = build(case)
     train_step(engine, case, 0)
     train_step(engine, case, 1)
+    # An engine that steps without its forge.
     messages["never called"] = message_of(forge.finish)
     messages["saved without"] = message_of(lambda: engine.save_checkpoint("nowhere"))
     messages["missed step"] = message_of(lambda: forge.step(probe_of(engine, case, 1)))
 
     engine, forge = build(Case(stage=2, config={"method": {"hardening": [0.0, 0.0]}}))
+    # A method that needs a start.
     messages["start without probe"] = message_of(lambda: forge.start(None))
     train_step(engine, case, 0)
     messages["never started"] = message_of(lambda: forge.step(probe_of(engine, case, 0)))
 
     engine, forge = build(case)
+    # An end before the masks are frozen, and a second forge.
     messages["finish early"] = message_of(forge.finish)
     messages["twice"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
+    # Between micro-batches `forge.step` does nothing; before `engine.step` it refuses.
     accumulating = Case(stage=2, gas=2)
     engine, forge = build(accumulating)
     engine.backward(engine(**my_part(batch_at(0))).loss)
@@ -112,18 +116,20 @@ def misuses() -> dict[str, str]:
     messages["own boundary"] = str((forge.step(None), forge.step_count))
 
     engine = build_engine(case)
+    # States in 8 bits.
     engine.basic_optimizer.register_step_post_hook(in_bytes)
     forge = sf.SparseForge(engine, case.sparseforge)
     messages["8 bits"] = message_of(lambda: train_step(engine, case, 0))
 
     model = MODELS["llama"]()
+    # Param groups that were not made by `param_groups`.
     everything = [{"params": list(model.parameters())}]
     engine = build_engine(case, model, everything)
     messages["one group"] = message_of(lambda: sf.SparseForge(engine, case.sparseforge))
     model = MODELS["llama"]()
     halves = [
-        {"params": [p for n, p in model.named_parameters() if ("layers" in n and p.dim() > 1) is yes]}
-        for yes in (True, False)
+        {"params": [p for n, p in model.named_parameters() if ("layers" in n and p.dim() > 1) is of_a_layer]}
+        for of_a_layer in (True, False)
     ]
     unmarked = build_engine(case, model, halves)
     messages["unmarked"] = message_of(lambda: sf.SparseForge(unmarked, case.sparseforge))
@@ -166,9 +172,7 @@ def unused_layer(case: Case, in_training: bool) -> str:
     engine, forge = build(case)
     up_proj = engine.module.model.layers[0].mlp.up_proj
 
-    def without_up(*_: Any) -> Any:
-        return torch.ones_like
-
+    # Cut the layer's output off its graph: in every pass, or in the probe alone.
     handle = None
     try:
         for step in range(case.steps):
@@ -446,9 +450,11 @@ def switch_on(case: Case) -> list[str]:
         dense = gathered(forge, "dense")  # of a frozen mask nothing is left where it pruned
         forge.step(probe_of(engine, case, step))
         layers = branches(engine.module)
+        # Branches are on from their step on, and not before.
         if any(layer.enabled != (step + 1 >= at) for layer in layers.values()):
             problems.append(f"step {step + 1}: enabled at the wrong time")
         if step + 1 == at or step + 1 == case.steps:
+            # B begins as the mean of what m_eff removes, and has moved at the end.
             weights = published(engine)
             for weight in forge.weights:
                 removed = dense[weight.name].view(weight.shape) - weights[weight.name].float()
@@ -462,6 +468,7 @@ def switch_on(case: Case) -> list[str]:
                     problems.append(
                         f"step {step + 1}: B of {weight.name} {'differs' if step + 1 == at else 'did not train'}"
                     )
+                # Adam begins with the branch.
                 if step + 1 == at and any(
                     value.any() if isinstance(value, torch.Tensor) else value
                     for value in moments_of(forge, f"{weight.module}.low_rank_b").values()

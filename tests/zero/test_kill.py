@@ -123,6 +123,7 @@ class Killed:
         context = multiprocessing.get_context("forkserver")
         (folder / "ranks").mkdir(parents=True)
         torch.save((self.args, {}), folder / "ranks" / "call.pt")
+        # Start ranks as `run_distributed` does, and keep their processes to kill them.
         environment = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
@@ -141,6 +142,7 @@ class Killed:
         for process in processes:
             process.start()
         try:
+            # Kill the victims first; a survivor has a moment to do harm in.
             moment(folder)
             for victim in victims:
                 os.kill(processes[victim].pid, signal.SIGKILL)
@@ -217,6 +219,7 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
     forge.start(probe_of(engine, case, 0))
     save_checkpoint = engine.save_checkpoint
 
+    # A disk that keeps something else than what was written, on the other rank.
     def save_and_flip_a_bit(folder: str, tag: str, *state: Any, **options: Any) -> None:
         save_checkpoint(folder, tag, *state, **options)
         ranks.barrier()
@@ -227,6 +230,7 @@ def save_on_a_bad_disk(folder: str) -> tuple[str, list[str], int]:
             path.write_bytes(content)
         ranks.barrier()
 
+    # The second of three saves fails: all ranks know, and the first one stays the newest until the third.
     message = ""
     left = []
     for step in (1, 2, 3):

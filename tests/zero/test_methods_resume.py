@@ -59,27 +59,29 @@ def go_on(engine: Any, forge: Any, case: Case, start: int, stop: int) -> list[fl
 def unbroken_and_resumed(folder: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, case in CASES.items():
-        inside = str(Path(folder, name))
+        saved_in = str(Path(folder, name))
+        # One run without a break, which saves on its way.
         engine, forge = build(case)
         forge.start(probe_of(engine, case, 0))
         losses = go_on(engine, forge, case, 0, SAVE)
-        engine.save_checkpoint(inside, tag="middle")
+        engine.save_checkpoint(saved_in, tag="middle")
         middle = everything(engine, forge)
         losses += go_on(engine, forge, case, SAVE, STEPS)
         forge.finish()
         end = everything(engine, forge)
+        # Both ways back go on with the same losses, and end with the same bits.
         problems = []
-        for how in ("engine.load_checkpoint", "forge.restore"):
+        for way in ("engine.load_checkpoint", "forge.restore"):
             engine, forge = build(case)
-            if how == "forge.restore":
-                forge.restore(Checkpoint(Path(inside, "middle")))
+            if way == "forge.restore":
+                forge.restore(Checkpoint(Path(saved_in, "middle")))
             else:
-                engine.load_checkpoint(inside, tag="middle")
+                engine.load_checkpoint(saved_in, tag="middle")
             if go_on(engine, forge, case, SAVE, STEPS) != losses[SAVE:]:
-                problems.append(f"{how}: losses differ")
+                problems.append(f"{way}: losses differ")
             again = everything(engine, forge)
-            assert again.keys() == end.keys(), (name, how, again.keys() ^ end.keys())
-            problems += [f"{how}: {key}" for key in end if not torch.equal(end[key], again[key])]
+            assert again.keys() == end.keys(), (name, way, again.keys() ^ end.keys())
+            problems += [f"{way}: {key}" for key in end if not torch.equal(end[key], again[key])]
         result[name] = {"problems": problems, "middle": middle, "end": end, "losses": losses}
     return result
 

@@ -54,6 +54,7 @@ def by_hand(masks: dict[str, Tensor], masks_gradients: bool) -> dict[str, Tensor
     case = muon(3, config=FIXED)
     model = MODELS[case.model]()
     weights = dict(model.named_parameters())
+    # The masks are fixed, and applied before the first step.
     for name, mask in masks.items():
         weights[name].data.mul_(mask.view_as(weights[name]))
     states: dict[str, list[Tensor]] = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in weights.items()}
@@ -63,12 +64,14 @@ def by_hand(masks: dict[str, Tensor], masks_gradients: bool) -> dict[str, Tensor
         for name, weight in weights.items():
             first, second = states[name]
             with torch.no_grad():
+                # Matrices under a mask: Muon's update, masked after its orthogonalization.
                 if name in masks:
                     mask = masks[name].view_as(weight)
                     gradient = weight.grad * mask if masks_gradients else weight.grad
                     update = muon_update(gradient, first, beta=PARAMS["momentum"])
                     weight.mul_(1 - PARAMS["lr"] * case.weight_decay).sub_(PARAMS["lr"] * update).mul_(mask)
                     continue
+                # Everything else: Adam, with its own rate.
                 update = adam_update(weight.grad, first, second, step + 1, PARAMS["betas"], PARAMS["eps"])
                 decay = case.weight_decay if weight.dim() > 1 else 0.0
                 weight.mul_(1 - PARAMS["adam_lr"] * decay).sub_(PARAMS["adam_lr"] * update)

@@ -68,6 +68,7 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
 
     The decay is that of each param group of README's loop.
     """
+    # CAST's decay reaches the weights under both of the Adams.
     largest = {}
     for name, params in (("DeepSpeed's", {}), ("torch's", {"torch_adam": True})):
         more = {"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, **params}}}
@@ -80,6 +81,7 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
         mask = gathered(forge, "mask")
         dense = gathered(forge, "dense")
         largest[name] = {key: dense[key][mask[key] == 0].abs().max().item() for key in mask}
+    # Optimizers under which it would not.
     refused = []
     for kind, method in (("Adamax", WORN), ("Adafactor", "naive_retrain")):
         more = {"optimizer": {"type": kind, "params": {"lr": 3e-3}}}
@@ -90,6 +92,7 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
             train_step(engine, case, 0)
         except ValueError as error:
             refused.append(str(error))
+    # The decay of the JSON, in each param group.
     decaying = Case(more={"optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.3}}})
     model = sf.prepare(MODELS[decaying.model](), decaying.sparseforge)
     engine = build_engine(decaying, model, sf.param_groups(model, decaying.sparseforge))

@@ -107,6 +107,7 @@ FP32, BF16, SETTINGS = ({n: replace(case, eps=1e-6) for n, case in cases.items()
 
 def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
     """Return the same run in one process; a micro-batch is one part, as the mean over ranks is the mean over rows."""
+    # The same model, in the dtype of the passes.
     model = MODELS[case.model]()
     input_axes = {weight.name: weight.input_axis for weight in prunable_weights(model, case.sparseforge)}
     model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[case.dtype])
@@ -121,6 +122,7 @@ def reference_of(case: Case, step_at_init: bool = False) -> dict[str, Any]:
         step_at_init=step_at_init,
     )
     reference.start([batch_at(i) for i in range(case.gas)])
+    # Every update with all that decides it, and the end.
     record: dict[str, Any] = {"losses": [], "updates": []}
     for step in range(case.steps):
         micro = [batch_at(step * case.gas + i) for i in range(case.gas)]
@@ -200,6 +202,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
     weights = prunable_weights(MODELS[case.model](), case.sparseforge)
     before = {weight.name: [1.0] * weight.numel for weight in weights}
     for update in record["updates"]:
+        # The dials of the literal schedule, not ours.
         dials = dials_at(update["step"], block["method"], block["max_steps"])
         for weight in weights:
             groups = groups_of(block["pattern"], weight.shape, weight.input_axis)
@@ -220,6 +223,7 @@ def assert_updates_repeat(record: dict[str, Any], case: Case, where: str) -> Non
                     block["curvature"]["damping"],
                     block["pattern"].endswith("pairs"),
                 )
+            # A stored mask is rounded; the next update starts from what is stored.
             worst = (update["mask"][weight.name] - torch.tensor(expected)).abs().max().item()
             rounding = 0.5 / 65535  # of a mask in fixed point
             assert worst < 2e-6 + rounding, (where, update["step"], weight.name, worst)

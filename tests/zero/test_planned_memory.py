@@ -74,12 +74,14 @@ def all_bytes(before: set[int], expected: int) -> int:
 
 
 def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
-    """(planned, found) bytes by kind after some steps, and of all tensors, without and with gradients."""
+    """Return (planned, measured) bytes by kind after some steps, and of all tensors, without and with gradients."""
+    # What the planner says of this case.
     model, laid_out = planned(case)
     plan = memory(model, laid_out, lambda *_: NOTHING)
     lasting = sum(plan.resident.values()) + plan.host_total
     gradients = 0 if case.stage == 3 or laid_out.optimizer_on_host else resident_gradients(model, laid_out)
     expected = {**model_states(model, laid_out), "all": lasting, "with gradients": lasting + gradients}
+    # Run some steps; tensors of before do not count.
     gc.collect()  # else a tensor that is about to go may leave its id to one of this run
     before = {id(value) for value in gc.get_objects() if isinstance(value, Tensor)}
     engine, forge = build(case, model_of(case))
@@ -92,27 +94,29 @@ def bytes_of_run(case: Case, with_teacher: bool) -> dict[str, Any]:
     for step in range(5):
         train_step(engine, case, step)
         forge.step(StepText(engine, case, step))
+    # What is there, kind by kind.
     inner = engine.basic_optimizer
     flats = forge.sharded.layout.flats
     state = [inner.state[flat] for flat in flats]
-    kinds = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
+    measured = {name: size([s[name] for s in state if name in s]) for name in ("dense", "mask", "curvature")}
     running = forge.curvature.running
-    kinds["curvature sums"] = 0 if running is None else size([running.slice])
+    measured["curvature sums"] = 0 if running is None else size([running.slice])
     own = case.sparseforge.method.state_keys(case.sparseforge.parsed_pattern)
-    kinds["method states"] = size([s[name] for s in state for name in own if name in s])
-    kinds["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
+    measured["method states"] = size([s[name] for s in state for name in own if name in s])
+    measured["moments"] = size([s[name] for s in state for name in ("exp_avg", "exp_avg_sq")])
     low = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in engine.module.parameters()]
-    kinds["weights"] = size(low)
+    measured["weights"] = size(low)
     of_low = {p.untyped_storage().data_ptr() for p in low}
-    kinds["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
-    kinds["kept bits"] = size(list(forge.sharded.state.kept.values()))
-    kinds["flip bits"] = size(list(forge.sharded.metrics.targets.values()))
+    measured["master"] = size([f for f in flats if f.untyped_storage().data_ptr() not in of_low])
+    measured["kept bits"] = size(list(forge.sharded.state.kept.values()))
+    measured["flip bits"] = size(list(forge.sharded.metrics.targets.values()))
+    # All tensors between two steps, then with gradients.
     idle = all_bytes(before, expected["all"])
     engine.backward(engine(**my_part(batch_at(9))).loss)
-    kinds["all"] = idle
-    kinds["with gradients"] = all_bytes(before, expected["with gradients"])
+    measured["all"] = idle
+    measured["with gradients"] = all_bytes(before, expected["with gradients"])
     del teacher
-    return {name: (expected[name], kinds[name]) for name in expected}
+    return {name: (expected[name], measured[name]) for name in expected}
 
 
 def bytes_of_runs(cases: list[tuple[Case, bool]]) -> list[dict[str, Any]]:
@@ -194,22 +198,25 @@ def gathered_by(case: Case, checkpointing: bool) -> tuple[int, int]:
     if checkpointing:
         checkpoint_activations(built)
     engine = build_engine(case, built.train())
+    # DeepSpeed learns the order of the layers in two steps.
     for step in range(2):
         train_step(engine, case, step)
+    # Count the gathered elements in the third.
     name = "_PartitionedParameterCoordinator__all_gather_params_"
     real = getattr(PartitionedParameterCoordinator, name)
     live = 0
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal live
         real(self, *args, **kwargs)
         live = max(live, self._PartitionedParameterCoordinator__n_available_params)
 
-    setattr(PartitionedParameterCoordinator, name, watched)
+    setattr(PartitionedParameterCoordinator, name, counted)
     try:
         train_step(engine, case, 2)
     finally:
         setattr(PartitionedParameterCoordinator, name, real)
+    # What the planner says of this case; experts are gathered together.
     model, laid_out = planned(case, checkpointing, layers=4)
     if experts:
         empty = empty_model(mixture().config, case.sparseforge, DTYPES[case.dtype])

@@ -30,18 +30,20 @@ def step_by_binary_masks(engine: Any, forge: Any, case: Case) -> list[str]:
     stepped = {}
     for shard in forge.sharded.shards.values():
         state.write_mask(shard, torch.arange(shard.start, shard.stop) % 2)
+    # Note what the optimizer makes of W, before it is published.
     publish = method.publish
 
-    def watched(index: int, dense: Tensor, *rest: Any) -> None:
+    def noted_publish(index: int, dense: Tensor, *rest: Any) -> None:
         for shard in forge.sharded.shards.values():
             if shard.flat == index:
                 stepped[shard.name] = shard.slice_of_flat(dense).clone()  # what the optimizer made of it
         publish(index, dense, *rest)
 
     before = dense_of(forge)
-    method.publish = watched
+    method.publish = noted_publish
     train_step(engine, case, forge.step_count)
     method.publish = publish
+    # W keeps its bits where m_eff is 0, and has all of the step where it is 1.
     problems = []
     for name, after in dense_of(forge).items():
         live = state.mask(forge.sharded.shards[name]) == 1

@@ -258,6 +258,7 @@ def misfits(folder: str) -> dict[str, str]:
     saved = SAVED["2 on 3"].case
     results = {}
 
+    # Restore into a fresh engine; a refusal must leave it as it was.
     def refusal(case: Case, name: str, change: Any = None) -> str:
         model = model_of(case, fresh=True)
         if change is not None:
@@ -281,6 +282,7 @@ def misfits(folder: str) -> dict[str, str]:
     def grow_the_buffer(model: Any) -> None:
         model.counted = torch.zeros(3)
 
+    # Runs that differ from the saved one in one thing each.
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3}}, "zero_allow_untested_optimizer": True}
     plain = replace(saved, zero={}, more={})
     results["pattern"] = refusal(replace(plain, config={**LOW_RANK, "pattern": "1:4"}), "2 on 3")
@@ -299,6 +301,7 @@ def misfits(folder: str) -> dict[str, str]:
 def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any) -> None:
     folder = runs[0]
     shutil.copytree(folder / "2 on 3", folder / "damaged")
+    # Flip a bit of one master, in the file of one rank.
     masters = Checkpoint(folder / "2 on 3").slice("model.layers.0.mlp.up_proj.weight", None, 556, 560)  # of rank 1
     needle = masters.numpy().tobytes()
     damaged = 0
@@ -310,6 +313,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(runs: Any
     assert damaged == 1
     ranks = run_distributed(misfits, 2, str(folder))
     assert ranks[0] == ranks[1]  # also where one rank alone has read the damage
+    # Each message names the checkpoint and what differs.
     messages = ranks[0]
     where = str(folder / "2 on 3")
     for key, text in {

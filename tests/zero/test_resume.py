@@ -134,6 +134,7 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     for step in range(3):
         one_step(engine, forge, case, step)
     engine.save_checkpoint(folder, tag="ours", client_state={"mine": [3]})
+    # Checkpoints of a run, of a plain engine, and with a damaged state of the forge.
     good = forge.state_dict()
     damaged = {
         "weights": {**good, "weights": good["weights"][:-1]},
@@ -147,20 +148,22 @@ def foreign(stage: int, folder: str) -> dict[str, str]:
     plain.save_checkpoint(folder, tag="plain", client_state={"sparseforge": good})
     plain.save_checkpoint(folder, tag="foreign")
 
-    def refusal(other: Case, tag: str, **how: Any) -> str:
+    def refusal(other: Case, tag: str, **options: Any) -> str:
         engine, _ = build(other)
         try:
-            path, client_state = engine.load_checkpoint(folder, tag=tag, **how)
+            path, client_state = engine.load_checkpoint(folder, tag=tag, **options)
         except ValueError as error:
             return str(error)
         assert Path(path) == Path(folder, tag) and client_state["mine"] == [3]
         return "accepted"
 
+    # Between `start` and the first step nothing can be saved.
     begun = replace(case, config={"method": "sr_ste"})
     engine, forge = build(begun)
     forge.start(probe_of(engine, begun, 0))
     with pytest.raises(ValueError) as at_start:
         engine.save_checkpoint(folder, tag="start")
+    # What may differ; and the user's own state, which goes through a second save.
     monitored = Case(stage=stage, config={"monitor": {"gap_every": 3}})
     engine, forge = build(case)
     _, client_state = engine.load_checkpoint(folder, tag="ours")

@@ -28,6 +28,7 @@ def counts_tokens(_module: Any, _given: Any, output: Tensor) -> Tensor:
 
 def body() -> dict[str, Any]:
     sequence = SequenceParallel(2)
+    # Every family that can be divided, and fewer heads of keys than ranks.
     for family in DIVIDED:
         model = BUILDERS[family]()
         sequence.divide(model)
@@ -35,12 +36,14 @@ def body() -> dict[str, Any]:
     one_group = tiny_llama(num_key_value_heads=1)
     sequence.divide(one_group)
     sequence.check_division(one_group, "keys and values of one head")
-    mean = tiny_llama()
-    mean.get_input_embeddings().register_forward_hook(counts_tokens)
-    sequence.divide(mean)
+    # A model that sees how many tokens there are computes something else in parts.
+    mixing = tiny_llama()
+    mixing.get_input_embeddings().register_forward_hook(counts_tokens)
+    sequence.divide(mixing)
     with pytest.raises(AgreedError) as differs:
-        sequence.check_division(mean, "--model mean")
+        sequence.check_division(mixing, "--model mean")
 
+    # DeepSpeed's own mesh is refused.
     case = Case(stage=1, config={"importance": "magnitude"})
     model = sf.prepare(BUILDERS["llama"](), case.sparseforge)
     engine, *_ = deepspeed.initialize(
@@ -80,9 +83,11 @@ def own_loop(source: str) -> dict[str, dict[str, Tensor]]:
         mpu=mpu,
     )
     forge = sf.SparseForge(engine, case.sparseforge)
+    # Each rank has a part of every sequence, and labels that were shifted before it was divided.
     part = slice(rank * LENGTH // parts, (rank + 1) * LENGTH // parts)
     inputs: dict[str, Any] = {}
 
+    # The loss is divided so that its mean over ranks is that of the batch.
     def loss() -> Tensor:
         trained = BATCH * (LENGTH - 1) / parts
         shifted = {"shifted": True}

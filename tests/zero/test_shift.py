@@ -68,19 +68,21 @@ def branch_of(engine: Any) -> dict[str, torch.Tensor]:
 def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     engine, forge = build(case)
     problems = []
-    full = gathered(forge, "dense")
+    dense_before = gathered(forge, "dense")
     batch = my_part(batch_at(0))
     before = engine(**batch).logits.detach().float()
+    # Without a start the first step refuses.
     if not_started:
-        told = ""
+        message = ""
         try:
             train_step(engine, case, 0)
             forge.step(probe_of(engine, case, 0))
         except sf.ForgeError as error:
-            told = str(error)
-        if "forge.start(probe)" not in told:
-            problems.append(f"a first step without start: {told!r}")
+            message = str(error)
+        if "forge.start(probe)" not in message:
+            problems.append(f"a first step without start: {message!r}")
         engine, forge = build(case)
+    # After the start branches are on, and the network computes what it did.
     forge.start(probe_of(engine, case, 0))
     if not all(branch.enabled for branch in branches(engine.module).values()):
         problems.append("a branch is off")
@@ -90,6 +92,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         after = engine(**batch).logits.detach().float()
         if not torch.allclose(before, after, atol=10 * rounding):
             problems.append(f"the network computes something else, by up to {(before - after).abs().max().item()}")
+    # B is the best shift of every run, and W gave up what B adds.
     dense = gathered(forge, "dense")
     b = branch_of(engine)
     pattern = forge.pattern
@@ -97,7 +100,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
     for weight in forge.weights:
         name = weight.name
         k = case.sparseforge.low_rank.k
-        was = out_in(full[name], weight)
+        was = out_in(dense_before[name], weight)
         expected = torch.stack(
             [best_shift(run, pattern.kept_count, pattern.members) for run in was.split(k, dim=1)], dim=1
         )
@@ -111,6 +114,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         kept_mask = out_in(target[name], weight) != 0
         if not torch.allclose(rest[kept_mask], was[kept_mask], atol=1e-6):
             problems.append(f"{name} gave up something else than what B adds")
+    # Shifting again moves all of B once more, which the network does not notice.
     if not frozen:  # nothing happens that the network would notice, whatever B held before
         for name in branches(engine.module):
             shard = forge.sharded.layout.shards[f"{name.removesuffix('weight')}low_rank_b"]
@@ -122,6 +126,7 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         again = engine(**batch).logits.detach().float()
         if not torch.allclose(expected, again, atol=10 * rounding):
             problems.append("a second shift changes the network")
+    # Train to the end: every weight is 2:4, and B has moved.
     for step in range(case.sparseforge.max_steps):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))

@@ -85,32 +85,36 @@ def norms(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
         forge.start(probe_of(engine, case, 0))
         records: list[float] = []
 
-        def see(optimizer: Any, args: Any, kwargs: Any, records: list[float] = records) -> None:
+        # The gradients as the optimizer gets them.
+        def note_squares(optimizer: Any, args: Any, kwargs: Any, records: list[float] = records) -> None:
             grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             records.extend(grad.double().square().sum().item() for grad in grads)
 
-        engine.basic_optimizer.register_step_pre_hook(see)
-        last = 8 if "default" in name else 2
-        for step in range(last):
+        engine.basic_optimizer.register_step_pre_hook(note_squares)
+        last_step = 8 if "default" in name else 2
+        for step in range(last_step):
             train_step(engine, case, step)
             forge.step(probe_of(engine, case, step))
         assert forge.sharded.state.released == ("later" not in name)
+        # One more step, with a kept weight that is exactly 0.
         at_zero = zero_one_kept_weight(forge)
         weights = published(engine)
         masks = gathered(forge, "mask")
         dense = gathered(forge, "dense")
         records.clear()
-        train_step(engine, case, last)
+        train_step(engine, case, last_step)
         squares = torch.tensor(sum(records), dtype=torch.float64)
         if case.stage or case.more.get("data_types"):
             dist.all_reduce(squares)
+        # The norm that is logged, that of the gradients, and those by hand with and without masks.
         results[name] = {
             "logged": engine.get_global_grad_norm(),
             "stepped": squares.item() ** 0.5,
-            "kept": expected_norm(weights, masks, case, last),
-            "all": expected_norm(weights, None, case, last),
+            "kept": expected_norm(weights, masks, case, last_step),
+            "all": expected_norm(weights, None, case, last_step),
         }
-        forge.step(probe_of(engine, case, last))
+        # The kept weight moves away from 0; pruned ones do not move.
+        forge.step(probe_of(engine, case, last_step))
         moved = gathered(forge, "dense")
         results[name]["stuck"] = [shard.name for shard, element in at_zero if not forge.sharded.dense(shard)[element]]
         results[name]["pruned moved"] = [n for n in dense if ((moved[n] != dense[n]) & (masks[n] == 0)).any()]
@@ -150,6 +154,7 @@ def gathers(case: Case, folder: str) -> dict[str, Any]:
                 flat.data.copy_(flat.flip(0))
             layout.push()
         forge.start(probe_of(engine, case, 0))
+        # Count the gathers of three steps.
         results[name] = []
         with mock.patch.object(layout, "all_gather", wraps=layout.all_gather) as gather:
             for step in range(3):
@@ -160,6 +165,7 @@ def gathers(case: Case, folder: str) -> dict[str, Any]:
         if name == "saved":
             engine.save_checkpoint(folder, tag="end")
             continue
+        # Load the other run's masks: gradients are masked by these from the next step on.
         results["differ"] = [gathered(forge, "mask")]
         engine.load_checkpoint(folder, tag="end")
         results["differ"].append(gathered(forge, "mask"))

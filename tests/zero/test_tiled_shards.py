@@ -102,6 +102,7 @@ def run_twice(names: list[str]) -> dict[str, Runs]:
         moved: list[tuple[TiledShards, set[int]]] = []
         move = TiledShards.move
 
+        # Note which shards are moved in tiles, and which matrices by magnitude.
         def noting(
             tiled: TiledShards, factors: Any, by_magnitude: set[int], *args: Any, moved: Any = moved, move: Any = move
         ) -> None:
@@ -113,6 +114,7 @@ def run_twice(names: list[str]) -> dict[str, Runs]:
             mock.patch.object(logging.getLogger(tiled_shards.__name__), "info") as info,
         ):
             tiled = run(CASES[name])
+        # The same case matrix by matrix.
         tiles_off = mock.patch.object(soft_mask, "tiled_shards", lambda weights: None)
         with compiled(False) if is_interpreted else tiles_off:
             by_matrix = run(CASES[name])

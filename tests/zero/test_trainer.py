@@ -91,6 +91,7 @@ def trainer_of(
     """Return a trainer of 12 sequences a step, whatever the ranks, over one epoch of `STEPS` steps."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
+    # Arguments of the trainer itself; all others are `TrainingArguments`.
     ranks = torch.distributed.get_world_size()
     names = ("callbacks", "compute_loss_func", "eval_dataset", "data_collator", "train_dataset")
     own = {"data_collator": padded, "train_dataset": rows(12 * STEPS)}
@@ -129,10 +130,11 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 def every_stage(folder: str) -> dict[str, Any]:
-    """Losses of the runs by name; what is saved is looked at by the test."""
+    """Return the losses of the runs by name; the test looks at what they save."""
     root = Path(folder)
     model = str(Path(folder, "model"))
     results: dict[str, Any] = {}
+    # Distilled runs at every stage, by DeepSpeed's optimizer.
     for stage in range(4):
         trainer = trainer_of(root / f"taught{stage}", deepspeed_json(stage), 3, model)
         trainer.train()
@@ -148,11 +150,13 @@ def every_stage(folder: str) -> dict[str, Any]:
         results[f"plain{stage}"] = losses_of(trainer)
         trainer.save_model(str(root / f"saved{stage}"))
         results[f"early{stage}"] = early.told
+    # Both kinds resumed.
     for name, stage, micro, teacher in (("taught3", 3, 3, model), ("plain1", 1, 2, None)):
         config = deepspeed_json(stage, optimizer=teacher is not None)
         trainer = trainer_of(root / f"{name} again", config, micro, teacher)
         trainer.train(resume_from_checkpoint=str(root / name / f"checkpoint-{SAVE}"))
         results[f"{name} again"] = losses_of(trainer)
+    # A finished run goes on; one whose masks move cannot have another length.
     config = deepspeed_json(1, optimizer=False)
     finished = root / "plain1" / f"checkpoint-{STEPS}"
     trainer = trainer_of(root / "longer", config, 2, max_steps=STEPS + 2)
@@ -351,8 +355,10 @@ def evaluated(folder: str) -> dict[str, Any]:
 
     root = Path(folder)
     results = {}
+    # Without DeepSpeed.
     plain = TrainingArguments(str(root), use_cpu=True, report_to="none")  # before accelerate knows of DeepSpeed
     without = said(lambda: SparseForgeTrainer(model=tiny_llama(), args=plain))
+    # The best checkpoint, early stopping, and what callbacks see.
     best = {
         "eval_dataset": rows(8),
         "eval_strategy": "steps",
@@ -369,6 +375,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     results["eval"] = [entry["eval_loss"] for entry in evaluations]
     results["phases"] = watcher.phases
     trainer.save_model(str(root / "saved"))
+    # Its own loss, and a curvature that needs passes of its own.
     trainer = trainer_of(root / "own", deepspeed_json(2), 3, compute_loss_func=mean_of_all)
     trainer.train()
     results["own"] = losses_of(trainer)
@@ -376,10 +383,11 @@ def evaluated(folder: str) -> dict[str, Any]:
     trainer = trainer_of(root / "probe", deepspeed_json(3, **block), 3)
     trainer.train()
     results["probe"] = trainer.state.log_history, trainer.forge.needs_probe, trainer.forge.ready
+    # Branches, which transformers would lose; counts of tokens; and all refusals.
     results["saved"] = said(lambda: trainer.save_model(str(root / "with branches")))
     results["pushed"] = said(trainer.push_to_hub)
-    results["heard"] = [heard(root, own_mean) for own_mean in (False, True)]
-    results["counted"] = [counted(root, factored, least) for factored in (True, False) for least in (0, 40)]
+    results["tokens"] = [counted_tokens(root, own_mean) for own_mean in (False, True)]
+    results["chosen"] = [chosen_mask(root, factored, least) for factored in (True, False) for least in (0, 40)]
     results["refused"] = {"deepspeed": without, **dict(refusals(root, trainer))}
     return results
 
@@ -415,12 +423,12 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
-def counted(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
+def chosen_mask(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
     """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much."""
     block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
     config = deepspeed_json(1) | {"sparseforge": block}
     collator = partial(padded, least=least)
-    trainer = trainer_of(root / "counted", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
+    trainer = trainer_of(root / "chosen", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
     trainer.model.eval()  # as `from_pretrained` leaves it
     modes: list[bool] = []
     trainer.model.register_forward_pre_hook(lambda model, _inputs: modes.append(model.training))
@@ -430,9 +438,11 @@ def counted(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
     return all(modes[1:]), torch.cat([mask.flatten() for mask in kept])
 
 
-def heard(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
-    """Tokens that the trainer trains on in steps of 12 and of 4 sequences, those that the curvature counts, and the
-    sums of the first step, with the model's own loss or with a mean over each micro-batch."""
+def counted_tokens(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
+    """Return the tokens that steps of 12 and 4 sequences train on, those that the curvature counts, and its sums.
+
+    The sums are those of the first step, with the model's own loss or with a mean over each micro-batch.
+    """
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     items: list[float] = []
@@ -451,9 +461,11 @@ def heard(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]
                 return loss
             return loss * kwargs["num_items_in_batch"] / 2 / (inputs["labels"][:, 1:] != -100).sum()
 
+    # Note the divisor and the sums of every step's curvature.
     more = {"save_strategy": "no", "num_train_epochs": 3, "train_dataset": rows(16), "kind": Watched}
-    trainer = trainer_of(root / "heard", deepspeed_json(2), 2, **more)
-    counts, sums = [], []
+    trainer = trainer_of(root / "tokens", deepspeed_json(2), 2, **more)
+    counts: list[float] = []
+    sums: list[Tensor] = []
 
     class Counted(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
@@ -474,7 +486,7 @@ def heard(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]
 
 
 def refusals(root: Path, trained: Any) -> Any:
-    """(what, what is said)"""
+    """Yield (name, message) of each misuse."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
     adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -482,6 +494,7 @@ def refusals(root: Path, trained: Any) -> Any:
     config = deepspeed_json(2)
     model = str(root)
     args = TrainingArguments(str(root), deepspeed=config, use_cpu=True, report_to="none")
+    # Trainers that cannot be made, or trained again.
     yield "again", said(trained.train)
     yield "peft", said(lambda: SparseForgeTrainer(model=lora, args=args))
     optimizers = (torch.optim.SGD(lora.parameters()), None)
@@ -492,6 +505,7 @@ def refusals(root: Path, trained: Any) -> Any:
     yield "no distillation", said(lambda: trainer_of(root, deepspeed_json(2, distillation=None), 2, model))
     small = tiny_llama(vocab_size=64)
     yield "vocabulary", said(lambda: trainer_of(root, config, 2, small))
+    # Teachers that do not fit, and blocks in other forms.
     student = tiny_llama(vocab_size=BYTE_VOCABULARY)
     again = partial(TrainingArguments, str(root), deepspeed=config, use_cpu=True, report_to="none")
     turned = write_model(root / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
@@ -504,10 +518,12 @@ def refusals(root: Path, trained: Any) -> Any:
     offline = type("Offline", (SparseForgeTrainer,), {"init_hf_repo": lambda self, token=None: None})
     yield "branches", said(lambda: offline(model=student, args=pushing()))
     yield "sequences", said(lambda: trainer_of(root, deepspeed_json(2, curvature={"sequences": 8}), 2))
+    # Settings that a trainer cannot follow.
     late = SparseForgeConfig(max_steps=9, method=SrSteConfig())
     halves = SimpleNamespace(args=SimpleNamespace(fp16=True))
     yield "fp16", said(lambda: refuse_length(halves, late))
     yield "key", said(lambda: trainer_of(root, deepspeed_json(2, patern="2:4"), 2))
+    # Saving: before training, and of tied weights, once.
     fresh = trainer_of(root / "none", config, 2)
     yield "early", said(partial(fresh.save_model, str(root / "early")))
     tied = SparseForgeTrainer(model=tiny_qwen3(vocab_size=BYTE_VOCABULARY), args=again())
@@ -515,6 +531,7 @@ def refusals(root: Path, trained: Any) -> Any:
     tied._save(str(root / f"tied{torch.distributed.get_rank()}"), copies)
     if torch.distributed.get_rank() == 0:  # no other rank writes
         yield "tied", " ".join(load_file(root / "tied0" / "model.safetensors"))
+    # Two blocks that differ are a warning; two forms of one block are none.
     warnings: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger(trainer_settings.__name__), "warning", warnings.append)
@@ -523,6 +540,7 @@ def refusals(root: Path, trained: Any) -> Any:
         assert not warnings, "the same block in another form"
         SparseForgeTrainer(model=student, args=again(), sparseforge={"importance": "magnitude"})
     yield "two blocks", " ".join(warnings)
+    # What shows when training begins.
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
     lost = trainer_of(root / "lost", deepspeed_json(2), 2)
     lost.model.model.norm.weight.data[3] = torch.nan
@@ -536,6 +554,7 @@ def refusals(root: Path, trained: Any) -> Any:
 def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> None:
     results = run_distributed(evaluated, 2, str(tmp_path))[0]
     checkpoint, step, loss = results["best"]
+    # The best checkpoint is one with frozen masks, and it is what is loaded at the end.
     frozen = [i for i, phase in enumerate(results["phases"]) if phase == "frozen"]
     assert len(results["phases"]) == STEPS and frozen[0] == 5
     best = min(frozen, key=lambda i: results["eval"][i])
@@ -544,19 +563,24 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     weights = sf.Checkpoint(checkpoint)
     masked = weights.client_state["sparseforge"]["weights"]
     assert all((weights.weight(weight["name"]).view(-1, 4) != 0).sum(1).eq(2).all() for weight in masked)
+    # Its own loss falls; a curvature of its own passes is logged.
     assert len(results["own"]) == STEPS and results["own"][-1] < results["own"][0]
     logged, needs_probe, ready = results["probe"]
     assert needs_probe and ready and any(metrics.get("curvature/mean", 0) != 0 for metrics in logged)
+    # Transformers would lose the branches.
     assert "save_model: transformers would load the model without its low-rank branches" in results["saved"]
     assert "push_to_hub: transformers would load the model without its low-rank branches" in results["pushed"]
     assert "push_to_hub with sparseforge.low_rank" in results["refused"]["branches"]
     assert "LlamaForCausalLM: model.norm.weight is not finite in torch.float32" in results["refused"]["not finite"]
-    for plain, more in (results["counted"][:2], results["counted"][2:]):  # by sums and by elements
+    # Padding does not decide a mask that is chosen before the first step.
+    for plain, more in (results["chosen"][:2], results["chosen"][2:]):  # by sums and by elements
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
-    (items, counts, sums), (_, _, own_sums) = results["heard"]
+    # The curvature counts the tokens that are trained on, and its sums do not depend on how a loss is scaled.
+    (items, counts, sums), (_, _, own_sums) = results["tokens"]
     assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"
     torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=0)
+    # Every misuse is named.
     refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
     assert "has its channels in another order or basis" in refused["basis"]
@@ -609,7 +633,7 @@ def examples(folder: str, commands: dict[str, list[str]]) -> dict[str, Any]:
 
 
 def packed(folder: str) -> dict[str, Any]:
-    """SFTTrainer with whole documents packed into rows, and its own loss; then what it refuses."""
+    """Train by SFTTrainer, with whole documents packed into rows and its own loss; then try what it refuses."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
@@ -622,6 +646,7 @@ def packed(folder: str) -> dict[str, Any]:
     tokenizer.pad_token = tokenizer.eos_token
     data = Dataset.from_list([{"text": f"document {i} of {i * i} things"} for i in range(96)])
     results: dict[str, Any] = {}
+    # Its own loss, and a teacher at ZeRO-3.
     for stage, teacher in ((1, None), (3, str(Path(folder, "model")))):
         args = SFTConfig(
             str(Path(folder, f"packed{stage}")),
@@ -641,6 +666,7 @@ def packed(folder: str) -> dict[str, Any]:
         results[f"{stage}"] = trainer.state.log_history
         if teacher is None:
             results["probe"] = probed(trainer)
+    # An adapter.
     try:
         SparseForgeSFTTrainer(train_dataset=data, peft_config=LoraConfig(), **more)
     except ValueError as error:
@@ -665,13 +691,16 @@ def probed(trainer: Any) -> tuple[float, float, int]:
     return together, float(sum(sums)), len(begin)
 
 
-def test_the_example_trainers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_trainers_run_and_packed_documents_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     torch.manual_seed(0)
     model = write_model(tmp_path / "model", tiny_llama(vocab_size=BYTE_VOCABULARY))
     lines = [json.dumps({"text": f"What is {i}?\nIt is {i} and no more."}) for i in range(80)]
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join(lines))
+    # Both examples as their readers start them.
     common = ("--deepspeed", str(ROOT / "examples" / "zero2.json"), "--use_cpu", "--report_to", "none")
     common += ("--max_steps", "6", "--logging_steps", "1", "--per_device_train_batch_size", "2")
     common += ("--model", str(model), "--text", str(text))
@@ -680,12 +709,14 @@ def test_the_example_trainers_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         script: [*common, flag, "64", "--output_dir", str(tmp_path / script)] for script, flag in lengths.items()
     }
     results = run_distributed(examples, 2, str(tmp_path), commands)[0]
+    # What they saved is exported like a run, and their log has the teacher's loss.
     for script in commands:
         out = tmp_path / script
         assert main(["consolidate", "--skip_proof", str(out / "checkpoint-6"), str(tmp_path / f"{script}.out")]) == 0
         assert (tmp_path / f"{script}.out" / "tokenizer.json").is_file()
         history = json.loads((out / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
         assert all("loss/kl" in entry for entry in history if "loss" in entry)
+    # Packed rows: its own loss without a teacher, and documents that do not see each other.
     first = results["1"][0]
     assert "mean_token_accuracy" in first and "mask/kept" in first and "loss/kl" not in first
     assert abs(results["3"][0]["loss/kl"]) < 1e-8, "the teacher, the same model still, sees the same documents"

@@ -86,6 +86,7 @@ def trainer_of(out: Path, model: PreTrainedModel, rows: Any, teacher: Any = None
 
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
+    # Masks move in every step, and the rate is 0, so that steps can be compared.
     block: dict[str, Any] = {"method": {"update_every": 1, "hardening": [0.0, 0.7]}, "curvature": {"source": source}}
     config = {
         "train_batch_size": "auto",

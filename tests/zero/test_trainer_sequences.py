@@ -34,6 +34,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0
 
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
 
+    # One rank trains whole sequences; several share each by accelerate's configuration.
     parts = torch.distributed.get_world_size()
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     shared = ParallelismConfig(sp_size=parts, sp_backend="deepspeed", sp_handler=handler) if parts > 1 else None
@@ -53,6 +54,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0
         save_steps=STEPS,
         parallelism_config=shared,
     )
+    # The same sequences and weights on any ranks.
     generator = torch.Generator().manual_seed(5)
     rows = [{"input_ids": torch.randint(0, 256, (LENGTH,), generator=generator).tolist()} for _ in range(12 * STEPS)]
     torch.manual_seed(1)

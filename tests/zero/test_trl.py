@@ -91,6 +91,7 @@ def distilled(folder: str, **block: Any) -> dict[str, Any]:
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": f"document {i} "} for i in range(8 * STEPS)]),
     )
+    # Note the tokens that the curvature divides by, beside those that the loss divides by.
     trained: list[tuple[float, float]] = []
     divided_by = type(trainer).compute_loss
 
@@ -104,6 +105,7 @@ def distilled(folder: str, **block: Any) -> dict[str, Any]:
     messages = Messages()
     logging.getLogger("sparseforge_ds").addHandler(messages)
     trainer.train()
+    # What the test asks of the run.
     logged = [entry for entry in trainer.state.log_history if "curvature/mean" in entry]
     weights = dict(trainer.model.named_parameters())
     groups = [weights[weight.name].view(-1, 4) for weight in trainer.forge.weights]
@@ -154,7 +156,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def kinds(dense: str) -> dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]]:
-    """Trainer, arguments' class, arguments, and more arguments of the trainer, by a name."""
+    """Return trainer, class of arguments, arguments, and more arguments of the trainer, by a name."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     import trl
     from trl.experimental import gkd, gold, online_dpo
@@ -207,6 +209,7 @@ def trl_trainer(name: str, out: Path, stage: int, teacher: str | None = None) ->
 
     dense = str(out.parent / "dense")
     kind, arguments_class, arguments, more = kinds(dense)[name]
+    # The trainer's own arguments, at eight sequences a step.
     own = SCHEDULED if name == "sft" else {}
     args = arguments_class(
         str(out),
@@ -228,6 +231,7 @@ def trl_trainer(name: str, out: Path, stage: int, teacher: str | None = None) ->
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    # The mixin on top of TRL's class.
     return type(f"SparseForge{kind.__name__}", (SparseForgeMixin, kind), {})(
         model=model,
         args=args,

@@ -42,6 +42,7 @@ def walk(folder: Path) -> list[dict[str, Any]]:
     """Return masks and weights at the end of each case, in one go and with a change of stage."""
     results = []
     for case in CASES:
+        # In one go, with a save on its way.
         engine, forge = build(case)
         forge.start(probe_of(engine, case, 0))
         train(engine, forge, case, 0, SAVE)
@@ -49,6 +50,7 @@ def walk(folder: Path) -> list[dict[str, Any]]:
         train(engine, forge, case, SAVE, STEPS)
         straight = states(forge, "mask", "dense")
 
+        # From there on at the next stage, to a finished run that tools can read.
         target = replace(case, stage=(case.stage + 1) % 4)
         engine, forge = build(target)
         forge.restore(Checkpoint(folder / f"{case.stage}-half" / "checkpoints" / "step"))
