@@ -199,7 +199,8 @@ def weights(outputs: int, inputs: int, dtype: torch.dtype, count: int) -> tuple[
     """Dense ones that are 2:4, at places that differ, and the same packed."""
     pairs = [[i in pair for i in range(4)] for pair in combinations(range(4), 2)]
     zeros = torch.tensor(pairs, device="cuda")
-    dense, packed = [], []
+    dense = []
+    packed = []
     for _ in range(count):
         weight = torch.randn(outputs, inputs, device="cuda", dtype=dtype)
         group = weight.view(outputs, -1, 4)

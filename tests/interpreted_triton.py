@@ -14,7 +14,7 @@ from tests.distributed import PATIENCE, ROOT
 def run_interpreted(*arguments: str) -> None:
     """Run Python with these arguments under Triton's interpreter, and assert that it ends well."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -22,4 +22,4 @@ def run_interpreted(*arguments: str) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]

@@ -94,25 +94,25 @@ class ReferenceMethod(ReferenceForge):
             self.master[name].copy_(torch.tensor(values).view_as(self.master[name]))
 
     @property
-    def part(self) -> dict[str, Any]:
-        """`refresh`."""
-        part: dict[str, Any] = self.config["method"]
-        return part
+    def settings(self) -> dict[str, Any]:
+        """The `method` block."""
+        block: dict[str, Any] = self.config["method"]
+        return block
 
     @property
     def freeze(self) -> int:
         """Last step after which the mask may change."""
-        return round((1 - self.part["frozen"]) * self.config["max_steps"])
+        return round((1 - self.settings["frozen"]) * self.config["max_steps"])
 
     def decay(self) -> float:
         """Return lambda of the step that is being made."""
-        start, stop = (round(end * self.config["max_steps"]) for end in self.part["ramp"])
+        start, stop = (round(end * self.config["max_steps"]) for end in self.settings["ramp"])
         share = 1.0 if self.step_count >= stop else max(0.0, (self.step_count - start) / (stop - start))
-        return float(self.part["decay"]) * share
+        return float(self.settings["decay"]) * share
 
     def choose_again(self, name: str) -> None:
         """Choose the largest weights, when due."""
-        if self.step_count % self.part["every"] == 0 and self.step_count <= self.freeze:
+        if self.step_count % self.settings["every"] == 0 and self.step_count <= self.freeze:
             self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
 
 
@@ -296,7 +296,7 @@ class ReferenceElsa(ReferenceMethod):
         if self.step_count == self.freeze:
             scores = [f * w**2 for f, w in zip(second, weight, strict=True)]
             self.mask[name] = harden(scores, self.groups[name], self.n)
-        elif self.step_count < self.freeze and self.step_count % self.part["every"] == 0:
+        elif self.step_count < self.freeze and self.step_count % self.settings["every"] == 0:
             shifted = [w + u for w, u in zip(weight, self.dual[name], strict=True)]
             scores = [f * b**2 for f, b in zip(second, shifted, strict=True)]
             self.mask[name] = harden(scores, self.groups[name], self.n)
@@ -309,7 +309,7 @@ class ReferencePat(ReferenceMethod):
 
     def effective_mask(self, name: str, step: int) -> Tensor:
         """1 in the dense steps, of which the first is one."""
-        dense = step <= round(self.part["warmup"] * self.config["max_steps"])
+        dense = step <= round(self.settings["warmup"] * self.config["max_steps"])
         return torch.ones(len(self.mask[name])) if dense else torch.tensor(self.mask[name])
 
     def after(self, name: str) -> None:

@@ -75,17 +75,17 @@ class ModelSource(Source):
         return self.pattern.from_groups(kept_GM, weight.shape, weight.input_axis).view(weight.shape)
 
 
-def write_dense(folder: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
+def write_dense(folder: Path, family: str, dtype: str = "float32", **options: Any) -> Path:
     """Write the dense model, as transformers saves it."""
     model = MODELS[family]().to(DTYPES[dtype])
-    model.save_pretrained(folder, **how)
+    model.save_pretrained(folder, **options)
     return folder
 
 
-def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32", **how: Any) -> Path:
-    """Write the sparse model of `write_dense`, as `consolidate` does; `how` has pattern and max_shard_size."""
-    source = ModelSource(MODELS[family](), dense, DTYPES[dtype], how.pop("pattern", "2:4"))
-    export(source, folder, skip_proof=True, **how)
+def write_sparse(folder: Path, dense: Path, family: str, dtype: str = "float32", **options: Any) -> Path:
+    """Write the sparse model of `write_dense`, as `consolidate` does; `options` has pattern and max_shard_size."""
+    source = ModelSource(MODELS[family](), dense, DTYPES[dtype], options.pop("pattern", "2:4"))
+    export(source, folder, skip_proof=True, **options)
     return folder
 
 

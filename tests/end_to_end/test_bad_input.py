@@ -33,12 +33,12 @@ def _main(command_line: list[str], largest_file: int | None = None) -> tuple[int
 
     if largest_file is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
-    heard = io.StringIO()
-    with contextlib.redirect_stderr(heard):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         code = main(command_line, dry_run)
     if code and largest_file is not None:
         os._exit(code)  # like the launched process: without saying goodbye to ranks that still wait
-    return code, heard.getvalue()
+    return code, stderr.getvalue()
 
 
 def _mains(command_lines: list[list[str]]) -> list[tuple[int, str]]:
@@ -76,7 +76,7 @@ class Inputs:
         assert [code for code, _ in outcomes] == [1] * ranks
         assert outcomes[0][1].startswith("error: ")
         assert outcomes[0][1].count("error: ") == 1
-        assert [heard for _, heard in outcomes[1:]] == [""] * (ranks - 1), "one message, not one per rank"
+        assert [message for _, message in outcomes[1:]] == [""] * (ranks - 1), "one message, not one per rank"
         assert not list(self.folder.rglob("*.tmp"))
         return outcomes[0][1]
 

@@ -34,8 +34,8 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     for out in (hf, packed):
         export(source, Path(out), Path(out).name, skip_proof=True)
     assert main(["bench", packed, "--against", hf, "--batches", "1", "20", "--out", str(tmp_path / "out"), *SHORT]) == 0
-    told = capsys.readouterr().out
-    assert PAPER in told and "| MB resident |" in told
+    stdout = capsys.readouterr().out
+    assert PAPER in stdout and "| MB resident |" in stdout
     measured = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [
         (work, batch) for work in ("prefill", "decode") for batch in (1, 20)
@@ -97,9 +97,9 @@ def test_generation_with_a_static_cache_and_compiled_steps(
     monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as on a machine with nothing but what measures
     arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--engine", "graph", "--workload", "8x5", "--batches", "2"]
     assert main(["bench", *arguments, "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
-    told = capsys.readouterr()
-    assert "in CUDA graphs" in told.out and "| byte bound |" in told.out
-    assert "no bench.png: it needs matplotlib" in told.err and not (tmp_path / "out" / "bench.png").exists()
+    output = capsys.readouterr()
+    assert "in CUDA graphs" in output.out and "| byte bound |" in output.out
+    assert "no bench.png: it needs matplotlib" in output.err and not (tmp_path / "out" / "bench.png").exists()
     measured = json.loads((tmp_path / "out" / "bench.json").read_text())
     works = [f"8x5 {work}" for work in ("prefill", "decode", "new tokens in all")]
     assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [(work, 2) for work in works]

@@ -48,8 +48,8 @@ def call(*arguments: str | Path, command: str = "module", **kwargs: object) -> s
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
-    done = call("inspect", run_folder, "--check", command=command)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = call("inspect", run_folder, "--check", command=command)
+    assert (process.returncode, process.stderr) == (0, "")
     for part in (
         "step        6 of 6, finished (hardening 2-4), 384 tokens",
         "layout      2 ranks, ZeRO-2, float32",
@@ -62,7 +62,7 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
         "checkpoint  step_000003  step 3  0.",
         "complete    yes, all checksums agree",
     ):
-        assert part in done.stdout
+        assert part in process.stdout
 
 
 def test_inspect_in_the_middle(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,5 +238,5 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_read(run_folder: Path, tmp_path: Path) -> None:
-    done = call("inspect", tmp_path / ("x" * 300))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    process = call("inspect", tmp_path / ("x" * 300))
+    assert process.returncode == 2 and process.stderr.count("\n") == 1 and "Traceback" not in process.stderr

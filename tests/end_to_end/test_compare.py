@@ -111,15 +111,15 @@ def test_a_comparison_that_was_killed_goes_on_without_repeating_a_run(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    done, unfinished = kill_in_the_middle(config, out)
-    log_time = (out / "runs" / f"{done}.log").stat().st_mtime_ns
-    before = json.loads((out / "records" / f"{done}.json").read_text())
+    finished, unfinished = kill_in_the_middle(config, out)
+    log_time = (out / "runs" / f"{finished}.log").stat().st_mtime_ns
+    before = json.loads((out / "records" / f"{finished}.json").read_text())
 
     # The same command again: finished runs are kept, the unfinished one goes on.
     process = subprocess.run(command(config, out, 2), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert process.returncode == 0, process.stderr
-    after = json.loads((out / "records" / f"{done}.json").read_text())
-    assert (out / "runs" / f"{done}.log").stat().st_mtime_ns == log_time, "a finished run is not made again"
+    after = json.loads((out / "records" / f"{finished}.json").read_text())
+    assert (out / "runs" / f"{finished}.log").stat().st_mtime_ns == log_time, "a finished run is not made again"
     assert after["validation_perplexity"] == before["validation_perplexity"]
     assert records(out)[unfinished]["resumed"], "an unfinished one goes on"
     log = (out / "runs" / f"{unfinished}.log").read_text()

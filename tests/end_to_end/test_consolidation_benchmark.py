@@ -15,7 +15,7 @@ def test_every_number_is_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()  # of somebody else: what is measured is named after the run
     size = ["--hidden=256", "--layers=1", "--vocabulary=64", "--ranks=2", "--repeats=1", "--workers=2"]
     command = ["benchmarks/consolidation.py", str(tmp_path), *size, "--json", str(tmp_path / "report.json")]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command, "--cold"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
@@ -23,9 +23,9 @@ def test_every_number_is_there(tmp_path: Path) -> None:
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["page_cache"] == "cold" and "page cache cold" in done.stdout
+    assert report["page_cache"] == "cold" and "page cache cold" in process.stdout
     rows = {(row["what"], row["workers"]): row for row in report["rows"]}
     assert list(rows) == [("copy", 1), ("consolidate", 2), ("read", 1), ("verify", 2)]
     assert all(row["seconds"] > 0 and row["peak"] >= row["own"] > 0 for row in rows.values())

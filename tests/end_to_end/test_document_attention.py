@@ -103,8 +103,8 @@ def test_losses_are_those_of_the_documents_alone_and_runs_go_on(tmp_path: Path) 
 def test_a_model_that_mixes_documents_ends_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "model", tiny_opt(vocab_size=BYTE_VOCABULARY, pad_token_id=0))
     write_text(tmp_path / "text.jsonl")
-    asked = flags(tmp_path, {}, 1, 6, tmp_path / "run", document_attention=True)
-    assert run_distributed(run_trainer, 2, asked) == [1, 1]
+    run_flags = flags(tmp_path, {}, 1, 6, tmp_path / "run", document_attention=True)
+    assert run_distributed(run_trainer, 2, run_flags) == [1, 1]
     output = capfd.readouterr()
     assert "(OPTForCausalLM, attention sdpa) lets the documents of a sequence see each other" in output.out + output.err
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

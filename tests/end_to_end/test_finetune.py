@@ -129,8 +129,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     (root / "out").mkdir()
     (root / "script.py").write_text(_SCRIPT)
     command = [sys.executable, str(root / "script.py"), str(root / "sparse"), str(root / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2])
+    assert process.returncode == 0, process.stderr[-4000:]
     return root / "out", json.loads((root / "out" / "report.json").read_text())
 
 

@@ -96,9 +96,9 @@ def test_packed24_gives_the_weights_and_logits_of_the_run(
     hf = export(runs[name], tmp_path / "hf", "--skip_proof", "--max_shard_size", "20KB")
     proof = [] if name == "llama-fp16" else ["--skip_proof"]  # the model's logits below are the engine's in any case
     packed = export(runs[name], tmp_path / "packed", "--format", "packed24", "--max_shard_size", "20KB", *proof)
-    told = capsys.readouterr().out
-    assert "verified, packed into values and positions" in told
-    assert proof or "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
+    stdout = capsys.readouterr().out
+    assert "verified, packed into values and positions" in stdout
+    assert proof or "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in stdout
     expected, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (hf, packed))
     model.dequantize()
     state = model.state_dict()

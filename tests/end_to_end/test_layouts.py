@@ -118,7 +118,7 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
     text.write_text("".join(json.dumps(line) + "\n" for line in lines))
     completions = {"dataset": text, "loss_on": "completion"}
     expected = None
-    heard = run_distributed(divisors, 1, flags(tmp_path, block, 0, 4, tmp_path / "1x4-0", **completions))[0]
+    from_run = run_distributed(divisors, 1, flags(tmp_path, block, 0, 4, tmp_path / "1x4-0", **completions))[0]
     for ranks, micro, stage in LAYOUTS[:3]:
         run = tmp_path / f"{ranks}x{micro}-{stage}"
         if expected is not None:
@@ -135,7 +135,8 @@ def test_a_loss_on_completions_is_that_of_the_whole_step(tmp_path: Path, source:
         next(batches)
     assert 0 in counts and len(set(counts)) > 5
     of_steps = {max(1, sum(counts[first : first + 3])) / 3 for first in range(0, 24, 3)}
-    assert heard and None not in heard and {round(item, 6) for item in heard} <= {round(item, 6) for item in of_steps}
+    assert from_run and None not in from_run
+    assert {round(item, 6) for item in from_run} <= {round(item, 6) for item in of_steps}
 
     again = taken_back(tmp_path / "1x4-0", 3, tmp_path / "again")
     train(*flags(tmp_path, block, 3, 3, again, **completions), "--resume", ranks=2)

@@ -30,15 +30,15 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     code = "\n".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code")
     figures = code.replace("plt.show()", f"plt.savefig({str(tmp_path)!r} + f'/{{plt.gcf().number}}.png')")
     (tmp_path / "quickstart.py").write_text(figures)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(tmp_path / "quickstart.py")],
         env={**os.environ, "MPLBACKEND": "Agg", "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stdout.count("This module provides") == 2, "text of the dense and of the sparse model"
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    assert process.stdout.count("This module provides") == 2, "text of the dense and of the sparse model"
     assert len(list(tmp_path.glob("*.png"))) == 2
-    assert "proved: loaded by transformers" in done.stdout and re.search(r"\bKL\b", done.stdout), done.stdout
-    assert str(tmp_path) not in done.stdout.replace("\n", ""), "paths of the machine are cut"
+    assert "proved: loaded by transformers" in process.stdout and re.search(r"\bKL\b", process.stdout), process.stdout
+    assert str(tmp_path) not in process.stdout.replace("\n", ""), "paths of the machine are cut"

@@ -113,9 +113,9 @@ def run(plugin: Path, model: Path, options: dict[str, Any]) -> subprocess.Comple
 
 def answer(plugin: Path, model: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return what `vllm_tokens` prints."""
-    done = run(plugin, model, options)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))
+    process = run(plugin, model, options)
+    assert process.returncode == 0, process.stderr[-4000:]
+    (line,) = (line for line in process.stdout.splitlines() if line.startswith('{"tokens"'))
     printed: dict[str, Any] = json.loads(line)
     assert len({json.dumps(methods) for methods in printed["methods"]}) == 1  # of each rank
     return printed
@@ -243,6 +243,8 @@ def test_rounded_values_whose_inputs_are_stored_first(tmp_path: Path, plugin: Pa
 def test_half_a_byte_of_positions_is_refused(tmp_path: Path, plugin: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 88, "num_attention_heads": 2, "num_key_value_heads": 2}
     made = tiny(tmp_path, "llama", **sizes)
-    done = run(plugin, made["packed24"], {**EAGER, "tensor_parallel_size": 2})
-    assert done.returncode != 0
-    assert "down_proj: its 88 inputs, divided among tensor-parallel ranks, are 44 each" in done.stdout + done.stderr
+    process = run(plugin, made["packed24"], {**EAGER, "tensor_parallel_size": 2})
+    assert process.returncode != 0
+    assert (
+        "down_proj: its 88 inputs, divided among tensor-parallel ranks, are 44 each" in process.stdout + process.stderr
+    )

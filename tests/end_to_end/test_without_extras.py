@@ -42,7 +42,9 @@ def test_a_copy_without_extras_trains_resumes_exports_and_verifies(tmp_path: Pat
         if (checkpoints / "latest").exists():  # as if the first command had been stopped halfway
             shutil.rmtree(checkpoints / "step_000004")
             (checkpoints / "latest").write_text("step_000002")
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stdout + done.stderr
+        process = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps_of_this_launch"] == 2
     assert json.loads((tmp_path / "sparse" / "sparsity.json").read_text())["finished"]

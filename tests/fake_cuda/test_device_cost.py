@@ -32,15 +32,15 @@ pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(
 def counted(folder: Path) -> tuple[dict[str, Any], str]:
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     command = [sys.executable, "benchmarks/device_cost.py", "--model", str(folder), "--ranks", "4", "--tokens", "64"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--json", str(folder / "counts.json")],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "counts.json").read_text(encoding="utf-8")), done.stdout
+    assert process.returncode == 0, process.stderr[-4000:]
+    return json.loads((folder / "counts.json").read_text(encoding="utf-8")), process.stdout
 
 
 def test_what_is_known_beforehand(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.skipif(shim.missing_compiler() is not None, reason=str(
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the record of every run, by its name."""
     output = tmp_path_factory.mktemp("fake_cuda") / "seen.json"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda.worker", str(output)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    if done.returncode:
-        raise RuntimeError(f"the worker failed:\n{done.stderr[-4000:]}")
+    if process.returncode:
+        raise RuntimeError(f"the worker failed:\n{process.stderr[-4000:]}")
     runs: dict[str, Any] = json.loads(output.read_text())
     return runs
 

@@ -120,13 +120,13 @@ def test_a_model_that_brings_its_code_is_refused(
     for name, command in every_command(str(tmp_path / "planted"), str(dense), str(tmp_path / "items.jsonl")).items():
         try:
             code = command()
-            told = capsys.readouterr().err
+            message = capsys.readouterr().err
             assert code in (1, 2), name
         except ValueError as error:
-            told = f"error: {error}\n"
+            message = f"error: {error}\n"
         assert not mark.exists(), f"{name} ran the planted code"
         if name not in ("verify", "export", "export of a mask"):  # which load no model
-            (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+            (line,) = [line for line in message.splitlines() if line.startswith("error: ")]
             assert "planted" in line and "needs Python code of its own (auto_map" in line, line
             assert "no remote code is run here; give a model of a family" in line and "trust_remote_code" not in line
 

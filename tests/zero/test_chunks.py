@@ -53,7 +53,11 @@ def train(case: Case, small: bool) -> tuple[dict[str, Tensor], dict[str, Any], i
             if step == case.steps // 2:
                 gaps.append(forge.soft_to_hard_gap(probe_of(engine, case, step)))
         keys = ("dense", "mask", *(("curvature",) if forge.curvature.estimator is not None else ()))
-        tensors = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
+        tensors = {
+            f"{key} {name}": value
+            for key, by_weight in states(forge, *keys).items()
+            for name, value in by_weight.items()
+        }
         tensors |= {f"published {name}": value for name, value in published(engine).items()}
         numbers = {**forge.metrics, "gap": gaps[0], "histograms": forge.histograms(), **forge.state_dict()}
         return tensors, numbers, sum(map(len, forge.sharded.halo.chunks.values()))
@@ -64,7 +68,7 @@ def train_all(small: bool, cases: list[Case]) -> list[Any]:
 
 
 def test_a_run_in_small_chunks_is_the_run_in_one() -> None:
-    chunks, full = (run_distributed(train_all, 2, how, list(CASES.values())) for how in (1, 0))
+    chunks, full = (run_distributed(train_all, 2, is_small, list(CASES.values())) for is_small in (True, False))
     for rank in range(2):
         for name, small, plain in zip(CASES, chunks[rank], full[rank], strict=True):
             assert small[2] > plain[2], name

@@ -85,7 +85,8 @@ def test_squared_gradients_are_those_of_single_products(family: str, implementat
 
 def test_hooks_change_no_gradient_and_survive_checkpointing() -> None:
     ids = token_batch(2, 8)["input_ids"]
-    gradients, calls = [], []
+    gradients = []
+    calls = []
 
     def hook(layer: str, parameter: str, *_: Any) -> None:
         calls.append((layer, parameter))
@@ -151,14 +152,14 @@ def test_experts_that_nobody_listens_to_are_computed_as_before() -> None:
     """Compute by single products, which demand nothing of sizes: 18 numbers of 16 bits are no multiple of 16 bytes."""
     model = tiny_mixture(Qwen3MoeConfig, moe_intermediate_size=18, mlp_only_layers=[]).to(torch.bfloat16)
     model.set_experts_implementation("eager")
-    heard, left = experts_of(model)
+    probed, not_probed = experts_of(model)
     calls = []
     plain = model(**token_batch(1, 8)).logits
-    with expert_tokens({heard: model.get_submodule(heard)}, lambda *call: calls.append(call[0])):
+    with expert_tokens({probed: model.get_submodule(probed)}, lambda *call: calls.append(call[0])):
         output = model(**token_batch(1, 8))
-        assert left not in calls and torch.equal(output.logits, plain)
+        assert not_probed not in calls and torch.equal(output.logits, plain)
         output.loss.backward()
-    assert calls == [heard] * 2
+    assert calls == [probed] * 2
     assert model.config._experts_implementation == "eager"
 
 

@@ -216,8 +216,10 @@ def test_an_export_with_branches_is_a_source_too(
     export(folder, tmp_path / "again", skip_proof=True)
     for file in ("model.safetensors", "adapter_model.safetensors", "adapter_config.json", "README.md"):
         assert (tmp_path / "again" / file).read_bytes() == (exported[name] / file).read_bytes()
-    told, again = (json.loads((out / "sparsity.json").read_text()) for out in (exported[name], tmp_path / "again"))
-    assert told == {**again, "proof": None}
+    record, record_again = (
+        json.loads((out / "sparsity.json").read_text()) for out in (exported[name], tmp_path / "again")
+    )
+    assert record == {**record_again, "proof": None}
     adapter = tmp_path / "again" / "adapter_model.safetensors"
     content = bytearray(adapter.read_bytes())
     content[-1] ^= 1
@@ -231,10 +233,10 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
     runs: dict[str, Run], tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[CASES[name][1].dtype]
-    how = ["--format", "packed24", "--dtype", dtype, "--values"]
-    assert main(["export", str(runs[name].folder), str(tmp_path / "out"), *how, "int4"]) == 0
-    told = capsys.readouterr().out
-    assert "values: codes and scales of the run, unchanged" in told and "logits bit-equal" in told
+    rounded = ["--format", "packed24", "--dtype", dtype, "--values"]
+    assert main(["export", str(runs[name].folder), str(tmp_path / "out"), *rounded, "int4"]) == 0
+    stdout = capsys.readouterr().out
+    assert "values: codes and scales of the run, unchanged" in stdout and "logits bit-equal" in stdout
     run, packed = open_source(runs[name].folder, dtype=dtype), open_source(tmp_path / "out")
     stored = TensorFolder(tmp_path / "out")
     for key, weight in run.prunable.items():
@@ -246,13 +248,13 @@ def test_codes_and_scales_of_a_run_are_packed_as_they_are(
         (["int8"], "were trained in 4 bits, and would be rounded twice; give int4"),
         (["int4", "--group_size", "32"], "--group_size 32: the run was trained with"),
     ):
-        assert main(["export", str(runs[name].folder), str(tmp_path / "no"), *how, *flags]) == 2
+        assert main(["export", str(runs[name].folder), str(tmp_path / "no"), *rounded, *flags]) == 2
         assert message in capsys.readouterr().err
     # The dequantized export has lost codes and scales, which rounding would not find again.
     assert main(["export", str(runs[name].folder), str(tmp_path / "plain")]) == 0
-    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again"), *how, "int4"]) == 2
+    assert main(["export", str(tmp_path / "plain"), str(tmp_path / "again"), *rounded, "int4"]) == 2
     assert "were trained in 4 bits, and would be rounded again; give the run" in capsys.readouterr().err
-    assert main(["export", str(runs["stage3-quantized"].folder), str(tmp_path / "no"), *how, "int4"]) == 2
+    assert main(["export", str(runs["stage3-quantized"].folder), str(tmp_path / "no"), *rounded, "int4"]) == 2
     assert (
         "--group_size 8: packed24 stores scales of a multiple of 16 kept values, or of a row" in capsys.readouterr().err
     )

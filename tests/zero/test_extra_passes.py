@@ -146,7 +146,8 @@ def train(case: Case, probing: bool) -> tuple[list[float], dict[str, Any], list[
     engine, forge = build(case, model_with_dropout())
     torch.manual_seed(5 + dist.get_rank())
     samplers = [sampler(kind, forge, case.sparseforge) for kind in KINDS]
-    losses, problems = [], []
+    losses = []
+    problems = []
     for step in range(case.steps):
         losses.append(train_step(engine, case, step))
         forge.step(probe_of(engine, case, step))
@@ -276,7 +277,7 @@ def measure_both_ways(requests: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_hooks_need_no_gradients_of_weights(stage: int) -> None:
     requests = [
-        (Case(stage, dtype, model, gas=2), kind, how)
+        (Case(stage, dtype, model, gas=2), kind, checkpointing)
         for dtype, model, kind in (
             ("fp32", "llama", "fisher"),
             ("bf16", "gpt2", "fisher"),
@@ -284,7 +285,7 @@ def test_hooks_need_no_gradients_of_weights(stage: int) -> None:
             ("fp32", "qwen3_moe", "fisher"),
             ("fp32", "qwen3_moe", "elements"),
         )
-        for how in (None, False, True)
+        for checkpointing in (None, False, True)
     ]
     for request, (without, as_well) in zip(requests, run_distributed(measure_both_ways, 2, requests)[0], strict=True):
         for name, result in without.items():
@@ -294,9 +295,9 @@ def test_hooks_need_no_gradients_of_weights(stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_activation_checkpointing_gives_the_same_curvature(stage: int) -> None:
     requests = [
-        (Case(stage=stage), kind, how)
+        (Case(stage=stage), kind, checkpointing)
         for kind in ("fisher", "elements", "hutchinson", "weights", "wanda")
-        for how in (None, False, True)
+        for checkpointing in (None, False, True)
     ]
     results = run_distributed(measure_all, 2, requests)[0]
     for i in range(0, len(requests), 3):
@@ -318,10 +319,10 @@ def test_outputs_may_be_changed_in_place() -> None:
     ZeRO-3 has hooks of its own between a hook and what changes its output; the other stages have none.
     """
     requests = [
-        (Case(stage=2, model=model, config=config), kind, how, 1, copied)
+        (Case(stage=2, model=model, config=config), kind, checkpointing, 1, copied)
         for model, config in IN_PLACE.items()
         for kind in ("fisher", "hutchinson", "wanda")
-        for how, copied in ((None, True), (None, False), (False, False), (True, False))
+        for checkpointing, copied in ((None, True), (None, False), (False, False), (True, False))
     ]
     results, runs = run_distributed(measure_in_place, 2, requests)[0]
     for i in range(0, len(requests), 4):

@@ -218,8 +218,8 @@ def uncalled(ranks: set[int]) -> str:
 
 def singular(stage: int) -> str:
     """Two tokens a rank, and next to no damping."""
-    by = {"importance": "sparsegpt", "reconstruction": {"damping": 1e-30}, "method": "naive_retrain"}
-    case = Case(stage=stage, config=by)
+    block = {"importance": "sparsegpt", "reconstruction": {"damping": 1e-30}, "method": "naive_retrain"}
+    case = Case(stage=stage, config=block)
     engine, forge = build(case)
     batch = {key: value[:1, :2] for key, value in my_part(batch_at(0)).items()}
     return message_of(lambda: forge.start(lambda: engine(**batch).loss))

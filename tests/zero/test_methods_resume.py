@@ -44,7 +44,7 @@ def everything(engine: Any, forge: Any) -> dict[str, Tensor]:
     partition = forge.sharded.state.partition(forge.sharded.state.flats[0])
     keys = {"dense", "mask"} | {key for key, value in partition.items() if torch.is_tensor(value) and value.dim()}
     by_key = states(forge, *sorted(keys))
-    by_name = {f"{key} {name}": value for key, of in by_key.items() for name, value in of.items()}
+    by_name = {f"{key} {name}": value for key, by_weight in by_key.items() for name, value in by_weight.items()}
     return by_name | {f"published {name}": value for name, value in published(engine).items()}
 
 

@@ -248,9 +248,9 @@ others at ZeRO-3 on three ranks, and at another stage on two; every third one on
 def test_fp32_is_the_reference(world_size: int) -> None:
     names = []
     for i, name in enumerate(FP32):
-        some = {1: [] if i % 3 else [i % 4], 2: [i % 3], 3: [3]}[world_size]
-        every = {1: some, 2: [0, 1, 2, 3], 3: [2, 3]}[world_size]
-        names += [(name, stage) for stage in (every if name in EVERYWHERE else some)]
+        own_stages = {1: [] if i % 3 else [i % 4], 2: [i % 3], 3: [3]}[world_size]
+        all_stages = {1: own_stages, 2: [0, 1, 2, 3], 3: [2, 3]}[world_size]
+        names += [(name, stage) for stage in (all_stages if name in EVERYWHERE else own_stages)]
     records = run_distributed(run_all, world_size, [replace(FP32[name], stage=stage) for name, stage in names])[0]
     for (name, stage), record in zip(names, records, strict=True):
         where = f"{name}, stage {stage}, world {world_size}"

@@ -67,7 +67,9 @@ def one_step(engine: Any, forge: Any, case: Case, step: int) -> tuple[float, dic
 
 def state_of(engine: Any, forge: Any) -> dict[str, Any]:
     keys = ["dense", "mask"] + (["curvature"] if forge.curvature.is_needed else [])
-    state = {f"{key} {name}": value for key, of in states(forge, *keys).items() for name, value in of.items()}
+    state = {
+        f"{key} {name}": value for key, by_weight in states(forge, *keys).items() for name, value in by_weight.items()
+    }
     state |= {f"published {name}": value for name, value in published(engine).items()}
     for index, flat in enumerate(forge.sharded.layout.flats):
         for key, value in engine.basic_optimizer.state[flat].items():

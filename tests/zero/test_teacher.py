@@ -184,7 +184,8 @@ def _in_head(stage: int, config: DistillationConfig, tied: bool, more: dict[str,
     ds_config = _student_config(stage, gradient_accumulation_steps=ACCUMULATION, **more)
     engine, *_ = deepspeed.initialize(model=_student(tied), config=ds_config)
     teacher = Teacher(tiny_llama(seed=1), config, ds_config)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(2):
         micro_batches = [_ids(ACCUMULATION * step + number) for number in range(ACCUMULATION)]
         with _gathering() as gathered, teacher.targets([{"input_ids": ids} for ids in micro_batches]) as targets:
@@ -228,7 +229,8 @@ def _whole_logits(tied: bool, ranks: int) -> tuple[Tensor, list[float]]:
     student = _student(tied)
     teacher = tiny_llama(seed=1).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2, weight_decay=0.0)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(2):
         for number in range(ACCUMULATION):
             for rank in range(ranks):

@@ -149,7 +149,7 @@ def every_stage(folder: str) -> dict[str, Any]:
         trainer.train()
         results[f"plain{stage}"] = losses_of(trainer)
         trainer.save_model(str(root / f"saved{stage}"))
-        results[f"early{stage}"] = early.told
+        results[f"early{stage}"] = early.lines
     # Both kinds resumed.
     for name, stage, micro, teacher in (("taught3", 3, 3, model), ("plain1", 1, 2, None)):
         config = deepspeed_json(stage, optimizer=teacher is not None)
@@ -171,13 +171,13 @@ def every_stage(folder: str) -> dict[str, Any]:
 @contextmanager
 def messages() -> Iterator[list[str]]:
     """Warnings of the integration."""
-    told: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("sparseforge_ds.integrations.transformers")
     logger.addHandler(handler)
     try:
-        yield told
+        yield lines
     finally:
         logger.removeHandler(handler)
 
@@ -188,13 +188,13 @@ class SaveEarly(TrainerCallback):
     def __init__(self, trainer: Any, folder: Path) -> None:
         self.trainer = trainer
         self.folder = folder
-        self.told: list[str] = []
+        self.lines: list[str] = []
 
     def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         if state.global_step == 1:
-            with messages() as told:
+            with messages() as lines:
                 self.trainer.save_model(str(self.folder))
-            self.told += told
+            self.lines += lines
 
 
 def moved(folder: str, name: str, stage: int, micro: int) -> list[float]:

@@ -152,11 +152,11 @@ def refusals(folder: Path) -> dict[str, str]:
     """Return the refusals before a step is made."""
     reward = llama_classifier(1)
     masked = bert(BertForMaskedLM)
-    asked = bert(BertForQuestionAnswering)
+    answering = bert(BertForQuestionAnswering)
     three_classes = bert(BertForTokenClassification, num_labels=3)
     cases = {
         "reward": (reward, copy.deepcopy(reward)),
-        "spans": (asked, copy.deepcopy(asked)),
+        "spans": (answering, copy.deepcopy(answering)),
         "other head": (bert(BertForTokenClassification, num_labels=CLASSES), masked),
         "classes": (bert(BertForTokenClassification, num_labels=CLASSES), three_classes),
     }

@@ -117,18 +117,18 @@ def distilled(folder: str, **block: Any) -> dict[str, Any]:
     }
 
 
-def both(folder: str) -> list[dict[str, Any]]:
+def in_step_and_by_probe(folder: str) -> list[dict[str, Any]]:
     return [distilled(folder), distilled(folder, curvature={"source": "probe"})]
 
 
 def test_a_model_is_distilled_from_itself_on_its_own_texts(tmp_path: Path) -> None:
-    (heard, probed), (_, _) = run_distributed(both, 2, str(tmp_path))
-    assert heard["sparse"] and probed["sparse"]
-    first, *later = heard["curvature"]
+    (in_step, probed), (_, _) = run_distributed(in_step_and_by_probe, 2, str(tmp_path))
+    assert in_step["sparse"] and probed["sparse"]
+    first, *later = in_step["curvature"]
     assert first == 0 and all(mean > 0 for mean in later), "the divergence of equal models has no gradient"
-    (warning,) = heard["said"]
+    (warning,) = in_step["said"]
     assert "up to step 1" in warning and "masks move by the size of the weights until it has one" in warning
-    assert all(divisor == pytest.approx(items / 2 / 2) for divisor, items in heard["trained"])
+    assert all(divisor == pytest.approx(items / 2 / 2) for divisor, items in in_step["trained"])
     assert all(mean > 0 for mean in probed["curvature"]), "a probe measures the task loss of the completions"
     assert not probed["said"]
 

@@ -38,5 +38,5 @@ def _read(terminal: int) -> bytes:
 
 
 def test_bars_are_silent_in_a_log_file() -> None:
-    done = subprocess.run([sys.executable, "-c", BARS], stderr=subprocess.PIPE, timeout=PATIENCE, check=True)
-    assert done.stderr == b""
+    process = subprocess.run([sys.executable, "-c", BARS], stderr=subprocess.PIPE, timeout=PATIENCE, check=True)
+    assert process.stderr == b""

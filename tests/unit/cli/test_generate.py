@@ -40,10 +40,10 @@ def test_both_exports_continue_a_text_alike(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=12, do_sample=False)
     assert main(["generate", str(tmp_path / format), PROMPT, "--max_new_tokens", "12"]) == 0
-    told = capsys.readouterr()
-    assert told.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
-    assert told.out.startswith(PROMPT) and len(told.out) > len(PROMPT) + 12
-    assert "12 tokens in " in told.err and "a second, on cpu" in told.err
+    output = capsys.readouterr()
+    assert output.out == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
+    assert output.out.startswith(PROMPT) and len(output.out) > len(PROMPT) + 12
+    assert "12 tokens in " in output.err and "a second, on cpu" in output.err
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
@@ -153,8 +153,8 @@ def test_models_and_prompts_that_cannot_be_continued_are_refused(
         (dense, ["--adapter", str(tmp_path / "nowhere")], "cannot be put on"),
     ):
         assert main(["generate", str(model), PROMPT, *more]) == 2, message
-        told = capsys.readouterr()
-        assert message in told.err and told.out == ""
+        output = capsys.readouterr()
+        assert message in output.err and output.out == ""
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])

@@ -38,8 +38,8 @@ def test_every_command_refuses_a_name_that_is_no_model(
         ("models/frist", "error: models/frist: no such folder"),
     ):
         assert main([command, model, *COMMANDS[command]]) == 2
-        told = capsys.readouterr()
-        assert message in told.err and told.err.count("\n") == 1 and "tokenizer" not in told.err, told.err
+        output = capsys.readouterr()
+        assert message in output.err and output.err.count("\n") == 1 and "tokenizer" not in output.err, output.err
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--dense"), ("bench", "--against")])

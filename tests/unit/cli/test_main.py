@@ -122,15 +122,15 @@ for name in {["", *names]}:
         main([name, "--help"] if name else ["--help"])
 print(*sorted(set({HEAVY}) & set(sys.modules)))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == ""
 
 
 def test_help_of_training_imports_no_deepspeed() -> None:
     trace = [sys.executable, "-X", "importtime", "-m", "sparseforge_ds", "train", "--help"]
-    done = subprocess.run(trace, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: sparseforge train --deepspeed JSON [flags]\n")
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    process = subprocess.run(trace, capture_output=True, text=True, check=True)
+    assert process.stdout.startswith("usage: sparseforge train --deepspeed JSON [flags]\n")
+    imported = {line.split("|")[-1].strip() for line in process.stderr.splitlines()}
     assert "transformers" in imported and not {"torch", "deepspeed"} & imported
 
 

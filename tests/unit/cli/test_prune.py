@@ -94,12 +94,12 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "begun with other settings (prune.model was" in capsys.readouterr().err
     weights.write_bytes(dense)
-    done = tmp_path / "out.part" / "block_00000.safetensors"
-    content = done.read_bytes()
-    done.write_bytes(content[: len(content) // 2])
+    block_file = tmp_path / "out.part" / "block_00000.safetensors"
+    content = block_file.read_bytes()
+    block_file.write_bytes(content[: len(content) // 2])
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
-    done.write_bytes(content)
+    block_file.write_bytes(content)
 
     def note(module: Any, *inputs: Any) -> Any:
         solved.append(f"block {module.self_attn.layer_idx}")

@@ -63,12 +63,12 @@ def test_documents_of_every_kind_begin_where_they_begin(tmp_path, loss_on, frame
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     path = write(tmp_path / "a.jsonl", RECORDS if loss_on == "all" else RECORDS[1:3])
-    how = {"loss_on": loss_on, "document_attention": True}
-    packed = ensure_token_cache(find_source(path, TextOptions(**how)), tokenizer, tmp_path / "data", frame)
+    options = {"loss_on": loss_on, "document_attention": True}
+    packed = ensure_token_cache(find_source(path, TextOptions(**options)), tokenizer, tmp_path / "data", frame)
     assert shown(packed.open()) == expected
     assert packed.dtype == "uint16,?,?" and packed.trained == sum(letter.isupper() for letter in expected)
     stream = ChunkSpec(
-        find_source(f"stream:{path}", TextOptions(**how)), tokenizer, tmp_path / "chunks", SIZES, 264, frame
+        find_source(f"stream:{path}", TextOptions(**options)), tokenizer, tmp_path / "chunks", SIZES, 264, frame
     )
     writer = ChunkWriter(stream)
     writer.write_next()

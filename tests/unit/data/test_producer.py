@@ -104,7 +104,9 @@ def test_long_documents_come_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenization, "CHARACTERS_AT_A_TIME", 50)
     sizes: list[int] = []
     encode = tokenization.tokenize
-    monkeypatch.setattr(tokenization, "tokenize", lambda batch, *how: sizes.append(len(batch)) or encode(batch, *how))
+    monkeypatch.setattr(
+        tokenization, "tokenize", lambda batch, *arguments: sizes.append(len(batch)) or encode(batch, *arguments)
+    )
     documents = ["x" * 60] * 5 + ["y"] * 20
     chunks = make(chunk_spec(write_stream(tmp_path / "text", documents), tmp_path / "data"), 6)
     row = [token for chunk in range(6) for token in chunks.open(chunk).tolist()]

@@ -52,8 +52,8 @@ def test_a_folder_that_datasets_saved(tmp_path):
 
 @pytest.mark.parametrize("stream", ["", "stream:"])
 def test_identity_is_content_wherever_it_lies_and_whenever_it_was_written(files, tmp_path_factory, stream):
-    def identity(folder=files, **how):
-        return find_source(f"{stream}{folder}", TextOptions(**how)).identity
+    def identity(folder=files, **options):
+        return find_source(f"{stream}{folder}", TextOptions(**options)).identity
 
     first = identity()
     for path in files.iterdir():

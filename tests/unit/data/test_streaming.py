@@ -162,7 +162,7 @@ def test_a_lost_cache_that_comes_out_differently_is_refused(tmp_path, monkeypatc
     state = json.loads(json.dumps(batches.state_dict()))
     shutil.rmtree(tmp_path / "data")
     encode = tokenization.tokenize
-    monkeypatch.setattr(tokenization, "tokenize", lambda *how: [ids[::-1] for ids in encode(*how)])
+    monkeypatch.setattr(tokenization, "tokenize", lambda *arguments: [ids[::-1] for ids in encode(*arguments)])
     batches = in_place(tmp_path)
     batches.load_state_dict(state)
     with pytest.raises(ValueError, match="differs from the one that the checkpoint was trained on: text,"):

@@ -35,8 +35,8 @@ CONTENTS = {
 ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1)
 
 
-def read(path, **how):
-    return list(find_source(str(path), TextOptions(**how)).read())
+def read(path, **options):
+    return list(find_source(str(path), TextOptions(**options)).read())
 
 
 @pytest.mark.parametrize("compression", PACKS)
@@ -218,9 +218,9 @@ def test_no_more_than_the_longest_record_is_read(tmp_path, name):
         pyarrow.parquet.write_table(pyarrow.table({"text": ["a", LONG]}), path)
     else:
         path.write_bytes(gzip.compress(content.encode(), 1) if name.endswith("gz") else content.encode())
-    how = {"sample_by": name.partition(".")[0]} if len(name.partition(".")[0]) > 1 else {}
+    options = {"sample_by": name.partition(".")[0]} if len(name.partition(".")[0]) > 1 else {}
     with peak_growth() as most, pytest.raises(ValueError, match=message):
-        read(path, **how)
+        read(path, **options)
     assert most() < 10 * LARGEST_DOCUMENT
 
 

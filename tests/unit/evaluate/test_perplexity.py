@@ -61,11 +61,13 @@ def test_windows_agree_with_a_naive_loop(stories: str, seq_length: int, stride: 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
     score = measure(model.eval(), tokenizer, DOCUMENTS, Scoring("windows", seq_length, stride, batch_size=3))
     ids = tokenizer("\n\n".join(DOCUMENTS))["input_ids"]
-    total, count, done = 0.0, 0, 0
+    total, count = 0.0, 0
+    scored_to = 0
     for start in range(0, len(ids) - seq_length + 1, stride or seq_length):
-        first = max(done - start, 1)
+        first = max(scored_to - start, 1)
         nll, tokens = naive_nll(model, ids[start : start + seq_length], first)
-        total, count, done = total + nll, count + tokens, start + seq_length
+        total, count = total + nll, count + tokens
+        scored_to = start + seq_length
     assert (score.tokens, score.unscored) == (count, len(ids) - count)
     assert score.nll == pytest.approx(total / count, rel=1e-5)
 

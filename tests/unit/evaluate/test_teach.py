@@ -84,9 +84,11 @@ def test_a_killed_process_goes_on_to_the_same_bytes(
     monkeypatch.setattr(LlamaForCausalLM, "forward", die)
     assert main(command(written, "again")) == 130
     (record,) = (written / "again").glob("*.json")
-    done = json.loads(record.read_text())["written"]
-    assert done == 4 * 8
-    with pytest.raises(ValueError, match=rf"again: is incomplete \({done} of \d+ windows\); repeat the command"):
+    written_count = json.loads(record.read_text())["written"]
+    assert written_count == 4 * 8
+    with pytest.raises(
+        ValueError, match=rf"again: is incomplete \({written_count} of \d+ windows\); repeat the command"
+    ):
         batches_of(written, "again")
     assert main(command(written, "again", top_k=TOP + 1)) == 2
     assert "is of other settings (logits.top_k was 6, is 7); give another --output" in capsys.readouterr().err

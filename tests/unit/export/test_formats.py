@@ -216,10 +216,10 @@ def test_values_are_rounded_proved_measured_and_verified(
 ) -> None:
     sparse, text = rounded
     out = tmp_path / "out"
-    how = ["--format", "packed24", "--values", values, *([] if size is None else ["--group_size", str(size)])]
-    assert main(["export", str(sparse), str(out), *how, *(["--text", str(text)] if values == "int8" else [])]) == 0
-    told = capsys.readouterr().out
-    assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in told
+    flags = ["--format", "packed24", "--values", values, *([] if size is None else ["--group_size", str(size)])]
+    assert main(["export", str(sparse), str(out), *flags, *(["--text", str(text)] if values == "int8" else [])]) == 0
+    stdout = capsys.readouterr().out
+    assert "proved: loaded by transformers with sparseforge_ds, logits bit-equal" in stdout
     record = json.loads((out / "sparsity.json").read_text())
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     assert config == {"quant_method": "sparseforge_packed24", "format": 1, "values": values} | (
@@ -227,13 +227,13 @@ def test_values_are_rounded_proved_measured_and_verified(
     )
     if values == "int8":
         assert 0 < record["compared"]["kl"] < 0.01 and record["compared"]["text"] == str(text)
-        assert f"KL to the model without rounding {record['compared']['kl']:.5f} nats a token on " in told
+        assert f"KL to the model without rounding {record['compared']['kl']:.5f} nats a token on " in stdout
     else:
-        assert "what rounding costs was not measured; give --text TEXT" in told
+        assert "what rounding costs was not measured; give --text TEXT" in stdout
 
     # The card says the same.
     card = (out / "README.md").read_text()
-    summary = next(line.partition("values: ")[2] for line in told.splitlines() if ": values: " in line)
+    summary = next(line.partition("values: ")[2] for line in stdout.splitlines() if ": values: " in line)
     assert "rounding changed a weight by" in summary and f"| rounded after training, to nearest | {summary} |" in card
     assert ("KL to the model without rounding" in card) == (values == "int8")
 
@@ -255,7 +255,7 @@ def test_values_are_rounded_proved_measured_and_verified(
     assert main(["verify", str(out), "--json", str(tmp_path / "report.json")]) == 0
     per = "a row" if size is None else f"for {size} kept values"
     described = f"values: {values}, one scale {per}; rounding changed a weight by "
-    assert described in told and described in capsys.readouterr().out
+    assert described in stdout and described in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["values"], report["group_size"]) == (values, size)
 
@@ -263,7 +263,7 @@ def test_values_are_rounded_proved_measured_and_verified(
     export(open_source(out), tmp_path / "hf", skip_proof=True)
     dense = TensorFolder(tmp_path / "hf")
     assert all(hash_tensor(dense.read(name)) == row["sha256"] for name, row in record["weights"].items())
-    assert main(["export", str(out), str(tmp_path / "again"), *how]) == 2
+    assert main(["export", str(out), str(tmp_path / "again"), *flags]) == 2
     assert f"are {values} already, and would be rounded twice; export from what" in capsys.readouterr().err
     assert main(["export", str(out), str(tmp_path / "unpacked"), "--format", "packed24", "--skip_proof"]) == 0
     assert f"note: the values of {out} are {values}, and are stored unpacked, in " in capsys.readouterr().out
@@ -288,8 +288,10 @@ def test_values_are_rounded_proved_measured_and_verified(
     stored_config["quantization_config"]["group_size"] = 32
     (out / "config.json").write_text(json.dumps(stored_config))
     assert main(["verify", str(out)]) == 2
-    told = capsys.readouterr().err
-    assert any(words in told for words in ("group_size 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)"))
+    stderr = capsys.readouterr().err
+    assert any(
+        words in stderr for words in ("group_size 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)")
+    )
 
 
 def test_flags_that_do_not_fit_rounded_values_are_refused(

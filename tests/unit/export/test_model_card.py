@@ -208,9 +208,9 @@ def test_scores_of_another_model_are_refused(
         result = write_json(tmp_path / "result.json", scored | {"one_shot": None, "adapter": None} | content)
         (folder / "README.md").unlink(missing_ok=True)
         code = main(["card", str(folder), "--results", str(result), *flags])
-        told = capsys.readouterr().err
-        assert (folder / "README.md").exists() == (code == 0) and code == 2 * bool(told)
-        return told
+        stderr = capsys.readouterr().err
+        assert (folder / "README.md").exists() == (code == 0) and code == 2 * bool(stderr)
+        return stderr
 
     # this folder, by any path; before it was moved, or from elsewhere; or as what it is called on the hub
     for model in (str(folder), "made", "./made/", "link", "../gone/made", "/gone/made", "owner/made"):

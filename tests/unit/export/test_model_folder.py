@@ -172,8 +172,8 @@ def test_of_two_that_write_the_same_folder_one_is_refused(
             if not records:
                 command = [sys.executable, "-m", "sparseforge_ds", "consolidate", "--skip_proof", str(run)]
                 command += [str(tmp_path / "out"), "--max_shard_size", "200KB"]
-                done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-                records.append(f"{done.returncode} {done.stderr}")
+                process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+                records.append(f"{process.returncode} {process.stderr}")
             return super().read(name)
 
     with pytest.raises(ValueError, match="out: cannot be written .*nothing was left behind"):
@@ -299,9 +299,9 @@ def test_peak_memory_is_of_a_weight_and_not_of_the_model(run: Path, tmp_path: Pa
     write_run(tmp_path / "run", model_config(hidden=512, layers=17), ranks=2)
     (tmp_path / "out").mkdir()
     arguments = [str(run), str(tmp_path / "run"), str(tmp_path / "out"), str(workers)]
-    done = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    before, after = map(int, done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", _PEAK, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    before, after = map(int, process.stdout.split())
     checkpoint = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.pt"))
     largest = 4 * 512 * 1024  # in fp32
     allowed = workers * 4 * largest + (32 << 20)

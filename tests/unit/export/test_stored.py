@@ -43,11 +43,11 @@ CASES = [
 ]
 
 
-def pack(tmp_path: Path, family: str, dtype: str, **how: Any) -> tuple[Path, Path]:
+def pack(tmp_path: Path, family: str, dtype: str, **options: Any) -> tuple[Path, Path]:
     """(sparse, packed) folders."""
     dense = write_dense(tmp_path / "dense", family, dtype)
     sparse = write_sparse(tmp_path / "sparse", dense, family, dtype)
-    export(open_source(sparse), tmp_path / "packed", "packed24", skip_proof=True, **how)
+    export(open_source(sparse), tmp_path / "packed", "packed24", skip_proof=True, **options)
     return sparse, tmp_path / "packed"
 
 

@@ -184,8 +184,8 @@ def test_a_tensor_that_sparsity_json_does_not_know(folder: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_refused_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--json", str(folder / "nowhere" / "report.json")]) == 2
-    told = capsys.readouterr()
-    assert not told.out and "nowhere/report.json: cannot be written" in told.err
+    output = capsys.readouterr()
+    assert not output.out and "nowhere/report.json: cannot be written" in output.err
 
 
 def test_a_weight_that_sparsity_json_forgot_is_still_checked(folder: Path) -> None:

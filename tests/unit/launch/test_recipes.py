@@ -234,8 +234,8 @@ def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
 
 def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
     command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 1 and process.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
 
 
 def test_the_readme_has_the_same_numbers():

@@ -64,10 +64,10 @@ def test_signs_of_rows_are_fair_and_independent() -> None:
     rows, columns = 400, 192
     signs = rademacher_rows(counter_key(0, 5, 0, "a outputs"), 0, rows, columns, torch.zeros(()))
     assert abs(signs.mean()) < 5 / math.sqrt(rows * columns)
-    for axis, (n, of) in enumerate(((columns, rows), (rows, columns))):
+    for axis, (length, line_count) in enumerate(((columns, rows), (rows, columns))):
         lines = signs if axis == 0 else signs.t()
-        correlation = lines @ lines.t() / n - torch.eye(of)
-        assert correlation.abs().max() < 6 / math.sqrt(n)
+        correlation = lines @ lines.t() / length - torch.eye(line_count)
+        assert correlation.abs().max() < 6 / math.sqrt(length)
 
 
 def test_uniform_is_uniform() -> None:

@@ -34,11 +34,11 @@ def test_full_size_models_have_their_published_size(name: str, monkeypatch: pyte
     config = read_model_config(name)
     result = architecture(config)
     model = bare_model(config)
-    of = coverage(model, prunable_weights(model, FORGE))
+    covered = coverage(model, prunable_weights(model, FORGE))
     assert result.total == PARAMETERS[name]
     assert result.active == (2_828_650_496 if "moe" in name else result.total)
-    assert result.masked == of.masked == of.linear - sum(of.dense.values())
-    assert [*of.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
+    assert result.masked == covered.masked == covered.linear - sum(covered.dense.values())
+    assert [*covered.dense] == (["model.layers.*.mlp.gate.weight"] if "moe" in name else [])
 
 
 def test_what_is_pruned_of_full_size_models() -> None:

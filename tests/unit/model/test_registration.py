@@ -15,8 +15,8 @@ from tests.forked_interpreter import run_script
 
 
 def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -297,15 +297,15 @@ def test_the_length_of_a_run_is_judged_once_it_is_known(arguments) -> None:
 def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Path, flag: str) -> None:
     model = find_model("stdlib_llama", "--model")
 
-    def found(path: Path) -> object:
+    def texts_of(path: Path) -> object:
         arguments = {flag: [str(path)] if flag == "dataset" else str(path)}
         return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **arguments), model)
 
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text("")
         with pytest.raises(ValueError, match=rf"^--{flag} \S+{name}: {name}, 0 bytes: there is no text in it"):
-            found(tmp_path / name)
+            texts_of(tmp_path / name)
     with pytest.raises(ValueError, match=rf"^--{flag} \S+: 2 files of split train: .*, 0 bytes: there is no text"):
-        found(tmp_path)
+        texts_of(tmp_path)
     (tmp_path / "more.txt").write_text("text")
-    assert found(tmp_path)
+    assert texts_of(tmp_path)

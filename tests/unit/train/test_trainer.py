@@ -34,10 +34,12 @@ def test_a_compiler_that_fails_is_told_in_one_line() -> None:
     with (
         fusing.compiled(True),
         torch._inductor.config.patch(without),
-        pytest.raises(ValueError, match="torch.compile does not work for cpu on this machine .*apt install g") as told,
+        pytest.raises(
+            ValueError, match="torch.compile does not work for cpu on this machine .*apt install g"
+        ) as refusal,
     ):
         require_compiler(CPU)
-    assert "\n" not in str(told.value) and "/nowhere/g++" in str(told.value)
+    assert "\n" not in str(refusal.value) and "/nowhere/g++" in str(refusal.value)
     torch._dynamo.reset()
     with fusing.compiled(True):
         require_compiler(CPU)

@@ -267,11 +267,11 @@ def test_compiling_is_said_and_without_a_compiler_the_reference_works(tmp_path: 
         "    torch.testing.assert_close(linear24(x, *packed), x @ weight.T)\n"
     )
     environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(tmp_path / "no_compiler")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
-    messages = [line for line in done.stderr.splitlines() if line.startswith("linear24:")]
+    messages = [line for line in process.stderr.splitlines() if line.startswith("linear24:")]
     assert len(messages) == 2 and f"compiling the CPU kernel, once on this machine, in {tmp_path}" in messages[0], (
-        done.stderr
+        process.stderr
     )
-    assert "could not be built (" in messages[1] and "Install a C++ compiler" in messages[1], done.stderr
+    assert "could not be built (" in messages[1] and "Install a C++ compiler" in messages[1], process.stderr

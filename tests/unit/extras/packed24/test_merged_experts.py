@@ -42,8 +42,8 @@ def folders(
     return hf, packed
 
 
-def load(folder: Path, **how: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def logits(model: Any) -> Tensor:

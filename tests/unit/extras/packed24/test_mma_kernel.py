@@ -147,8 +147,8 @@ def emulation(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         "all.cpp",
         "-oall.so",
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr[-3000:]
     return ctypes.CDLL(str(folder / "all.so"))
 
 
@@ -319,8 +319,8 @@ def test_the_configuration_of_a_launch_is_laid_out_as_the_drivers_header_says(tm
     (tmp_path / "layout.cpp").write_text("\n".join(lines))
     include = Path(triton.origin).parent / "backends" / "nvidia" / "include"
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{include}", str(tmp_path / "layout.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 def test_weights_are_read_before_kernels_ahead_are_awaited_and_all_else_after(tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_weights_are_read_before_kernels_ahead_are_awaited_and_all_else_after(tm
     lines = [f"#define {name} {value}" for name, value in macros.items()]
     (tmp_path / "kernel.cu").write_text("\n".join([*lines, read_source(False)]))
     command = ["nvcc", "-ptx", "-arch=sm_90", "-std=c++17", "-o", "kernel.ptx", "kernel.cu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert process.returncode == 0, process.stderr[-3000:]
     (multiply, add) = sorted(
         (tmp_path / "kernel.ptx").read_text().split(".entry ")[1:], key=lambda text: "sum24" in text[:9]
     )
@@ -353,8 +353,8 @@ def test_staged_kernel_is_built_for_every_architecture(tmp_path: Path) -> None:
     for kind, architectures in kinds.items():
         codes = [f"-gencode=arch=compute_80,code=sm_{number}" for number in architectures]
         command = ["nvcc", "-fatbin", "-std=c++17", "-DORDERED", *kind.split(), *macros, *codes, "kernel.cu"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stderr[-3000:]
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+        assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.parametrize("gpu", list(GPUS))
@@ -410,7 +410,7 @@ def on_meta(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[T
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
+def gpu_queries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     """Pretend to have a GPU, and list its answers about itself; it is too old for the kernel."""
     gpu = SimpleNamespace(major=7, multi_processor_count=132)
     answers: list[SimpleNamespace] = []
@@ -422,19 +422,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, asked: list[SimpleNamespace]) -> None:
+def test_few_rows_of_whole_blocks_are_its_own(dtype: torch.dtype, gpu_queries: list[SimpleNamespace]) -> None:
     """Ask once a product if a device has the instruction, and only for products that it could take."""
     products = ((1, 4096), (1, 4096), (MOST_ROWS, 192), (MOST_ROWS + 1, 192), (0, 192), (1, 4100), (2, 32))
     counts = []
     for rows, inputs in products:
         assert mma24(*on_meta(rows, 48, inputs, dtype)) is None
-        counts.append(len(asked))
+        counts.append(len(gpu_queries))
     assert counts == [1, 1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(("setting", "counts"), [(None, [0, 0, 0]), ("0", [0, 0, 0]), ("1", [1, 2, 2])])
 def test_more_rows_are_its_own_where_that_is_asked_for(
-    setting: str | None, counts: list[int], asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+    setting: str | None, counts: list[int], gpu_queries: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SPARSEFORGE_STAGED", raising=False)
     if setting is not None:
@@ -442,17 +442,17 @@ def test_more_rows_are_its_own_where_that_is_asked_for(
     asked_so_far = []
     for rows in (MOST_ROWS + 1, STAGED_ROWS, STAGED_ROWS + 1):
         assert mma24(*on_meta(rows, 48, 192, torch.bfloat16)) is None
-        asked_so_far.append(len(asked))
+        asked_so_far.append(len(gpu_queries))
     assert asked_so_far == counts
 
 
 def test_other_dtypes_and_builds_of_torch_are_not_its_own(
-    asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+    gpu_queries: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert mma24(*on_meta(1, 48, 64, torch.float32)) is None
     monkeypatch.setattr(torch.version, "cuda", None)  # as AMD's and CPU builds have it
     assert mma24(*on_meta(1, 48, 64, torch.bfloat16)) is None
-    assert not asked
+    assert not gpu_queries
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_groups_that_it_does_not_take_are_said_once(
     group: int,
     outputs: int,
     is_its_own: bool,
-    asked: list[SimpleNamespace],
+    gpu_queries: list[SimpleNamespace],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -484,7 +484,7 @@ def test_groups_that_it_does_not_take_are_said_once(
 
 
 def test_where_it_cannot_be_compiled_one_warning_names_the_reason(
-    asked: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu_queries: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = f"libnvrtc.so.13: cannot open shared object file, {uuid.uuid4()}"
 

@@ -108,10 +108,10 @@ def test_random_operands_under_the_address_sanitizer() -> None:
         command.append(str(build_with_sanitizer()))
         # Python frees nothing at its end, and torch has more than one C++ runtime.
         environment |= {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
-    report = [line for line in done.stderr.splitlines() if "AddressSanitizer" in line or line.startswith("    #")]
-    assert done.returncode == 0, "\n".join(report[:20]) or done.stderr[-3000:]
-    assert all(outcome in done.stdout for outcome in ("refused", "right", "any number"))
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    report = [line for line in process.stderr.splitlines() if "AddressSanitizer" in line or line.startswith("    #")]
+    assert process.returncode == 0, "\n".join(report[:20]) or process.stderr[-3000:]
+    assert all(outcome in process.stdout for outcome in ("refused", "right", "any number"))
 
 
 def sanitizer_libraries() -> str | None:

@@ -55,15 +55,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> FOLDERS:
         folder = tmp_path_factory.mktemp("rounded")
         family, grid, *group = name.split()
         dense = write_dense(folder / "dense", family)
-        how = {"format": "packed24", "grid": Grid(grid, int(group[0]) if group else None)}
-        packed = write_sparse(folder / "packed24", dense, family, **how)
+        options = {"format": "packed24", "grid": Grid(grid, int(group[0]) if group else None)}
+        packed = write_sparse(folder / "packed24", dense, family, **options)
         export(open_source(packed), folder / "hf", skip_proof=True)  # the same, unpacked
         made[name] = (folder / "hf", packed)
     return made
 
 
-def load(folder: Path, **how: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 def logits(model: Any) -> Tensor:
@@ -122,14 +122,14 @@ def test_rounded_values_stay_so_whatever_the_model_is_cast_to(folders: FOLDERS, 
 
 
 @pytest.mark.parametrize("name", ["llama-odd", "llama-odd int8"])
-@pytest.mark.parametrize("how", ["stored", "cast before", "asked for"])
-def test_made_dense_in_one_dtype(folders: FOLDERS, how: str, name: str) -> None:
+@pytest.mark.parametrize("way", ["stored", "cast before", "asked for"])
+def test_a_model_made_dense_has_one_dtype(folders: FOLDERS, way: str, name: str) -> None:
     """Also where it is not the one of the config."""
     packed = load(folders[name][1], dtype=torch.float16)
-    if how == "cast before":
+    if way == "cast before":
         packed.to(torch.float32)
-    packed.dequantize(torch.float32 if how == "asked for" else None)
-    assert {value.dtype for value in packed.parameters()} == {torch.float16 if how == "stored" else torch.float32}
+    packed.dequantize(torch.float32 if way == "asked for" else None)
+    assert {value.dtype for value in packed.parameters()} == {torch.float16 if way == "stored" else torch.float32}
     assert logits(packed).isfinite().all()
 
 
@@ -226,12 +226,17 @@ def test_generate_compiles_decoding_with_a_static_cache(folders: FOLDERS) -> Non
     """Compile one graph without breaks, of the same tokens; semi-structured tensors are not compiled."""
     packed = load(folders["llama-odd int8"][1])
     expected = packed.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    how = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
-    how._compile_all_devices = True
+    compile_config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)
+    compile_config._compile_all_devices = True
     torch._dynamo.reset()
     counters.clear()
     made = packed.generate(
-        IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static", compile_config=how
+        IDS,
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        cache_implementation="static",
+        compile_config=compile_config,
     )
     assert torch.equal(made, expected)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

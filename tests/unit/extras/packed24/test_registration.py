@@ -23,5 +23,5 @@ assert "deepspeed" not in sys.modules
 @pytest.mark.parametrize("other", ["from transformers import AutoModel\n", "import transformers.quantizers\n"])
 def test_both_orders_of_import_and_a_reload(other: str) -> None:
     for code in (PACKED + other, other + PACKED):
-        done = subprocess.run([sys.executable, "-c", code + KNOWN], capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
+        process = subprocess.run([sys.executable, "-c", code + KNOWN], capture_output=True, text=True, cwd=ROOT)
+        assert process.returncode == 0, process.stderr

@@ -45,8 +45,8 @@ def traced(
     model: PreTrainedModel, checkpointing: bool, teacher: bool = True, forge: SparseForgeConfig = FORGE, **changed: Any
 ) -> Activations:
     sizes: dict[str, Any] = {"micro_batch": BATCH, "seq_length": LENGTH, "dtype": torch.float32, **changed}
-    told = model.config if teacher else None
-    return trace(model.config, forge, Pass(checkpointing=checkpointing, **sizes), told)
+    teacher_config = model.config if teacher else None
+    return trace(model.config, forge, Pass(checkpointing=checkpointing, **sizes), teacher_config)
 
 
 def saved_by(model: Any, token_BS: Tensor) -> tuple[int, Tensor]:
@@ -124,15 +124,15 @@ def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpoint
         with capture_states(layers) as states:
             return Target(_hidden_of(other, token_BS), Head(layer.weight, layer.bias), states)
 
-    def run(told: Target) -> None:
-        loss_in_head(model, token_BS, forge.distillation, told, input_ids=token_BS)[0].total.backward()
+    def run(own_target: Target) -> None:
+        loss_in_head(model, token_BS, forge.distillation, own_target, input_ids=token_BS)[0].total.backward()
 
     run(target())
-    told = target()
+    own_target = target()
     trace = traced(model, checkpointing, True, forge)
-    assert told.states is not None
-    assert trace.states == sum(state.numel() * state.element_size() for state in told.states)
-    assert trace.peak == pytest.approx(allocated_by(lambda: run(told)), rel=0.1)
+    assert own_target.states is not None
+    assert trace.states == sum(state.numel() * state.element_size() for state in own_target.states)
+    assert trace.peak == pytest.approx(allocated_by(lambda: run(own_target)), rel=0.1)
     assert trace.teacher + trace.states == pytest.approx(allocated_by(target), rel=0.1)
 
 
@@ -142,11 +142,11 @@ def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
     sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "query_pre_attn_scalar": 8}
     model = Gemma2ForCausalLM(Gemma2Config(final_logit_softcapping=5.0, **sizes))
 
-    def found(every: int | None) -> Activations:
+    def activations(every: int | None) -> Activations:
         return traced(model, False, True, SparseForgeConfig.from_dict({"distillation": {"hidden": {"every": every}}}))
 
-    last = found(None)
-    every = found(1)
+    last = activations(None)
+    every = activations(1)
     assert every.states == 6 * last.states
     assert 0 < every.teacher + every.states - last.teacher - last.states <= 5 * last.states
 

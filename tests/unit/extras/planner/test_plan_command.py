@@ -104,8 +104,8 @@ def test_a_small_model_is_told_in_mebibytes(qwen: str, capsys: pytest.CaptureFix
         plan(*arguments, model)
         text = capsys.readouterr().out
         assert re.search(rf"memory of a GPU +{unit}\n", text) and f" {unit} on disk, " in text
-        for line, told in (("peak", result["memory"]["peak"]), ("checkpoint", result["checkpoint"])):
-            assert re.search(rf"  {line} +{told / size:.2f}  ", text), (line, text)
+        for line, planned_bytes in (("peak", result["memory"]["peak"]), ("checkpoint", result["checkpoint"])):
+            assert re.search(rf"  {line} +{planned_bytes / size:.2f}  ", text), (line, text)
 
 
 def test_json_says_what_fits_and_what_is_masked(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,8 +120,10 @@ def test_json_is_all_that_is_printed() -> None:
     """DeepSpeed says on import, and on stdout, that it found no GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     command = [sys.executable, "-m", "sparseforge_ds", "plan", "--model", "stdlib_llama", "--gpus", "2", "--json"]
-    done = subprocess.run([*command, "--deepspeed", ZERO3], capture_output=True, text=True, check=True, env=environment)
-    assert json.loads(done.stdout)[0]["fits"]
+    process = subprocess.run(
+        [*command, "--deepspeed", ZERO3], capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(process.stdout)[0]["fits"]
 
 
 def test_batch_and_budget_give_accumulation_steps_and_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,5 +66,5 @@ def test_lines_that_did_not_record_the_axis_are_left_out(tmp_path: Path) -> None
 def test_one_seed_is_no_mean(tmp_path: Path) -> None:
     rows = [row("ours", seed, 5.0, 40) for seed in (0, 1)]
     for chosen in (rows, rows[:1]):
-        told = draw(summarize(chosen, "ours").assign(bytes=0.5625), tmp_path / "figures")[0].caption
-        assert ("deviation" in told) == (len(chosen) > 1) and ("one seed" in told) == (len(chosen) == 1)
+        caption = draw(summarize(chosen, "ours").assign(bytes=0.5625), tmp_path / "figures")[0].caption
+        assert ("deviation" in caption) == (len(chosen) > 1) and ("one seed" in caption) == (len(chosen) == 1)
