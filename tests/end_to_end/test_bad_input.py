@@ -123,7 +123,7 @@ def test_a_damaged_model_is_refused_by_file(inputs):
     assert not inputs.run.exists()
 
 
-def test_weights_of_another_model(inputs):
+def test_weights_of_another_model_are_refused(inputs):
     weights = load_file(inputs.model / "model.safetensors")
     weights.pop("model.layers.0.mlp.up_proj.weight")
     save_file(weights, inputs.model / "model.safetensors", metadata={"format": "pt"})
@@ -166,14 +166,14 @@ def test_a_model_whose_weights_are_not_finite(inputs, stage, flag):
     assert not (inputs.run / "checkpoints").exists()
 
 
-def test_weights_of_other_shapes(inputs):
+def test_weights_of_other_shapes_are_refused(inputs):
     path = inputs.model / "config.json"
     write_json(path, {**json.loads(path.read_text()), "num_key_value_heads": 4})
     assert "k_proj.weight is (16, 32) in the files, and (32, 32) by config.json" in inputs.refused()
     assert not inputs.run.exists()
 
 
-def test_a_link_out_of_the_model(inputs):
+def test_links_are_neither_followed_nor_written_to(inputs):
     (inputs.model / "LICENSE.extra").symlink_to(inputs.text)
     assert "LICENSE.extra: is a link to" in inputs.refused()
     (inputs.model / "LICENSE.extra").unlink()
@@ -198,7 +198,7 @@ def test_a_missing_dataset_is_refused_by_name(inputs):
     assert not inputs.run.exists()
 
 
-def test_a_dataset_without_the_field(inputs):
+def test_a_dataset_without_the_field_is_refused_with_those_it_has(inputs):
     inputs.flags["text_field"] = "body"
     message = inputs.refused()
     assert "line 1: no field 'body'" in message and "--text_field (there are: text)" in message
@@ -371,13 +371,13 @@ def test_a_checkpoint_of_another_pattern_is_refused(resumable):
     assert 'sparseforge.pattern was "2:4", is "1:4"' in message and "resume with the same JSON" in message
 
 
-def test_a_checkpoint_of_another_batch(resumable):
+def test_a_checkpoint_of_another_batch_is_refused(resumable):
     resumable.content["train_batch_size"] = 16
     message = resumable.refused("--resume")
     assert "has 8 sequences a step, here there are 16" in message and "set train_batch_size to 8" in message
 
 
-def test_another_weight_decay_than_the_checkpoints(resumable):
+def test_another_weight_decay_than_the_checkpoints_is_refused(resumable):
     resumable.flags["weight_decay"] = "0.5"
     message = resumable.refused("--resume")
     assert "optimizer.params.weight_decay was" in message and "keeps that of its checkpoint; put it back" in message
@@ -393,7 +393,7 @@ def shard(inputs, pattern="*rank_1*optim_states.pt"):
     return next((inputs.run / "checkpoints" / "step_000004").glob(pattern))
 
 
-def test_a_half_written_checkpoint(resumable):
+def test_a_half_written_checkpoint_is_refused(resumable):
     file = shard(resumable)
     file.write_bytes(file.read_bytes()[:-100])
     message = resumable.refused("--resume")
@@ -426,7 +426,7 @@ class Hostile:
         return open, (str(self.path), "w")
 
 
-def test_a_checkpoint_that_would_execute_something(resumable):
+def test_a_checkpoint_that_would_execute_something_executes_nothing(resumable):
     """Damage a checkpoint together with its manifest, as whoever made the one made the other."""
     file = shard(resumable)
     torch.save({"optimizer_state_dict": Hostile(resumable.folder / "executed")}, file)
@@ -440,7 +440,7 @@ def test_a_checkpoint_that_would_execute_something(resumable):
     assert not (resumable.folder / "executed").exists()
 
 
-def test_a_checkpoint_of_other_data(resumable):
+def test_a_checkpoint_of_other_data_is_refused(resumable):
     resumable.flags["seed"] = "5"
     assert "trained on other data (seed 0, here 5)" in resumable.refused("--resume")
 
@@ -466,7 +466,7 @@ def test_a_text_that_was_edited_is_named_and_taken_on_request(resumable, capfd):
     assert (resumable.run / "checkpoints" / "step_000008").is_dir()
 
 
-def test_a_model_whose_weights_were_changed_in_place(resumable):
+def test_a_model_whose_weights_were_changed_in_place_is_refused(resumable):
     """It is the teacher, too: the rest of the run would be distilled from another model."""
     resumable.flags["model"] = shutil.copytree(resumable.model, resumable.folder / "copy")
     path = Path(resumable.flags["model"], "model.safetensors")
@@ -485,7 +485,7 @@ def test_a_finished_run_that_was_killed_before_its_result(finished):
     assert [after[key] for key in ("steps", "tokens", "steps_of_this_launch")] == [before["steps"], before["tokens"], 0]
 
 
-def test_random_numbers_of_something_else(resumable):
+def test_damaged_states_of_random_numbers_are_refused(resumable):
     file = shard(resumable, "random_00001.json")
     file.write_text("{}" + file.read_text()[2:])
     assert f"{file.name}: damaged" in resumable.refused("--resume")
@@ -516,7 +516,7 @@ def test_a_loss_that_stays_infinite(inputs):
 @pytest.mark.parametrize(
     "scale", [{"loss_scale": 1e12}, {"initial_scale_power": 40, "min_loss_scale": 2**40, "hysteresis": 1}]
 )
-def test_gradients_that_overflow_for_ever(inputs, scale):
+def test_gradients_that_overflow_for_ever_end_the_run(inputs, scale):
     inputs.content["fp16"] = {"enabled": True, **scale}
     inputs.content["train_batch_size"] = 2
     inputs.flags["seq_length"] = "8"
@@ -539,7 +539,7 @@ def test_weights_that_are_lost_are_not_saved_and_the_run_says_so(inputs):
     assert "and move step_000001 elsewhere, and start again" in inputs.refused("--resume") and good.is_dir()
 
 
-def test_a_loss_without_any_gradient(inputs):
+def test_a_loss_without_any_gradient_ends_the_run_in_one_line(inputs):
     """Train where every logit is 0, whatever the layers do: an error of the masks, in one line."""
     model = tiny_llama(vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257, pad_token_id=None)
     with torch.no_grad():

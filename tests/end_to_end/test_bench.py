@@ -26,7 +26,9 @@ from tests.unit.model.test_uncovered import tiny
 SHORT = ["--prompt", "24", "--generated", "3", "--repeats", "3", "--threads", "1"]
 
 
-def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_packed_model_takes_fewer_bytes_than_its_dense_one(
+    assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dense = assets / "models" / "stories260K"
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
     source = ModelSource(model, dense, torch.bfloat16)
@@ -58,7 +60,7 @@ def test_stories_packed_against_dense(assets: Path, tmp_path: Path, capsys: pyte
     assert 0 < of_packed["disk_bytes"] < of_dense["disk_bytes"]
 
 
-def test_rivals_that_torchao_quantizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rivals_quantize_the_layers_that_are_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Quantize the layers that are packed, and leave the dense model as it is."""
     pytest.importorskip("torchao", reason="torchao is not installed")
     dense = write_dense(tmp_path / "dense", "llama")

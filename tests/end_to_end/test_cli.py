@@ -47,7 +47,7 @@ def call(*arguments: str | Path, command: str = "module", **kwargs: object) -> s
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
+def test_inspect_describes_a_finished_run(run_folder: Path, command: str) -> None:
     process = call("inspect", run_folder, "--check", command=command)
     assert (process.returncode, process.stderr) == (0, "")
     for part in (
@@ -65,7 +65,7 @@ def test_inspect_a_finished_run(run_folder: Path, command: str) -> None:
         assert part in process.stdout
 
 
-def test_inspect_in_the_middle(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_masks_that_still_move(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = run_folder / "checkpoints" / "step_000003"
     assert main(["inspect", str(checkpoint)]) == 0
     assert "hard mask: density 50.00%, agrees with the largest |W| in" in capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_leftovers_are_listed(damaged: Path, capsys: pytest.CaptureFixture[str])
     assert "leftover    step_000009.tmp, of an interrupted save" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_somebody_else(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_describes_a_checkpoint_of_another_program(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = damaged / "checkpoints" / "step_000006"
     file = folder / "mp_rank_00_model_states.pt"
     content = torch.load(file, weights_only=False)

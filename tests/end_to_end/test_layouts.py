@@ -75,7 +75,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_any_layout_and_resumed_across(tmp_path: Path, name: str) -> None:
+def test_any_layout_trains_alike_and_goes_on_in_another(tmp_path: Path, name: str) -> None:
     block, layouts = BLOCKS[name]
     expected = None
     for ranks, micro, stage in LAYOUTS[:layouts]:

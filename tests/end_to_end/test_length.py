@@ -82,7 +82,7 @@ def test_a_schedule_of_transformers_resumes_to_the_bit_and_goes_on_at_its_last_r
     assert "required positional argument: 'num_decay_steps'" in capfd.readouterr().out
 
 
-def test_what_cannot_become_longer(tmp_path, capfd):
+def test_runs_that_cannot_become_longer_are_refused(tmp_path, capfd):
     """Fewer steps; a learning rate of 0; and soft masks, whose schedule would be another. Masks freeze at step 6."""
     flags = flags_of(tmp_path, deepspeed_json(0), save_every=4)
     train(*flags, ranks=1)

@@ -33,7 +33,7 @@ def scalars(run: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_mixture_from_the_command_line(family: str, tmp_path: Path) -> None:
+def test_a_mixture_trains_exports_and_resumes_by_commands(family: str, tmp_path: Path) -> None:
     config, more = MIXTURES[family]
     size = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
     write_model(tmp_path / "model", tiny_mixture(config, **size, **more))

@@ -33,7 +33,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_who_keeps_the_zeros(assets: Path, tmp_path: Path) -> None:
+def test_rounding_to_nearest_keeps_the_zeros_and_gptq_does_not(assets: Path, tmp_path: Path) -> None:
     """Rounding to nearest keeps every zero; GPTQ moves the error of a column into the pruned entries behind it."""
     dense = assets / "models" / "books-6m"
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)

@@ -58,7 +58,7 @@ def test_a_model_in_16_bits_stays_in_16_bits(tmp_path: Path) -> None:
     assert 0 < json.loads((out / "rotation.json").read_text())["kl"] < 0.02
 
 
-def test_rotated_permuted_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prunes_the_rotated_and_permuted_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Start a run from the folder like from any other; its results name the basis, and another one is refused."""
     out = tmp_path / "permuted"
     run = tmp_path / "run"

@@ -43,7 +43,7 @@ def counted(folder: Path) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "counts.json").read_text(encoding="utf-8")), process.stdout
 
 
-def test_what_is_known_beforehand(tmp_path: Path) -> None:
+def test_each_phase_moves_the_bytes_that_are_known_beforehand(tmp_path: Path) -> None:
     result, printed = counted(tmp_path)
     assert (result["weights"], result["matrices"]) == (WEIGHTS, 7)
     phases = result["phases"]

@@ -121,13 +121,13 @@ def test_every_page_says_on_its_first_screen_where_to_go_on(site: dict[Path, Pag
             assert "Where to go on" in content.article[:1500], path
 
 
-def test_every_key_with_its_default(site: dict[Path, Page]) -> None:
+def test_every_key_is_there_with_its_default(site: dict[Path, Page]) -> None:
     rows = [row for row in page(site, "reference/configuration").rows if len(row) == 4 and row[0] != "key"]
     assert sorted((row[0], row[2]) for row in rows) == sorted(_fields(SparseForgeConfig, ""))
     assert all(row[3].strip() for row in rows), "a key without a docstring"
 
 
-def test_every_preset_method_and_family(site: dict[Path, Page]) -> None:
+def test_every_preset_method_and_family_is_there(site: dict[Path, Page]) -> None:
     rows = page(site, "reference/configuration").rows
     for name, start in {**PRESETS, **{name: kind.starts_from for name, kind in METHODS.items()}}.items():
         assert any(row[0] == name and json.loads(row[-1]) == json.loads(json.dumps(start)) for row in rows), name
@@ -135,7 +135,7 @@ def test_every_preset_method_and_family(site: dict[Path, Page]) -> None:
     assert families == {*FAMILIES, "model_type"}
 
 
-def test_every_command_and_flag(site: dict[Path, Page]) -> None:
+def test_every_command_and_flag_is_there(site: dict[Path, Page]) -> None:
     (choices,) = (action for action in all_commands()._actions if isinstance(action, argparse._SubParsersAction))
     rows = [row[0] for row in page(site, "reference/command-line").rows]
     for name, parser in {**choices.choices, "train": argument_parser()}.items():

@@ -28,7 +28,7 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("family", CHANNELS)
-def test_saved_files_of_every_family(
+def test_permuted_files_of_every_family_compute_the_same(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     model = randomized(BUILDERS[family](vocab_size=BYTE_VOCABULARY, bos_token_id=256, eos_token_id=257))
@@ -58,7 +58,7 @@ def test_channels_are_scored_by_activations_of_a_text(family: str, tmp_path: Pat
     assert record["dimensions"] == "mlp+heads" and record["score"] == "activations"
 
 
-def test_the_same_every_time(tmp_path: Path) -> None:
+def test_a_permutation_is_the_same_every_time(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dense")
     for name in ("a", "b"):
         assert main(["permute", str(folder), str(tmp_path / name)]) == 0

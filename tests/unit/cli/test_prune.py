@@ -36,7 +36,9 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_folders_of_every_kind(family: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_of_every_family_are_pruned_in_their_blocks_alone(
+    family: str, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(tmp_path / "dense", _model(family).bfloat16())
     out = tmp_path / "out"
     (folder / "LICENSE").write_text("free")
@@ -134,7 +136,7 @@ def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypat
     assert memory == disk
 
 
-def test_files_without_the_prefix_of_the_model(tmp_path: Path, text: Path) -> None:
+def test_files_without_the_prefix_of_the_model_are_pruned(tmp_path: Path, text: Path) -> None:
     """GPT-2 was published so; and beside the weights there are buffers that nobody loads."""
     folder = write_model(tmp_path / "dense", _model("gpt2"))
     out = tmp_path / "out"

@@ -45,7 +45,7 @@ def test_a_text_file_is_one_document_and_a_folder_is_all_its_files(files):
     assert list(find_source(str(files)).read()) == ["\n".join(TEXTS), *TEXTS * 4]
 
 
-def test_a_folder_that_datasets_saved(tmp_path):
+def test_a_folder_that_datasets_saved_is_read(tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
     assert list(find_source(str(tmp_path / "saved")).read()) == TEXTS
 

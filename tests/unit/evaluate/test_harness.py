@@ -71,7 +71,7 @@ def test_missing_benchmark_data_is_named(tmp_path: Path) -> None:
         load_tasks(["piqa"], folder)
 
 
-def test_tasks_outside_the_suites(tmp_path: Path) -> None:
+def test_tasks_outside_the_suites_need_the_columns_that_they_name(tmp_path: Path) -> None:
     """`wnli_eu` reads its answer by a bare name, which the harness takes for a text where there is no such column."""
     row = {"sentence1": "A cat sat.", "sentence2": "It sat."}
     assert load_tasks(["wnli_eu"], write(tmp_path, "wnli_eu", row | {"label": 1})).by_name

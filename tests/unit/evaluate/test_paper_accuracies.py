@@ -33,7 +33,7 @@ def test_ours_beside_the_papers_and_empty_where_nothing_is_known() -> None:
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
-def test_without_a_paper_and_with_two_models() -> None:
+def test_a_table_without_a_paper_has_both_models() -> None:
     dense = {"boolq": {"acc": 0.5, "items": 10.0}}
     lines = accuracy_table({"this": SEVEN, "dense": dense}, None).splitlines()
     assert lines[0].endswith("| this: acc | this: acc_norm | dense: acc | dense: acc_norm |")

@@ -89,7 +89,7 @@ def test_a_good_folder_verifies(folder: Path, tmp_path: Path, capsys: pytest.Cap
     assert report["groups"] == elements // 4 and report["nonzeros"] == elements // 2
 
 
-def test_pattern_flag_instead_of_sparsity_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pattern_flag_replaces_sparsity_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "sparsity.json").unlink()
     assert main(["verify", str(folder)]) == 0
     out = capsys.readouterr().out

@@ -80,7 +80,7 @@ def test_a_dense_model_does_not_pass(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_model_of_an_unknown_family_in_shards(
+def test_a_model_of_an_unknown_family_in_shards_is_verified(
     tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_llama().to(dtype)

@@ -146,7 +146,7 @@ def test_layers_of_other_orientation_and_experts_are_found(family: str) -> None:
         assert torch.equal(model.get_parameter(name) == 0, zero), name
 
 
-def test_other_patterns_and_names() -> None:
+def test_other_patterns_and_chosen_names_are_kept() -> None:
     model = sparse_model(tiny_llama(), pattern="4:8")
     optimizer = SGD(model.parameters(), lr=0.1)
     assert str(keep_mask(model, optimizer)).startswith("4:8 kept in 14 weights, with ")

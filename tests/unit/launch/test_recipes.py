@@ -248,7 +248,7 @@ def test_the_readme_has_the_same_numbers():
         assert cells[5].replace(",", "") in head
 
 
-def test_the_comparison_of_fixed_masks(bash, tmp_path):
+def test_the_comparison_of_fixed_masks_trains_and_checks(bash, tmp_path):
     """Ranks that divide the batch, files of where it is called, and the end of a log where something fails."""
     (tmp_path / "launch" / "install.sh").write_text("")
     (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")

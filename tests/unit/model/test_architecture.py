@@ -86,7 +86,7 @@ def test_an_empty_model_leaves_the_config_alone(make: Callable[..., PreTrainedMo
         assert (config.to_dict(), config._attn_implementation) == before
 
 
-def test_configs_are_found(tmp_path: Path) -> None:
+def test_a_config_is_read_by_folder_file_and_name(tmp_path: Path) -> None:
     llama2_7b().save_pretrained(tmp_path)
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         assert read_model_config(name).hidden_size == 4096

@@ -325,7 +325,7 @@ def test_old_gpt2_files_carry_the_causal_mask() -> None:
     assert [w.name for w in prunable_names("gpt2", shapes, SparseForgeConfig())] == ["h.0.attn.c_proj.weight"]
 
 
-def test_full_shapes_of_partitioned_parameters() -> None:
+def test_partitioned_parameters_have_their_full_shapes() -> None:
     model = tiny_llama()
     expected = prunable_weights(model, SparseForgeConfig())
     counted = coverage(model, expected)

@@ -91,7 +91,7 @@ def test_tied_heads_and_checkpointing_change_nothing(tied: bool, checkpointing: 
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_without_a_teacher_with_a_bias_and_frozen(bias: bool) -> None:
+def test_losses_agree_without_a_teacher_with_a_bias_and_frozen(bias: bool) -> None:
     student = tiny_llama().double()
     if bias:
         student.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
@@ -140,7 +140,7 @@ def test_blocks_are_no_part_of_the_loss() -> None:
         torch.testing.assert_close(result, results[0])
 
 
-def test_without_a_graph_and_as_it_was_afterwards() -> None:
+def test_a_loss_without_a_graph_leaves_the_model_as_it_was() -> None:
     student = tiny_llama()
     teacher = tiny_llama(seed=1)
     ids, _ = _batch()

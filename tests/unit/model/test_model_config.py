@@ -27,7 +27,7 @@ def test_what_is_no_causal_language_model_is_one_error(make: type[PretrainedConf
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
 
 
-def test_a_vocabulary_inside_of_the_text_config(tmp_path: Path) -> None:
+def test_a_vocabulary_inside_of_the_text_config_is_read(tmp_path: Path) -> None:
     """Read a model of text and images, whose language model is trained."""
     text = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     Gemma3Config(text_config=text).save_pretrained(tmp_path)

@@ -32,7 +32,7 @@ def test_what_transformers_saved_has_the_shapes_of_its_config(family: str, tmp_p
         check_shapes(result, "--model", bare_model(result.config))
 
 
-def test_config_and_weights_of_different_shapes(
+def test_config_and_weights_of_different_shapes_are_refused(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Student and teacher, in a dry run and in a run."""

@@ -269,7 +269,7 @@ def test_fused_experts_that_say_how_they_are_stored_are_pruned_by_include(family
     assert any(".experts." in weight.name for weight in expected)
 
 
-def test_listed_experts_of_a_family_without_rows() -> None:
+def test_listed_experts_of_a_family_without_rows_can_be_included() -> None:
     model = unknown("llama")
     for layer in model.model.layers:
         layer.mlp.experts = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 8)])

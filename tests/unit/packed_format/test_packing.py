@@ -39,7 +39,7 @@ def test_weights_come_back_bit_by_bit(shape: tuple[int, ...], input_axis: int, d
         assert (values.nbytes + positions.nbytes) / weight.nbytes == 0.5625
 
 
-def test_groups_with_fewer_non_zeros_and_minus_zero() -> None:
+def test_groups_with_fewer_non_zeros_keep_minus_zero() -> None:
     rows = [[0, 0, 0, 0], [0, 0, 0, 5], [-0.0, 0, 0, 3], [0, 2, 0, 0], [1, 0, 0, 1], [0, float("nan"), -0.0, 0]]
     weight = torch.tensor(rows)
     values, positions = pack24(weight, -1)
@@ -47,7 +47,7 @@ def test_groups_with_fewer_non_zeros_and_minus_zero() -> None:
     assert same_bits(unpack24(values, positions), weight)
 
 
-def test_a_byte_by_hand() -> None:
+def test_a_byte_is_that_by_hand() -> None:
     weight = torch.tensor([[0.0, 1, 2, 0, 3, 0, 0, 4]], dtype=torch.bfloat16)
     values, positions = pack24(weight, -1)
     assert values.tolist() == [[1, 2, 3, 4]]

@@ -135,7 +135,7 @@ def test_every_code_is_its_value(path: str, dtype: torch.dtype, grid: str) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
-def test_many_rows_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
+def test_many_rows_are_right_by_several_tiles_and_threads(path: str, dtype: torch.dtype) -> None:
     """Multiply by tiles of 64 or 256 outputs of 14336 inputs; up to 24 or 73 rows of x go without one."""
     torch.manual_seed(0)
     values, positions = packed(300, 14336, dtype)

@@ -63,7 +63,7 @@ def test_experts_without_rows_are_not_read() -> None:
     assert experts24(torch.randn(7, 20), values, positions, ENDS).isfinite().all()
 
 
-def test_compiled_whole_with_its_gradient() -> None:
+def test_experts_compile_to_one_graph_with_its_gradient() -> None:
     x = torch.randn(7, 20, requires_grad=True)
     operands = experts()
 

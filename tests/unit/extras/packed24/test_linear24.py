@@ -71,7 +71,7 @@ def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
         assert (product - expected).float().norm() <= 0.01 * expected.float().norm()  # scales are not rounded to dtype
 
 
-def test_compiled_whole_with_its_gradient() -> None:
+def test_a_product_compiles_to_one_graph_with_its_gradient() -> None:
     values, positions = packed(6, 20)
     x = torch.randn(3, 20, requires_grad=True)
 

@@ -107,7 +107,7 @@ def test_packed_experts_of_a_family_compute_as_dense_ones(
     assert torch.equal(logits(packed), logits(dense))
 
 
-def test_compiled_whole_in_bf16_with_an_adapter(tmp_path: Path) -> None:
+def test_packed_experts_compile_to_one_graph_and_train_an_adapter(tmp_path: Path) -> None:
     """Pass the adapter's gradient through the experts; they themselves are refused one."""
     _, folder = folders(tmp_path, "gpt_oss", "bfloat16")
     packed = load(folder)

@@ -57,7 +57,7 @@ def test_numbers_are_those_of_the_dense_product(shape: tuple[int, int], dtype: t
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("grid", "group"), [*((grid, None) for grid in GRIDS), ("int4", 32), ("int4", 64)])
-def test_numbers_of_rounded_values(grid: str, group: int | None, dtype: torch.dtype) -> None:
+def test_products_of_rounded_values_are_within_their_bound(grid: str, group: int | None, dtype: torch.dtype) -> None:
     for outputs, inputs in ((130, 448), (68, 1088), (4096, 4096)):
         values, positions, scale = (tensor.cuda() for tensor in rounded(outputs, inputs, grid, group))
         for rows in (1, 2, 5, 8, 9, 17, 25):
@@ -80,7 +80,7 @@ STAGED_SIZES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("grid", "group"), KINDS)
 @pytest.mark.parametrize(("shapes", "all_rows"), STAGED_SIZES)
-def test_staged_rows(
+def test_staged_products_are_within_their_bound(
     shapes: tuple[tuple[int, int], ...],
     all_rows: tuple[int, ...],
     grid: str | None,
@@ -102,7 +102,7 @@ def test_staged_rows(
                 assert within_bound(y.cpu(), x.cpu(), *on_cpu), (rows, inputs)
 
 
-def test_every_kind_of_staged_tiling() -> None:
+def test_every_kind_of_staged_tiling_is_right() -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     memory = mma_kernel.shared_memory_limit(0)
     for rows, outputs, inputs in ((60, 999, 4160), (120, 1000, 4096), (250, 264, 2048)):
@@ -117,7 +117,7 @@ def test_every_kind_of_staged_tiling() -> None:
             assert right(y, operands), tiling
 
 
-def test_every_kind_of_tiling() -> None:
+def test_every_kind_of_tiling_is_right() -> None:
     """Try the tilings that the rule knows, beside those that it takes here."""
     properties = torch.cuda.get_device_properties(0)
     memory = mma_kernel.shared_memory_limit(0)
@@ -160,7 +160,7 @@ def test_first_call_and_all_others_may_be_in_a_graph(inputs: int) -> None:
         assert right(y, (x, values, positions, bias))
 
 
-def test_on_the_current_stream_and_from_a_new_thread() -> None:
+def test_a_product_runs_on_the_current_stream_of_a_new_thread() -> None:
     operands = on_gpu(2, 300, 4096, torch.float16)
     products = []
     torch.cuda.synchronize()
@@ -189,7 +189,7 @@ def test_views_may_begin_anywhere() -> None:
 
 
 @torch.no_grad()
-def test_logits_of_a_packed_llama() -> None:
+def test_logits_of_a_packed_llama_are_as_exact_as_dense_ones() -> None:
     model = tiny_llama(hidden_size=256, intermediate_size=448).eval()
     for layer in model.model.modules():
         if isinstance(layer, nn.Linear):

@@ -72,7 +72,7 @@ def test_ends_and_positions_of_experts(operator: str, change: dict[str, Tensor],
         OPERATORS[operator](*(operands(operator) | change).values())
 
 
-def test_weights_without_inputs_or_experts() -> None:
+def test_weights_without_inputs_or_experts_are_refused() -> None:
     """Refuse a weight without inputs, by whose number kernels divide."""
     nothing = torch.ones(6, 0, dtype=torch.uint8)
     with pytest.raises(ValueError, match="no weight that is packed along its last axis"):
@@ -100,7 +100,7 @@ def test_sound_groups_are_found_sound_without_a_search_for_the_damage() -> None:
         require_operands("experts24", torch.ones(3, 128), *experts)
 
 
-def test_random_operands_under_the_address_sanitizer() -> None:
+def test_random_operands_are_refused_or_multiplied_rightly() -> None:
     """Without the sanitizer, where the compiler has none, a fault of memory may go unseen, and often does not."""
     command = [sys.executable, "-m", "tests.unit.extras.packed24.fuzzed_operands", "300"]
     environment = dict(os.environ)

@@ -54,7 +54,7 @@ def experts_of(flags: dict[str, bool]) -> Any:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_as_transformers_computes_them(variant: str) -> None:
+def test_packed_experts_compute_as_those_of_transformers(variant: str) -> None:
     experts = experts_of(VARIANTS[variant])
     x = torch.randn(9, HIDDEN)
     shares = torch.rand(9, 2)

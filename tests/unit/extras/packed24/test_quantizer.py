@@ -87,7 +87,7 @@ def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES | ROUNDED)
-def test_saved_packed_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path) -> None:
+def test_a_packed_model_is_saved_as_it_is_and_made_dense(folders: FOLDERS, name: str, tmp_path: Path) -> None:
     packed = load(folders[name][1])
     packed.save_pretrained(tmp_path / "again")
     first, two = TensorFolder(folders[name][1]), TensorFolder(tmp_path / "again")

@@ -19,7 +19,7 @@ SHARED_MEMORY = 64 * 1024
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def test_numbers_under_the_interpreter() -> None:
+def test_numbers_are_right_under_the_interpreter() -> None:
     run_interpreted("-m", "tests.unit.extras.packed24.interpreted")
 
 
@@ -134,7 +134,7 @@ def test_without_triton_the_reference_is_taken_and_says_so_once(
 @pytest.mark.parametrize("dtype", list(NAMES))
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 64, 128, 300])
 @pytest.mark.parametrize("grid", [None, "int8", "fp8_e4m3"])
-def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> None:
+def test_numbers_are_right_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> None:
     from sparseforge_ds.packed_format.packing import unpack24
     from tests.unit.extras.packed24.test_linear24 import packed, rounded
 
@@ -152,7 +152,7 @@ def test_numbers_on_a_gpu(rows: int, dtype: torch.dtype, grid: str | None) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [5, 300])
-def test_experts_on_a_gpu(rows: int) -> None:
+def test_experts_are_right_on_a_gpu(rows: int) -> None:
     from tests.unit.extras.packed24.test_linear24 import packed
 
     operands = [torch.stack(parts).cuda() for parts in zip(*(packed(130, 172) for _ in range(3)), strict=True)]

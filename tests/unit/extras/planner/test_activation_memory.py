@@ -96,7 +96,7 @@ def test_llama4_is_traced_where_it_is_heard() -> None:
 @pytest.mark.parametrize("teacher", [True, False])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mixtral"])
-def test_peak_of_a_pass(family: str, checkpointing: bool, teacher: bool) -> None:
+def test_the_peak_of_a_pass_is_planned(family: str, checkpointing: bool, teacher: bool) -> None:
     model, token_BS = real(family, checkpointing)
     other = real(family, False)[0].eval()
     layer = head_of(other)
@@ -152,7 +152,7 @@ def test_states_of_a_teacher_that_caps_its_logits_count_once() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
-def test_peak_of_a_teacher(family: str) -> None:
+def test_the_peak_of_a_teacher_is_planned(family: str) -> None:
     model, token_BS = real(family, False)
     model.eval()
     trace = traced(model, False).teacher
@@ -188,7 +188,7 @@ def test_a_family_that_looks_at_numbers_is_said() -> None:
         traced(tiny_models.BUILDERS["gpt_neo"](), True)
 
 
-def test_half_the_bytes_for_half_the_tokens_or_width() -> None:
+def test_half_the_tokens_or_width_take_half_the_bytes() -> None:
     model = tiny_models.tiny_llama()
     trace = traced(model, False)
     assert traced(model, False, micro_batch=BATCH // 2).saved == pytest.approx(trace.saved / 2, rel=0.02)

@@ -94,7 +94,7 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> N
     assert many.cache == 64 * first.cache
 
 
-def test_sliding_windows_and_shared_embeddings() -> None:
+def test_sliding_windows_and_shared_embeddings_save_bytes() -> None:
     full = model_bytes(qwen3_14b(num_hidden_layers=4), 1, 4096)
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     windows = model_bytes(qwen3_14b(num_hidden_layers=4, layer_types=kinds, sliding_window=1024), 1, 4096)

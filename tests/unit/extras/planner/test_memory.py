@@ -60,7 +60,7 @@ def total(model: Architecture, laid_out: MemorySettings, phase: str) -> int:
 
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("config", [llama2_7b, qwen3_14b, gpt2_xl])
-def test_zero2_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
+def test_zero2_takes_what_deepspeed_estimates(config: Any, ranks: int) -> None:
     """2 + 18 / N bytes a parameter: DeepSpeed counts fp32 gradients of all groups, and steps one group at a time."""
     model, laid_out = planned(2, ranks, config=config)
     _, reference = estimate_zero2_model_states_mem_needs(model.total, ranks, 1, cpu_offload=False)
@@ -69,7 +69,7 @@ def test_zero2_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("config", [llama2_7b, qwen3_14b, gpt2_xl])
-def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
+def test_zero3_takes_what_deepspeed_estimates(config: Any, ranks: int) -> None:
     """18 / N bytes a parameter, and 4 for those of the largest layer, which are not there in the same phase.
 
     At stage 2 the same estimate is 2 + 18 / N: at stage 3 it leaves out the 16-bit weights, divided though they are.
@@ -84,7 +84,7 @@ def test_zero3_as_deepspeed_estimates_it(config: Any, ranks: int) -> None:
     assert passes["gathered weights"] + passes["gathering"] == pytest.approx(largest, rel=0.1)
 
 
-def test_offload_as_deepspeed_estimates_it() -> None:
+def test_offload_takes_what_deepspeed_estimates() -> None:
     model, laid_out = planned(3, 8, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
     host, reference, _ = estimate_zero3_model_states_mem_needs(
         model.total, model.largest_module, 8, 1, additional_buffer_factor=1.0
@@ -111,7 +111,7 @@ def test_the_price_of_ours_is_6_bytes_and_two_bits_and_then_one_bit() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_each_stage_divides(stage: int) -> None:
+def test_each_stage_divides_its_states_by_the_ranks(stage: int) -> None:
     first, eight = (model_states(*planned(stage, ranks)) for ranks in (1, 8))
     for name, since in {"weights": 3, "master": 1, "moments": 1, "dense": 1, "mask": 1, "flip bits": 1}.items():
         assert first[name] / eight[name] == pytest.approx(8 if stage >= since else 1, rel=1e-3), name
@@ -259,7 +259,7 @@ def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12_and_a_bit() 
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp32 masters only"),
     ],
 )
-def test_layouts_without_an_estimate(content: dict[str, Any], message: str) -> None:
+def test_layouts_without_an_estimate_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_estimable(content)
 

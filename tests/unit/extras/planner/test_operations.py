@@ -54,12 +54,12 @@ def test_a_long_sequence_costs_almost_half_as_much_again() -> None:
         ),
     ],
 )
-def test_layers_that_see_less(kind: str, changes: dict[str, Any], expected: float) -> None:
+def test_layers_that_see_less_cost_less(kind: str, changes: dict[str, Any], expected: float) -> None:
     config = AutoConfig.for_model(kind, **SIZES, **changes)
     assert of_attention(config) == pytest.approx(4 * 4 * 8 * expected, rel=0.05)
 
 
-def test_latent_attention_and_none() -> None:
+def test_latent_attention_is_counted_and_none_costs_nothing() -> None:
     latent = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 8, "q_lora_rank": 8}
     assert of_attention(AutoConfig.for_model("deepseek_v3", **SIZES, **latent)) == 2 * LENGTH * 4 * (24 + 12) / 2 * 4
     assert of_attention(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=40)) == 0

@@ -176,7 +176,7 @@ def test_the_help_has_the_memory_of_every_gpu(capsys: pytest.CaptureFixture[str]
         assert f"{name} ({gpu.memory:g}" in output
 
 
-def test_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_configurations_are_planned_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [
         str(ROOT / "ds_configs" / name) for name in ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
     ]
@@ -220,7 +220,7 @@ def test_another_teacher_takes_memory_of_its_size(
         (["--teacher", "{vit}"], "a vit model is no causal language model"),
     ],
 )
-def test_errors_in_one_line(
+def test_errors_are_one_line(
     arguments: list[str],
     message: str,
     qwen: str,
@@ -299,7 +299,9 @@ def test_a_proposed_block_is_pasted_and_planned(tmp_path: Path, capsys: pytest.C
     assert result["model"]["masked"] / result["model"]["linear"] < 0.12
 
 
-def test_a_family_with_attention_classes_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_with_attention_classes_of_its_own_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_dense(FalconConfig).config.save_pretrained(tmp_path)
     block = str(write_json(tmp_path / "ds.json", deepspeed_json()))
     assert plan("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--deepspeed", block) == 0
@@ -319,7 +321,7 @@ def test_any_family_prints_what_can_be_pasted(tmp_path: Path, capsys: pytest.Cap
     assert "2:4 in 8 weights: 100.0% of the linear weights" in capsys.readouterr().out
 
 
-def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_without_rows_needs_allow_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--allow_dense` of the planner is the launcher's."""
     BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
     arguments = ("--model", str(tmp_path), "--gpus", "2", "--deepspeed", ZERO3)
@@ -331,7 +333,7 @@ def test_a_family_without_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no weight of this bloom model is left to prune" in capsys.readouterr().err
 
 
-def test_gpus_that_share_sequences(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_that_share_sequences_divide_the_activations(qwen: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--model", qwen, "--gpus", "8", "--deepspeed", ZERO3, "--seq_length", "8192", "--global_batch", "8")
     (full,) = plan_json(capsys, *arguments)
     (shared,) = plan_json(capsys, *arguments, "--sequence_parallel", "4")

@@ -55,7 +55,7 @@ def test_a_block_that_does_not_fit_is_not_measured(
     assert not any(line.startswith("time") for line in lines)
 
 
-def test_what_a_plan_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_fit_a_plan_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = qwen3_14b(num_hidden_layers=2).to_dict()
     folder = write_json(tmp_path / "config.json", json.loads(json.dumps(content, default=str))).parent
     words = ["prune", str(folder), str(tmp_path / "out"), "--text", "text.jsonl"]

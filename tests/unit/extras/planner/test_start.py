@@ -24,7 +24,7 @@ def phase(model: Any, laid_out: Any) -> dict[str, int]:
     return memory(model, laid_out, lambda *_: NOTHING).phases.get("start", {})
 
 
-def test_memory_tokens_and_operations() -> None:
+def test_a_start_is_planned_in_memory_tokens_and_operations() -> None:
     assert phase(*of_blocks({})) == {} and start_tokens(of_blocks({})[1]) == 0
     # A short run gives all its tokens, and a long one a share.
     for steps, tokens in ((100, 100 * 8 * 128), (1000, 131_072), (10_000, 0.05 * 10_000 * 8 * 128)):

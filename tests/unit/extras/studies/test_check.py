@@ -40,7 +40,7 @@ def test_what_can_run_passes(tmp_path: Path, content: dict[str, Any]) -> None:
     assert {key for key, value in after.items() if value != later[key]} == {"model_files", "teacher_files"}
 
 
-def test_a_family_without_rows(tmp_path: Path, content: dict[str, Any]) -> None:
+def test_baselines_of_a_family_without_rows_prune_what_runs_do(tmp_path: Path, content: dict[str, Any]) -> None:
     """Let the baseline prune what the runs do."""
     bloom = write_model(tmp_path / "bloom", tiny(BloomConfig, n_layer=2, n_head=4, vocab_size=BYTE_VOCABULARY)())
     changes = {**content, "model": str(bloom), "flags": {"any_family": True}, "methods": {"ours": OURS}}

@@ -61,7 +61,7 @@ def test_every_budget_has_a_rate_of_its_own_where_asked(tmp_path: Path) -> None:
         choose_rates(config, scores)
 
 
-def test_a_rate_at_the_edge_of_the_grid() -> None:
+def test_a_rate_at_the_edge_of_its_grid_is_marked() -> None:
     assert at_the_edge((0.001, 0.002), 0.002) and not at_the_edge((0.5,), 0.5), "one value is no grid"
     assert not at_the_edge((1e-3, 2e-3, 4e-3), 2e-3) and at_the_edge((1e-3, 2e-3, 4e-3), 1e-3)
     assert not at_the_edge((), None)
@@ -88,7 +88,7 @@ def test_a_decay_is_chosen_with_the_learning_rate(tmp_path: Path) -> None:
         read_comparison(write(tmp_path, methods={"ours": {"decays": [0.1]}}, reference="ours"))
 
 
-def test_a_method_that_always_diverges(tmp_path: Path) -> None:
+def test_a_method_that_always_diverges_is_refused(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path))
     scores = {run.name: math.inf for run in selection_runs(config)}
     with pytest.raises(ValueError, match="methods.fixed: diverges at all learning rates with 40 steps; add lower ones"):
@@ -108,7 +108,7 @@ def test_the_command_is_the_launchers(tmp_path: Path) -> None:
     assert content["train_batch_size"] == 8 and content["sparseforge"]["max_steps"] == 40
 
 
-def test_flags_of_every_kind(tmp_path: Path) -> None:
+def test_flags_of_every_kind_reach_the_run(tmp_path: Path) -> None:
     """null is a flag's own default, also where the file has another one for all methods."""
     (tmp_path / "eval.jsonl").write_text("")
     flags = {

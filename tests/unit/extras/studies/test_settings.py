@@ -34,7 +34,7 @@ def write(folder: Path, **changes: Any) -> str:
     return str(folder / "config.json")
 
 
-def test_what_a_config_means(tmp_path: Path) -> None:
+def test_a_config_gives_each_method_its_block(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path))
     assert (config.budgets, config.seeds, config.learning_rates) == ((40, 80), (3, 0), (1e-3, 2e-3))
     assert config.validation_text == HeldOutText(

@@ -34,7 +34,7 @@ ROWS = [
 ]
 
 
-def test_mean_and_sample_deviation() -> None:
+def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
     (line,) = summarize([row("a", seed, value) for seed, value in enumerate((1.0, 2.0, 6.0))], "a").itertuples()
     assert line.test == 3.0 and line.test_deviation == pytest.approx(math.sqrt(7.0)) and line.seeds == 3
     assert spread(line.test, line.test_deviation) == "3 ± 2.6"

@@ -22,7 +22,7 @@ def config_of(folder: Path, validation: list[int | None], test: list[int | None]
     return read_comparison(write(folder, **changes))
 
 
-def test_parts_of_a_file(tmp_path: Path) -> None:
+def test_parts_of_a_file_are_texts_of_their_own(tmp_path: Path) -> None:
     texts = read_texts(config_of(tmp_path, [1, 3], [3, None], ["other"]))
     assert texts.validation == ["story 1", "story 2"] and texts.test == ["story 3", "story 4", "story 5"]
     assert not texts.notes

@@ -9,7 +9,7 @@ import pytest
 from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, read_result, wait_for_lock
 
 
-def test_how_a_run_ended(tmp_path: Path) -> None:
+def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     trainer = Trainer(1, 1, None)
     log = tmp_path / "run.log"
     trainer.check_outcome([0, 0], {}, log, 0)

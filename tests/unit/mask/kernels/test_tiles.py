@@ -46,7 +46,7 @@ GPUS = [("cuda", 90, 32), ("hip", "gfx942", 64)]
 """H100 and MI300: backend, architecture, threads of a warp."""
 
 
-def test_bits_under_the_interpreter() -> None:
+def test_tiles_have_the_readable_functions_bits() -> None:
     run_interpreted("-m", "tests.unit.mask.kernels.interpreted")
 
 

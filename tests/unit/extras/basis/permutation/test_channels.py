@@ -98,7 +98,7 @@ def test_every_input_axis_has_channels_that_move(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_heads_without_groups_and_tied_embeddings(family: str) -> None:
+def test_heads_without_groups_and_tied_embeddings_can_be_reordered(family: str) -> None:
     model = randomized(BUILDERS[family](num_key_value_heads=4, tie_word_embeddings=True))
     before = logits(model)
     reorder(model, "all")
@@ -112,7 +112,7 @@ def test_opt_without_projections_has_a_residual_order() -> None:
     torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=2e-5)
 
 
-def test_queries_without_a_latent() -> None:
+def test_queries_without_a_latent_can_be_reordered() -> None:
     model = randomized(BUILDERS["deepseek_v2"](q_lora_rank=None))
     before = logits(model)
     reorder(model, "all")

@@ -42,7 +42,7 @@ def test_kept_score_is_that_of_the_groups() -> None:
 
 
 @pytest.mark.parametrize("pattern", [NM(2, 4), NM(1, 4), NM(3, 4), NM(4, 8)], ids=str)
-def test_better_than_identity_and_than_sorted(pattern: NM) -> None:
+def test_an_order_keeps_more_than_identity_and_sorted_channels(pattern: NM) -> None:
     score_BCR = scores(3, 64, 40) * torch.linspace(0.2, 2, 64)[None, :, None]
     order_BC = best_order(score_BCR, pattern, seed=0)
     assert torch.equal(order_BC.sort(-1).values, plain(score_BCR))
@@ -51,7 +51,7 @@ def test_better_than_identity_and_than_sorted(pattern: NM) -> None:
     assert (kept_B > kept_score(score_BCR, dealt(score_BCR, pattern.members), pattern)).all()
 
 
-def test_near_the_best_of_all_orders() -> None:
+def test_an_order_is_near_the_best_of_all() -> None:
     """Compare with the 35 ways to make two groups of 4 of 8 channels."""
     score_BCR = scores(20, 8, 12)
     ways = [(0, *rest) for rest in itertools.combinations(range(1, 8), 3)]
@@ -72,7 +72,7 @@ def test_channels_that_would_lose_each_other_are_parted() -> None:
     assert kept_score(score_BCR, best_order(score_BCR, NM(2, 4), seed=0), NM(2, 4)).item() == 16
 
 
-def test_the_same_every_time_and_block_by_block() -> None:
+def test_an_order_is_a_function_of_its_seed() -> None:
     score_BCR = scores(4, 32, 16)
     order_BC = best_order(score_BCR, NM(2, 4), seed=3)
     assert torch.equal(order_BC, best_order(score_BCR, NM(2, 4), seed=3))

@@ -44,7 +44,7 @@ def test_a_model_of_nan_is_refused_before_the_search() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
-def test_any_pattern_in_a_row(pattern: str) -> None:
+def test_a_model_is_rotated_for_any_pattern_in_a_row(pattern: str) -> None:
     model = built("llama")
     before = logits(model)
     facts = rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(pattern=pattern), steps=30)
