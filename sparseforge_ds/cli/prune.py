@@ -9,17 +9,17 @@ from typing import Any
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
-MASKS = ("sparsegpt", "annealed", "wanda", "magnitude")
+MASKS = ("sparsegpt", "wanda", "magnitude")
 TOKENS = 131072
 
 _EPILOG = """\
-Each decoder block gets its mask. Then its kept weights and norms are trained to reproduce the outputs of the dense
-block. --epochs 0 does without that training: SparseGPT, Wanda or magnitude as published.
+Each decoder block gets its first masks. Then its weights and norms are trained to reproduce the outputs of the dense
+block; in the first part of that, masks are soft and move. --soft 0 keeps the first masks, and --epochs 0 trains
+nothing: SparseGPT, Wanda or magnitude as published.
 
-masks:
-  sparsegpt  SparseGPT on the inputs that the pruned model makes; default, except for mixtures with fused experts
-  annealed   soft masks, annealed by the error of the block; default for mixtures with fused experts
-  wanda      |W| times the norm of the input
+first masks:
+  sparsegpt  SparseGPT on the inputs that the pruned model makes; default, except for fused experts and tiles
+  wanda      |W| times the norm of the input; default for these
   magnitude  |W|
 
 Weights are read from MODEL block by block. Memory holds one block in fp32 with Adam's moments, and the hidden states of
@@ -48,7 +48,8 @@ def register(commands: Any) -> None:
     add("--text", required=True, help="text to prune on, as for `sparseforge evaluate`")
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the pattern that every pruned weight gets (default: 2:4)")
-    add("--mask", choices=MASKS, help="source of the masks, see below")
+    add("--mask", choices=MASKS, help="source of the first masks, see below")
+    add("--soft", type=float, metavar="SHARE", help="share of a block's steps in which masks move (default: 0.4)")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
     add("--epochs", type=int, default=4, metavar="N", help="passes of a block's training over them (default: 4)")
     add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of a block's weights (default: 0.02)")
@@ -83,7 +84,10 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.prune.sequences import read_sequences
 
     rate = BlockStartConfig.rate if args.rate is None else args.rate
-    block_start = BlockStartConfig(mask=args.mask, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch)
+    soft = BlockStartConfig.soft if args.soft is None else args.soft
+    block_start = BlockStartConfig(
+        mask=args.mask, soft=soft, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch
+    )
     block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed}
     config = SparseForgeConfig.from_dict(block)
     shard_bytes = parse_size(args.max_shard_size)

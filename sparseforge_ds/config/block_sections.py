@@ -7,7 +7,7 @@ from typing import Literal
 
 from sparseforge_ds.config.strict import require
 
-BlockStartMask = Literal["sparsegpt", "annealed", "wanda", "magnitude"]
+BlockStartMask = Literal["sparsegpt", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
 
 _SHARE_OF_RUN = 0.05
@@ -233,14 +233,17 @@ class QuantizeConfig:
 class BlockStartConfig:
     """Start that is trained block by block, before the first step.
 
-    Each decoder block gets its mask, and its kept weights are trained to give the dense block's outputs, before the
-    next block follows. docs/concepts/schedule.md describes it, and docs/guides/closer.md says what it brings.
+    Each decoder block gets its first masks, and its weights are trained to give the dense block's outputs, before the
+    next block follows. In the first part of that training the masks are soft and move. docs/concepts/schedule.md
+    describes it, and docs/guides/closer.md says what it brings.
     """
 
     mask: BlockStartMask | None = None
-    """Rule that chooses a block's mask. `sparsegpt`: SparseGPT on the inputs that the pruned model gives the block.
-    `annealed`: soft masks that follow the block's own error. `wanda` and `magnitude`. null: `sparsegpt`, but `annealed`
-    for fused experts, which sparsegpt cannot measure."""
+    """Rule that chooses a block's first masks. `sparsegpt`: SparseGPT on the inputs that the pruned model gives the
+    block. `wanda` and `magnitude`. null: `sparsegpt`, but `wanda` for fused experts and for tiles."""
+    soft: float = 0.4
+    """Share of a block's Adam steps in which its masks are soft: from the first masks on they follow the block's own
+    error, and then freeze. 0 keeps the first masks."""
     tokens: int | None = None
     """Tokens that every block is trained on, the first of the run; null: 5% of the run's, but at least 131,072 (or all)
     and at most 2 million."""
@@ -260,6 +263,7 @@ class BlockStartConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, f"start.{name}", value, "use null or an integer >= 1")
         require(self.epochs >= 0, "start.epochs", self.epochs, "use an integer >= 0")
+        require(0 <= self.soft <= 1, "start.soft", self.soft, "use a fraction from 0 to 1")
         require(self.rate > 0, "start.rate", self.rate, "use a value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
 
@@ -269,6 +273,11 @@ class BlockStartConfig:
             return self.tokens
         share = min(max(round(_SHARE_OF_RUN * run_tokens), _FEWEST_TOKENS), _MOST_TOKENS)
         return min(share, run_tokens) if run_tokens else _FEWEST_TOKENS
+
+    def soft_steps(self, steps: int) -> int:
+        """Return how many of a block's Adam steps have soft masks; 0, or at least the 2 that an update needs."""
+        count = round(self.soft * steps)
+        return count if count > 1 else 0
 
     def sequences_of_step(self, tokens: int, length: int) -> int:
         """Return the sequences of an Adam step.

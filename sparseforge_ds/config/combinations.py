@@ -85,18 +85,13 @@ def _check_start(config: SparseForgeConfig) -> None:
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null'
         )
-    if block_start.mask == "annealed" and not block_start.epochs:
-        raise ValueError(
-            "sparseforge.start.epochs = 0: annealed masks are found while a block is trained; use 1 or more, or another"
-            " mask"
-        )
     if config.reconstruction is not None:
         raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
     # 2. The rule must know the pattern, and branches something to begin from.
     if block_start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
             f"sparseforge.start.mask: sparsegpt makes masks of an n:m pattern, not {config.pattern}; use "
-            '"annealed", "wanda" or "magnitude"'
+            '"wanda" or "magnitude"'
         )
     if config.soft is None and config.low_rank is not None and not config.moves_weights_into_branches:
         raise ValueError(

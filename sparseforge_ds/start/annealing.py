@@ -1,5 +1,7 @@
 """Soft masks that are annealed inside one decoder block, by the block's own error (eqs. 3 to 11).
 
+They begin at 1 on weights that already have a first mask: what it pruned is 0, and comes back where it grows.
+
 This is the method of `methods.soft_mask` on whole matrices. Scores come from row and column sums of squared gradients
 of each token; the published weight is a blend of soft and hard mask, and W moves by the share m_eff of each optimizer
 step.
@@ -32,8 +34,6 @@ DECAY = 0.9
 """Decay of the running sums, once an update; their scale cancels in a standardized score."""
 DAMPING = 1e-4
 """eps of the score, relative to the mean curvature of a matrix (eq. 3)."""
-SOFT_SHARE = 0.4
-"""Share of a block's steps in which its masks are soft."""
 
 
 @dataclass
@@ -65,56 +65,51 @@ class Annealing:
         weights: Sequence[PrunableWeight],
         pattern: Pattern,
         steps: int,
+        first_masks: Mapping[str, Tensor],
         starved: Mapping[str, Tensor],
     ) -> None:
-        """Begin with the dense weights, and halve those that magnitude would prune.
-
-        With all of them whole, the error of the block and its gradient would be 0.
+        """Begin with masks of ones.
 
         Args:
-            block: the decoder block with its dense weights.
+            block: the decoder block; what its first masks prune is 0.
             weights: its prunable weights, by names inside the block.
             pattern: of the masks.
-            steps: optimizer steps of the whole training of the block.
-            starved: (E,) bool by weight of experts: True for experts that keep magnitude's mask.
+            steps: optimizer steps until the masks freeze, at least 2.
+            first_masks: bool in the shape of each weight.
+            starved: (E,) bool by weight of experts: True for experts that keep their first mask.
         """
         self._block = block
         self._pattern = pattern
         self._squares = InputSquares()
-        # The default schedule, squeezed into the soft share of the steps.
+        # The default schedule, squeezed into these steps.
         defaults = SoftMaskConfig()
-        schedule = defaults.schedule(max(1, round(steps * SOFT_SHARE / defaults.hardening[1])))
+        schedule = defaults.schedule(max(1, round(steps / defaults.hardening[1])))
         self.schedule = replace(schedule, freeze_step=min(schedule.freeze_step, steps))
         self._soft: dict[str, _Annealed] = {}
         for weight in weights:
-            soft = self._begin(weight, starved.get(weight.name))
-            self._soft[weight.name] = soft
-            self._publish(soft)
+            self._soft[weight.name] = self._begin(weight, first_masks[weight.name], starved.get(weight.name))
 
-    def _begin(self, weight: PrunableWeight, starved_E: Tensor | None) -> _Annealed:
-        """Return a weight with a mask of ones, and an effective mask of ones and halves by magnitude."""
+    def _begin(self, weight: PrunableWeight, first_mask: Tensor, starved_E: Tensor | None) -> _Annealed:
+        """Return a weight with a mask of ones, or with its first mask for starved experts."""
         parameter = self._block.get_parameter(weight.name)
         dense = parameter.detach().reshape(-1).clone()
-        groups_GM = self._pattern.to_groups(dense, weight.shape, weight.input_axis)
-        top_GM = survivors(groups_GM.abs(), self._pattern)
-        kept = self._pattern.from_groups(top_GM, weight.shape, weight.input_axis)
         sums = dense.new_zeros(weight.matrices, sum(weight.matrix), dtype=torch.float64)
         soft = _Annealed(
             weight=weight,
             parameter=parameter,
             dense=dense,
             mask=torch.ones_like(dense),
-            effective=kept.float().mul_(0.5).add_(0.5),
+            effective=torch.ones_like(dense),
             sums=sums,
             new_sums=sums.clone(),
         )
-        # Matrices of experts with too few tokens have magnitude's mask from the beginning.
+        # Masks of experts with too few tokens do not move.
         if starved_E is not None:
             fixed_M = starved_E.repeat_interleave(weight.matrices // len(starved_E))
             soft.fixed = fixed_M.tolist()
             for mask in (soft.mask, soft.effective):
                 mask_MN = mask.view(weight.matrices, -1)
-                mask_MN.copy_(torch.where(fixed_M[:, None], kept.view_as(mask_MN).float(), mask_MN))
+                mask_MN.copy_(torch.where(fixed_M[:, None], first_mask.view_as(mask_MN).float(), mask_MN))
         return soft
 
     @contextmanager

@@ -31,19 +31,15 @@ def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], patt
         ValueError: these weights, or this pattern, cannot have such a mask.
     """
     fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
-    default: BlockStartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "annealed"
+    default: BlockStartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "wanda"
     kind = settings.mask or default
     if kind == "sparsegpt" and fused is not None:
         raise ValueError(
             f'start.mask "sparsegpt" needs the inputs of a linear layer for every weight, which {fused} of fused '
-            'experts has not; use "annealed" or "wanda"'
+            'experts has not; use "wanda" or "magnitude"'
         )
     if kind == "sparsegpt" and not isinstance(pattern, NM):
-        raise ValueError(f'start.mask "sparsegpt" needs an n:m pattern, not {pattern}; use "annealed" or "wanda"')
-    if kind == "annealed" and not settings.epochs:
-        raise ValueError(
-            "start.epochs 0: annealed masks are found while a block is trained; use an integer >= 1, or another mask"
-        )
+        raise ValueError(f'start.mask "sparsegpt" needs an n:m pattern, not {pattern}; use "wanda" or "magnitude"')
     return kind
 
 

@@ -1,4 +1,4 @@
-"""Pruning of one decoder block: its first mask, then Adam on the kept weights, against the dense block's own output.
+"""Pruning of one decoder block: first masks, then Adam on masks and weights, against the dense block's own output.
 
 Two streams of hidden states go from block to block. The dense stream gives the targets: the outputs of the dense block
 for its inputs in the dense model. The pruned stream has the inputs that the block gets in the pruned model, so that it
@@ -45,13 +45,13 @@ class SolvedBlock:
     masks: dict[str, Tensor]
     """Mask of each weight, bool in its shape, by its name inside the block."""
     error_before: float = math.nan
-    """Error of the block with its first mask, which where masks are annealed is that of magnitude: mean over tokens of
-    squared distance from the dense block's output, by the squared length of that. NaN if nothing is pruned."""
+    """Error of the block with its first masks: mean over tokens of squared distance from the dense block's output, by
+    the squared length of that. NaN if nothing is pruned."""
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
     """Number of experts of a weight that saw fewer tokens than they have inputs. They keep dense values under their
-    first mask, which of annealed ones is that of magnitude."""
+    first mask."""
 
 
 def no_reduce(_tensors: list[Tensor]) -> None:
@@ -129,11 +129,6 @@ class _Solver:
         self.block.eval().requires_grad_(False)
         # What makes no sense is refused before anything is computed.
         kind = mask_for(self.settings, self.weights, self.pattern) if self.weights else ""
-        if kind == "annealed" and self._steps < 2:
-            raise ValueError(
-                f"annealed masks move between Adam steps, and these tokens make {self._steps} for each block; give "
-                "more tokens, more epochs, or smaller batches"
-            )
         # The dense stream moves on while the block is dense: from here on it has the targets.
         self._advance(self.dense)
         if not self.weights:
@@ -143,15 +138,12 @@ class _Solver:
         moments = self._measure_inputs(kind)
         starved = self._starved_experts(moments)
         solved = SolvedBlock({}, few_tokens={name: int(starved_E.sum()) for name, starved_E in starved.items()})
-        # Masks come before training, or by it.
-        if kind == "annealed":
-            solved.error_before = self._error_by_magnitude(moments)
-            solved.masks = self._train(None, starved)
-        else:
-            masks = self._first_masks(kind, moments)
-            del moments
-            solved.error_before = self._error()
-            solved.masks = self._train(masks, starved) if self.settings.epochs else masks
+        # First masks come before training, and move in its first part.
+        solved.masks = self._first_masks(kind, moments)
+        del moments
+        solved.error_before = self._error()
+        if self.settings.epochs:
+            solved.masks = self._train(solved.masks, starved)
         # The pruned stream moves on through the weights as they will be stored.
         for name, dtype in self.options.stored.items():
             parameter = self.block.get_parameter(name)
@@ -237,20 +229,11 @@ class _Solver:
             masks[weight.name] = kept
         return masks
 
-    def _error_by_magnitude(self, moments: InputMoments) -> float:
-        """Measure the error with the masks of magnitude, and leave the block dense."""
-        dense = {weight.name: self.block.get_parameter(weight.name).detach().clone() for weight in self.weights}
-        self._first_masks("magnitude", moments)
-        error = self._error()
-        for name, value in dense.items():
-            self.block.get_parameter(name).data.copy_(value)
-        return error
-
-    def _train(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run Adam on the kept weights, and return the masks.
+    def _train(self, masks: dict[str, Tensor], starved: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run Adam on the weights, and return the masks.
 
         Args:
-            masks: None to anneal them in the first part of the steps.
+            masks: the first masks, which are soft in the first part of the steps.
             starved: result of `_starved_experts`.
         """
         settings = self.settings
@@ -260,8 +243,10 @@ class _Solver:
         # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
         squares = torch.stack([matrix.detach().square().sum() for matrix in matrices])
         rate = settings.rate * math.sqrt(float(squares.sum()) / sum(matrix.numel() for matrix in matrices))
-        annealing = None if masks else Annealing(self.block, self.weights, self.pattern, steps, starved)
-        fixed = self._fixed(masks, starved)
+        annealing = None
+        if soft_steps := settings.soft_steps(steps):
+            annealing = Annealing(self.block, self.weights, self.pattern, soft_steps, masks, starved)
+        fixed = self._fixed(None if annealing else masks, starved)
         optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed)
         order: list[int] = []
@@ -296,7 +281,6 @@ class _Solver:
                 for matrix, kept, fixed_elements in zip(matrices, masks.values(), fixed, strict=True):
                     matrix.data.masked_fill_(~kept, 0.0)
                     optimizer.state[matrix]["exp_avg"].masked_fill_(fixed_elements, 0.0)
-        assert masks is not None
         self.block.requires_grad_(False)
         return masks
 

@@ -31,7 +31,7 @@ from tests.zero.test_forge import message_of
 from tests.zero.test_trainer import deepspeed_json, losses_of, padded, trainer_of
 
 BATCHES = 6
-START = {"tokens": BATCHES * GLOBAL_BATCH * LENGTH, "epochs": 3, "rate": 0.02}
+START = {"tokens": BATCHES * GLOBAL_BATCH * LENGTH, "epochs": 3, "rate": 0.02, "soft": 0}
 BLOCK = {"max_steps": 4, "exclude": ["*.down_proj.weight"], "start": START, "method": {"hardening": [0, 0]}}
 CASE = Case(model="llama_deep", config=BLOCK, steps=4)
 FLIPS = 0.01
@@ -77,15 +77,16 @@ def moving(case: Case) -> Case:
     return replace(case, config=case.config | block)
 
 
-def annealed(case: Case) -> Case:
-    return replace(case, config=case.config | {"start": {**START, "mask": "annealed"}})
+def soft(case: Case) -> Case:
+    """Return the case with masks that move inside the blocks."""
+    return replace(case, config=case.config | {"start": {**START, "soft": 0.4}})
 
 
 LAUNCHES: dict[int, dict[str, Case]] = {
-    1: {"stage 0": CASE, "stage 3": replace(CASE, stage=3), "annealed": annealed(CASE), "moving": moving(CASE)},
+    1: {"stage 0": CASE, "stage 3": replace(CASE, stage=3), "soft": soft(CASE), "moving": moving(CASE)},
     2: {
         **{f"stage {stage}": replace(CASE, stage=stage) for stage in range(4)},
-        "annealed": annealed(replace(CASE, stage=3)),
+        "soft": soft(replace(CASE, stage=3)),
         "moving": moving(CASE),
         "moving, stage 3": moving(replace(CASE, stage=3)),
         "bf16": replace(CASE, stage=1, dtype="bf16"),
@@ -109,8 +110,8 @@ def test_masks_are_the_same_at_every_stage_and_but_for_ties_on_any_number_of_ran
     for (ranks, name), record in records.items():
         if name == "bf16" or name.startswith("moving"):
             continue
-        alone = records[1, "annealed" if name == "annealed" else "stage 0"]
-        first = record if name == "annealed" else records[ranks, "stage 0" if ranks < 3 else "stage 1"]
+        alone = records[1, "soft" if name == "soft" else "stage 0"]
+        first = record if name == "soft" else records[ranks, "stage 0" if ranks < 3 else "stage 1"]
         flipped = total = 0
         for weight, mask in alone["mask"].items():
             assert torch.equal(record["mask"][weight], first["mask"][weight]), (ranks, name, weight)
@@ -162,7 +163,7 @@ def resumed_behind_the_start(folder: str) -> bool:
 
 
 def _ends_alike(folder: Path, model: str) -> bool:
-    mixture = {"start": {**START, "mask": "annealed"}, "exclude": []} if model == "qwen3_moe" else {}
+    mixture = {"start": {**START, "soft": 0.4}, "exclude": []} if model == "qwen3_moe" else {}
     case = moving(Case(model=model, stage=3, config=BLOCK | mixture, steps=4))
     ends = []
     for resumes in (False, True):
@@ -186,7 +187,7 @@ def test_a_start_is_not_made_again_where_masks_move_after_it(tmp_path: Path) -> 
 
 
 FIXED = {"max_steps": 2, "method": {"hardening": [0, 0]}, "start": START}
-SOFT_INSIDE = {**FIXED, "start": {**START, "mask": "annealed"}}
+SOFT_INSIDE = {**FIXED, "start": {**START, "soft": 0.4}}
 OTHERS = {
     "inputs first": Case(model="gpt2", stage=1, config=FIXED),
     "branches": Case(stage=2, config={**FIXED, "low_rank": {"k": 4}}),

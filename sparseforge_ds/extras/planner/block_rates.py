@@ -18,17 +18,18 @@ from sparseforge_ds.extras.planner.prune_work import PruneWork
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.registration import build_model
+from sparseforge_ds.start.annealing import Annealing
 from sparseforge_ds.start.blocks import body_of, capture_inputs, run_block
 from sparseforge_ds.start.first_mask import InputMoments, choose_by_score
 from sparseforge_ds.start.solve import no_reduce
 from sparseforge_ds.transformers_internals import no_init_weights
 
-_UPDATES = 15
-"""Mask updates of a block that is annealed, about."""
 _LAUNCHES = 60e-6
 """Seconds that a GPU's small kernels take for each column that SparseGPT decides, about."""
 _STEP_BYTES = 40
 """Bytes of a weight that an Adam step reads and writes: gradient, W, both moments, and the zeros of new gradients."""
+_SOFT_BYTES = 60
+"""Bytes of a weight that a step with soft masks reads and writes besides: W, m_eff, and the published weight."""
 _COPIED = 8e9
 """Bytes a second between a GPU and memory of the host that is not pinned, about."""
 _COLUMNS = 512
@@ -57,6 +58,10 @@ class BlockRates:
     """Seconds of the masks of a block."""
     step: float
     """Seconds of an optimizer step."""
+    sums: float
+    """Seconds that the sums for soft masks add to a token's backward pass."""
+    soft_step: float
+    """Seconds that soft masks add to an optimizer step. Their few updates are left out."""
 
     def seconds(self, work: PruneWork, copied: bool) -> dict[str, float]:
         """Return the seconds of all blocks, by part of the work.
@@ -66,7 +71,10 @@ class BlockRates:
             copied: True if the streams are not where the device computes.
         """
         forward = work.tokens * (self.forward * work.forward_passes() + self.inputs * work.needs_inputs)
+        soft_steps = work.block_start.soft_steps(work.steps)
+        soft_tokens = soft_steps / max(1, work.steps) * work.tokens * work.block_start.epochs
         training = work.tokens * work.block_start.epochs * self.backward + work.steps * self.step
+        training += soft_tokens * self.sums + soft_steps * self.soft_step
         # Both streams are read and written, and the pruned one is measured; each epoch reads both.
         copies = (5 + 2 * work.block_start.epochs) * work.streams / 2 / _COPIED if copied else 0.0
         parts = {
@@ -96,7 +104,8 @@ def assumed_rates(work: PruneWork, gpu: Gpu, mfu: float) -> BlockRates:
             for outputs, inputs in work.matrices
         )
     step = _STEP_BYTES * masked / (gpu.bandwidth * 1e9)
-    return BlockRates(forward, 3 * forward, inputs, first_mask, step)
+    soft_step = _SOFT_BYTES * masked / (gpu.bandwidth * 1e9)
+    return BlockRates(forward, 3 * forward, inputs, first_mask, step, 0.0, soft_step)
 
 
 def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.device) -> BlockRates:
@@ -113,7 +122,8 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
     size, length = (work.micro_batches[0], work.seq_length) if device.type == "cuda" else (1, min(512, work.seq_length))
     tokens = size * length
     block, call = _random_block(config, work, device, size, length)
-    parameters = [block.get_parameter(weight.name) for weight in work.block.weights]
+    names = [weight.name for weight in work.block.weights]
+    parameters = [block.get_parameter(name) for name in names]
     clock = _Clock(device)
 
     # A forward pass, alone and with the measurement of its inputs.
@@ -132,7 +142,7 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
         first_mask = _first_mask_seconds(work, block, inputs / tokens / inputs_squared, clock)
 
     # A step of Adam behind a forward and backward pass; the first makes its moments.
-    backward = step = 0.0
+    backward = step = sums = soft_step = 0.0
     if work.block_start.epochs:
         for parameter in parameters:
             parameter.requires_grad_(True)
@@ -149,7 +159,13 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
         move()
         backward = clock.seconds(train)
         step = clock.seconds(move)
-    return BlockRates(forward / tokens, backward / tokens, inputs / tokens, first_mask, step)
+        if work.block_start.soft_steps(work.steps):
+            masks = {name: torch.ones_like(block.get_parameter(name), dtype=torch.bool) for name in names}
+            annealing = Annealing(block, work.block.weights, work.pattern, work.steps, masks, {})
+            with annealing.collect_sums():
+                sums = max(0.0, clock.seconds(train) - backward)
+            soft_step = clock.seconds(lambda: annealing.after_step(1, no_reduce))
+    return BlockRates(forward / tokens, backward / tokens, inputs / tokens, first_mask, step, sums / tokens, soft_step)
 
 
 def _once(call: Callable[[], Tensor]) -> Iterator[None]:
@@ -172,8 +188,7 @@ def _first_mask_seconds(work: PruneWork, block: nn.Module, moments_rate: float, 
         weight = max(work.block.weights, key=lambda weight: weight.numel)
         value = block.get_parameter(weight.name).data
         once = clock.seconds(lambda: choose_by_score(weight, value, work.pattern, None))
-        updates = _UPDATES if kind == "annealed" else 1
-        return once * updates * sum(other.numel for other in work.block.weights) / weight.numel
+        return once * sum(other.numel for other in work.block.weights) / weight.numel
     assert isinstance(work.pattern, NM)
     pattern = work.pattern
     device = next(block.parameters()).device

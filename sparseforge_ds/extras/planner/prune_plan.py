@@ -180,7 +180,7 @@ def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:
     else:
         phases["first mask"] = {**block, "scores": 13 * largest + masked, "activations": activations}
     if work.block_start.epochs:
-        soft = 12 * masked + 8 * largest if work.block_start.mask == "annealed" else 2 * masked
+        soft = 13 * masked + 8 * largest if work.block_start.soft_steps(work.steps) else 2 * masked
         phases["training"] = {
             **block,
             "gradients": 4 * masked + (6 if work.autocast else 4) * largest,  # one is on its way

@@ -87,5 +87,4 @@ class PruneWork:
         """Passes over all tokens without a backward pass: both streams, the measurement of inputs, and of errors."""
         size, _ = self.micro_batches
         count = max(1, self.sequences // size)
-        errors = 1 if self.block_start.mask == "annealed" else 2
-        return 2 + self.needs_inputs + errors * min(MEASURED, count) / count
+        return 2 + self.needs_inputs + 2 * min(MEASURED, count) / count

@@ -11,6 +11,8 @@ from sparseforge_ds.train.memory_settings import MemorySettings
 
 _OF_A_WEIGHT = 21
 """Bytes of a weight: W, its gradient and two moments in fp32, a byte that tells if it is trained, and its mask."""
+_OF_A_SOFT_WEIGHT = 12
+"""Bytes of a weight whose mask is soft inside its block, besides: W, m and m_eff in fp32."""
 _ACTIVATIONS = 128
 """Approximate bytes of one block's activations for each token and channel, as in `sparseforge prune`."""
 _ON_DEVICE = 1 << 30
@@ -50,9 +52,11 @@ def start_memory(model: Architecture, settings: MemorySettings) -> Kinds:
     # X^T X of every input of a block, and the workspace in which one is inverted; diagonals are negligible.
     needs_moments = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
     moments = 4 * sum(size**2 for size in inputs) // max(len(blocks), 1) + 8 * max(inputs) ** 2
+    is_soft = settings.forge.start is not None and settings.forge.start.soft > 0 and settings.forge.start.epochs > 0
+    of_a_weight = _OF_A_WEIGHT + (_OF_A_SOFT_WEIGHT if is_soft else 0)
     own = 0 if settings.optimizer_on_host else 8 * local(model, settings, 1, only_masked=True)
     return {
-        "a whole block": _OF_A_WEIGHT * max(blocks.values(), default=0),
+        "a whole block": of_a_weight * max(blocks.values(), default=0),
         "second moments": moments if needs_moments else 0,
         "activations": _ACTIVATIONS * settings.tokens_at_once * model.hidden,
         "streams": min(streams(model, settings), _ON_DEVICE),

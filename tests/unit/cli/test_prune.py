@@ -62,12 +62,11 @@ def test_folders_of_every_family_are_pruned_in_their_blocks_alone(
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("dense", "out", "text.jsonl")] == []
 
 
-@pytest.mark.parametrize("mask", ["sparsegpt", "annealed"])
 def test_what_was_stopped_goes_on_to_the_same_bytes(
-    mask: str, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_model(tmp_path / "dense", _model("llama", num_hidden_layers=3).bfloat16())
-    words = ["prune", str(folder), "--text", str(text), "--mask", mask, *_QUICK]
+    words = ["prune", str(folder), "--text", str(text), *_QUICK]
     assert main([*words[:2], str(tmp_path / "whole"), *words[2:]]) == 0
     solve_block = block_by_block.solve_block
     solved: list[str] = []
@@ -164,7 +163,7 @@ def test_a_basis_and_an_order_of_channels_stay_with_the_model(tmp_path: Path, te
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("family", "mask"), [("llama", "sparsegpt"), ("gpt2", "wanda"), ("mixtral", "annealed")])
+@pytest.mark.parametrize(("family", "mask"), [("llama", "sparsegpt"), ("gpt2", "wanda"), ("mixtral", "magnitude")])
 def test_a_gpu_prunes_to_the_pattern(family: str, mask: str, tmp_path: Path, text: Path) -> None:
     folder = write_model(tmp_path / "dense", _model(family).bfloat16())
     out = tmp_path / "out"
@@ -188,7 +187,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "--tokens 0: use an integer >= 1" in error("--tokens", "0")
     assert "less than one sequence of 32" in error("--tokens", "31")
     assert "--seq_length 65: the model has 64 positions" in error("--seq_length", "65")
-    assert "use an integer >= 1, or another mask" in error("--mask", "annealed", "--epochs", "0")
+    assert "start.soft = 2.0" in error("--soft", "2")
     assert "start.rate" in error("--rate", "0")
     assert "unknown pattern" in error("--pattern", "2of4")
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
@@ -206,7 +205,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
     # A mask that needs the inputs of single layers.
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
-    assert 'fused experts has not; use "annealed"' in error("--mask", "sparsegpt", model=mixture)
+    assert 'fused experts has not; use "wanda"' in error("--mask", "sparsegpt", model=mixture)
     assert not (tmp_path / "out.part").exists()
     # A folder that is there already, and a model that is sparse.
     assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK, "--epochs", "0"]) == 0

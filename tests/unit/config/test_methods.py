@@ -135,9 +135,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({**RETRAIN, "importance": "sparsegpt", "reconstruction": {"block": 0}}, ["reconstruction.block"]),
     ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" does not use it', "null", "naive_retrain"]),
     ({"start": {}, **FROZEN, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
-    ({"start": {"mask": "sparsegpt"}, "pattern": "block16"}, ["start.mask", "block16", "annealed"]),
+    ({"start": {"mask": "sparsegpt"}, "pattern": "block16"}, ["start.mask", "block16", "wanda"]),
     ({"start": {}, **FROZEN, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
-    ({"start": {"mask": "annealed", "epochs": 0}}, ["start.epochs = 0", "annealed"]),
+    ({"start": {"soft": 1.5}}, ["start.soft = 1.5", "fraction"]),
     ({"start": {}, "method": "naive_retrain", "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
     ({"reconstruction": {}}, ["sparseforge.reconstruction", '"sparseforge" does not use it', "naive_retrain"]),
 ]

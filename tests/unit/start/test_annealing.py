@@ -1,4 +1,4 @@
-"""Sums of squared gradients in one block while its masks are soft."""
+"""Soft masks of one block: sums of squared gradients, and masks of experts that do not move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_layers_with_one_input_share_its_squares() -> None:
     with torch.no_grad():
         captured = next(capture_inputs(model, [block], [{"input_ids": token_batch()["input_ids"]}]))
     module = model.get_submodule(block.name)
-    soft = Annealing(module, block.weights, NM(2, 4), 10, {})
+    ones = {weight.name: torch.ones(weight.shape, dtype=torch.bool) for weight in block.weights}
+    soft = Annealing(module, block.weights, NM(2, 4), 4, ones, {})
     with mock.patch.object(annealing, "add_fisher_sums") as add, soft.collect_sums():
         run_block(module, captured.hidden_BSH, captured.arguments[0]).square().sum().backward()
     squares = [call.kwargs["squares"] for call in add.call_args_list]

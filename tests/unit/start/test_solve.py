@@ -58,21 +58,22 @@ def _require_pattern(model: Any, solved: list[SolvedBlock], pattern: Pattern) ->
         assert not value[~mask].any() and not value[~mask].signbit().any()
 
 
-@pytest.mark.parametrize("mask", ["sparsegpt", "annealed", "wanda", "magnitude"])
+@pytest.mark.parametrize("mask", ["sparsegpt", "wanda", "magnitude"])
 @pytest.mark.parametrize(("build", "pattern"), [(tiny_llama, "2:4"), (tiny_gpt2, "4:8")])
-def test_training_lowers_the_error_of_every_mask(build: Any, pattern: str, mask: Any) -> None:
-    epochs = 10 if mask == "annealed" else 4
-    model = build()
-    solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=epochs), pattern)
-    _require_pattern(model, solved, parse_pattern(pattern))
-    assert all(block.error < 0.95 * block.error_before for block in solved)
-    if mask == "annealed":  # the first block of both reads the same
-        (first_only := build()).eval()
-        untrained = _solve_all(first_only, BlockStartConfig(mask="magnitude", epochs=0), pattern)
+def test_training_lowers_the_error_of_every_mask_and_soft_masks_move(build: Any, pattern: str, mask: Any) -> None:
+    untrained = _solve_all(build(), BlockStartConfig(mask=mask, epochs=0), pattern)
+    for soft, epochs in ((0.0, 4), (0.4, 10)):
+        model = build()
+        solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=epochs, soft=soft), pattern)
+        _require_pattern(model, solved, parse_pattern(pattern))
+        assert all(block.error < 0.95 * block.error_before for block in solved)
+        # The first block of all reads the same.
         assert solved[0].error_before == untrained[0].error
+        moved = [not torch.equal(ours, untrained[0].masks[name]) for name, ours in solved[0].masks.items()]
+        assert any(moved) == (soft > 0)
 
 
-def test_adam_moves_no_weight_that_an_annealed_mask_has_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adam_moves_no_weight_that_a_frozen_mask_has_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kept weights are trained beside exact zeros, as they will be stored."""
     zeros: list[float] = []
 
@@ -83,7 +84,7 @@ def test_adam_moves_no_weight_that_an_annealed_mask_has_pruned(monkeypatch: pyte
             zeros.append(float(torch.stack([(p == 0).float().mean() for p in matrices]).mean()))
 
     monkeypatch.setattr(torch.optim, "Adam", Watched)
-    _solve_all(tiny_llama(num_hidden_layers=1), BlockStartConfig(mask="annealed", epochs=5))
+    _solve_all(tiny_llama(num_hidden_layers=1), BlockStartConfig(epochs=5))
     assert len(zeros) == 5 * BATCHES and zeros[0] < 0.01
     assert zeros[8:] == [0.5] * (len(zeros) - 8)  # frozen after 0.4 of the steps
 
@@ -141,15 +142,15 @@ def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) 
     )
 
 
-@pytest.mark.parametrize("mask", ["annealed", "magnitude"])
-def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(mask: Any) -> None:
+@pytest.mark.parametrize("soft", [0.0, 0.4])
+def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(soft: float) -> None:
     model = tiny_mixture(OlmoeConfig)
     dense = tiny_mixture(OlmoeConfig)
     for network in (model, dense):  # no token chooses expert 3
         for layer in network.model.layers:
             layer.mlp.gate.weight.data[3] = 0
             layer.mlp.gate.weight.data[:3] *= 100
-    solved = _solve_all(model, BlockStartConfig(mask=mask, epochs=4))
+    solved = _solve_all(model, BlockStartConfig(mask="magnitude", epochs=4, soft=soft))
     assert all(block.few_tokens["mlp.experts.down_proj"] >= 1 for block in solved)
     magnitude = tiny_mixture(OlmoeConfig)
     _solve_all(magnitude, BlockStartConfig(mask="magnitude", epochs=0))
@@ -187,14 +188,10 @@ def test_parameters_are_rounded_to_what_is_stored() -> None:
 
 
 def test_masks_that_a_model_cannot_have_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'"sparsegpt".*experts.*use "annealed"'):
+    with pytest.raises(ValueError, match=r'"sparsegpt".*experts.*use "wanda"'):
         _solve_all(tiny_mixture(OlmoeConfig), BlockStartConfig(mask="sparsegpt"))
     with pytest.raises(ValueError, match="n:m"):
         _solve_all(tiny_llama(), BlockStartConfig(mask="sparsegpt"), "block16")
-    with pytest.raises(ValueError, match=r"start\.epochs 0.*another mask"):
-        _solve_all(tiny_llama(), BlockStartConfig(mask="annealed", epochs=0))
-    with pytest.raises(ValueError, match=r"these tokens make 1 for each block; give more tokens"):
-        _solve_all(tiny_llama(), BlockStartConfig(mask="annealed", epochs=1), per_step=BATCHES)
     with pytest.raises(ValueError, match=r"training has raised the error of the block from 0\.\d+ .*a rate below 100"):
         _solve_all(tiny_llama(), BlockStartConfig(rate=100))
     broken = tiny_llama()
