@@ -51,7 +51,12 @@ def test_folders_of_every_family_are_pruned_in_their_blocks_alone(
     card = (out / "README.md").read_text()
     for row in ("method | sparseforge prune, block by block", "tokens | 512", "text | `text.jsonl`"):
         assert f"| {row} |" in card, row
-    assert "| first mask |" in card and "oneshot" not in card and "importance" not in card
+    assert (
+        "| first masks |" in card
+        and "| share of steps with soft masks | 0.4 |" in card
+        and "oneshot" not in card
+        and "importance" not in card
+    )
     assert (out / "tokenizer.json").is_file() and (out / "LICENSE").is_file()
     dense = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     pruned = AutoModelForCausalLM.from_pretrained(out).state_dict()
