@@ -17,7 +17,7 @@ from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.tensors import hash_file
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -386,7 +386,7 @@ def test_another_weight_decay_than_the_checkpoints_is_refused(resumable):
 def test_an_older_checkpoint_is_refused(resumable):
     path = resumable.run / "checkpoints" / "step_000004" / "checkpoint.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 0}))
-    assert "format 0, this version of sparseforge_ds reads 2" in resumable.refused("--resume")
+    assert "format 0, this version of sparseforge_ds reads 3" in resumable.refused("--resume")
 
 
 def shard(inputs, pattern="*rank_1*optim_states.pt"):

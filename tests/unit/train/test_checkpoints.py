@@ -139,7 +139,7 @@ def damage(name, change):
         ),
         (damage("a.pt", lambda content: content[:300]), r"a\.pt has 300 bytes instead of \d+"),
         (lambda c: (c.folder / "step_000200" / "b.pt").touch(), r"b\.pt: does not belong"),
-        (lambda c: edit(c, format=1), "has format 1, this version of sparseforge_ds reads 2"),
+        (lambda c: edit(c, format=1), "has format 1, this version of sparseforge_ds reads 3"),
         (lambda c: edit(c, step=300), "holds step 300"),
         (lambda c: edit(c, step="200"), "'200' is no int"),
         (lambda c: edit(c, world_size=3), r"random_00002\.json is missing"),
