@@ -120,7 +120,8 @@ def check_deepspeed(content: dict[str, Any]) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {where}: {first['msg']}") from None
+        value = f"{where} = {json.dumps(first['input'], default=str):.80}: " if where else ""
+        raise ValueError(f"DeepSpeed cannot use it: {error.title}: {value}{first['msg']}") from None
     except (AssertionError, AttributeError, DeepSpeedConfigError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"DeepSpeed cannot use it: {' '.join(str(error).split()) or repr(error)}") from None
     # 3. Settings that masks cannot survive.

@@ -46,7 +46,8 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
     # 2. The class that DeepSpeed would take, and the names of its parameters.
     zero = content.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
-    on_host = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    offload = zero.get("offload_optimizer")
+    on_host = isinstance(offload, dict) and offload.get("device", "none") != "none"
     if name.lower() in ("muon", "onebitadam", "onebitlamb", "zerooneadam"):
         return  # `zero.refuse` says why not
     kind = _optimizer_class(name, params, on_host)
