@@ -13,8 +13,8 @@ import pytest
 
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.stdlib_text import stdlib_documents
 from sparseforge_ds.data.text_files import TextOptions
+from sparseforge_ds.evaluate.scored_text import iter_texts
 
 TEXTS = ["one", "two\nlines", "tr\N{LATIN SMALL LETTER E WITH ACUTE}s"]
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_tokenized_before_may_be_renamed_but_not_change_its_size_
 
 def test_the_standard_library_is_a_source():
     documents = find_source("stdlib")
-    assert list(documents.read()) == stdlib_documents("train")
+    assert list(documents.read()) == list(iter_texts("stdlib:train"))
     assert documents.identity == find_source("stdlib").identity
     with pytest.raises(ValueError, match="--split test: --dataset stdlib has train only"):
         find_source("stdlib", TextOptions(split="test"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from sparseforge_ds.data.stdlib_text import stdlib_documents
 from sparseforge_ds.data.text_formats import iter_documents
+from sparseforge_ds.evaluate.scored_text import iter_texts
 from tests.conftest import ROOT
 
 STDLIB_LLAMA = ROOT / "sparseforge_ds" / "assets" / "stdlib_llama"
@@ -51,7 +51,7 @@ def test_what_is_held_back_is_not_read(script: ModuleType, tmp_path: Path) -> No
     lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]
     script.main(["--output_dir", str(tmp_path), "--hold_back", "3", "--vocab_size", "512", *sizes, *lengths])
     parts = {name: list(iter_documents(str(tmp_path / f"{name}.jsonl"), "text")) for name in ("read", "unread")}
-    full = stdlib_documents("train")
+    full = list(iter_texts("stdlib:train"))
     assert parts["unread"] == full[::3]
     assert sorted(parts["read"] + parts["unread"]) == sorted(full)
 
@@ -66,7 +66,7 @@ def test_another_text_takes_the_place_of_the_documentation(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = []
-    for name, documents in (("train", stdlib_documents("train")[:40]), ("heldout", ["Some words. " * 40])):
+    for name, documents in (("train", list(iter_texts("stdlib:train"))[:40]), ("heldout", ["Some words. " * 40])):
         files.append(tmp_path / f"{name}.jsonl")
         files[-1].write_text("".join(json.dumps({"text": item}) + "\n" for item in documents))
     sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
