@@ -108,19 +108,11 @@ def settings(
         ranks: number of processes.
         seq_length: tokens of a sequence.
         checkpointing: True if activations are computed again in the backward pass.
-
-    Raises:
-        ValueError: offload and stage disagree.
     """
     zero = resolved.get("zero_optimization", {})
     stage = zero_stage(resolved)
     dtype = training_dtype(resolved)
-    # Offload works from a stage on.
-    on_host = {}
-    for key, lowest_stage in (("offload_optimizer", 1), ("offload_param", 3)):
-        on_host[key] = (zero.get(key) or {}).get("device", "none") in ("cpu", "nvme")
-        if on_host[key] and stage < lowest_stage:
-            raise ValueError(f"{key} works from ZeRO stage {lowest_stage} on, and the stage is {stage}; leave it out")
+    offload = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")}
     gradient_dtype = (resolved.get("data_types") or {}).get("grad_accum_dtype")
     params = resolved.get("optimizer", {}).get("params", {})
     # Absent keys have DeepSpeed's defaults.
@@ -136,8 +128,8 @@ def settings(
         sequence_parallel=int(resolved.get(SEQUENCE, 1)),
         checkpointing=checkpointing,
         teacher=forge.distillation is not None,
-        optimizer_on_host=on_host["offload_optimizer"],
-        weights_on_host=on_host["offload_param"],
+        optimizer_on_host=offload["offload_optimizer"] != "none",
+        weights_on_host=offload["offload_param"] != "none",
         # DeepSpeed's own Adam is a fused kernel; torch's is one when it is told so.
         fused_optimizer=not params.get("torch_adam", False) or bool(params.get("fused", False)),
         bucket=int(zero.get("reduce_bucket_size", 5e8)),

@@ -262,8 +262,3 @@ def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12_and_a_bit() 
 def test_layouts_without_an_estimate_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_estimable(content)
-
-
-def test_a_layout_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="offload_param works from ZeRO stage 3 on"):
-        planned(2, 8, offload_param={"device": "cpu"})
