@@ -235,16 +235,6 @@ class SparseForge:
         """Name of the phase after the steps so far: heating, hardening, frozen; of other methods, moving or frozen."""
         return self.schedule.phase(self.step_count)
 
-    @property
-    def idle_experts(self) -> list[str]:
-        """Experts that no token of the last refresh went to; they kept the curvature that they had."""
-        return self.curvature.expert_load.idle
-
-    @property
-    def unseen_experts(self) -> list[str]:
-        """Experts that no token of any refresh gave a curvature: their mask is that of the largest weights."""
-        return list(self.curvature.expert_load.unseen)
-
     def soft_to_hard_gap(self, probe: Closure) -> float:
         """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective."""
         losses = [self._extra_passes.loss(probe)]

@@ -212,7 +212,7 @@ def train(case: Case, detour: Detour) -> dict[str, Any]:
         train_step(engine, case, step)
         if forge.step(probe_of(engine, case, step)):
             curvature.append(gathered(forge, "curvature"))
-            idle.append(forge.idle_experts)
+            idle.append(forge.curvature.expert_load.idle)
             metrics.append(forge.metrics)
     forge.finish()
     return {
@@ -222,7 +222,7 @@ def train(case: Case, detour: Detour) -> dict[str, Any]:
         "curvature": curvature,
         "idle": idle,
         "metrics": metrics,
-        "unseen": forge.unseen_experts,
+        "unseen": forge.curvature.expert_load.unseen,
         "state": forge.state_dict()["experts"],
     }
 
@@ -281,7 +281,7 @@ def go_on(case: Case, folder: str) -> tuple[dict[str, Any], dict[str, Any], str]
     engine, forge = build(case)
     forge.restore(Checkpoint(Path(folder, "middle")))
     restored = forge.state_dict()["experts"]
-    assert forge.idle_experts == []  # not known any more
+    assert forge.curvature.expert_load.idle == []  # not known any more
     for step in range(3, STEPS):
         train_step(engine, case, step)
         forge.step(probe_of(engine, case, step))

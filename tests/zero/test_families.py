@@ -183,7 +183,7 @@ def _train(case: Case, family: Family) -> dict[str, Any]:
         **states(forge, "mask", "dense"),
         "curvature": first_curvature,
         "experts": forge.state_dict().get("experts"),
-        "unseen": forge.unseen_experts,
+        "unseen": forge.curvature.expert_load.unseen,
         "metrics": forge.metrics,
         "published": published(engine),
         "calls": calls,
