@@ -57,16 +57,13 @@ class TaskScores(NamedTuple):
     """Generated answers."""
 
 
-def wrap_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 8, max_length: int | None = None
-) -> Any:
+def wrap_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 8) -> Any:
     """Return the harness' wrapper of a model of transformers.
 
     Args:
         model: the model.
         tokenizer: its tokenizer.
         batch_size: rows that go through the model together.
-        max_length: tokens of a prompt with its answer; None takes the model's positions.
     """
     from lm_eval.models.huggingface import HFLM  # an optional dependency, which load_tasks has found
 
@@ -74,7 +71,7 @@ def wrap_model(
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
-        max_length=max_positions(model.config) if max_length is None else max_length,
+        max_length=max_positions(model.config),
         device=str(model.device),
         trust_remote_code=False,
     )

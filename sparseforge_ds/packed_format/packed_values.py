@@ -148,18 +148,16 @@ def require_grid(values: object, group_size: object = None) -> Grid | None:
     return None if values is None else Grid(values, group_size)
 
 
-def bits_a_weight(grid: Grid | None = None, kept_count: int | None = None) -> float:
+def bits_a_weight(grid: Grid | None = None) -> float:
     """Return the bits that a packed 2:4 weight takes: half a value, a bit of position, and its share of a scale.
 
-    Args:
-        grid: of rounded values; None for values of 16 bits.
-        kept_count: values of a row, which share a scale where `group_size` is None; None leaves that scale out.
+    Values without a grid have 16 bits. The scale of a whole row counts nothing.
     """
     if grid is None:
         return 16 / 2 + 1
     value_bits = 8 * grid.dtype.itemsize / values_per_element(grid.dtype)
-    size = grid.group_size or kept_count
-    return value_bits / 2 + 1 + (0 if size is None else 8 * grid.scale_dtype.itemsize / (2 * size))
+    scale_bits = 0 if grid.group_size is None else 8 * grid.scale_dtype.itemsize / (2 * grid.group_size)
+    return value_bits / 2 + 1 + scale_bits
 
 
 def parse_grid(text: str) -> Grid:
