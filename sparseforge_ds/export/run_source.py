@@ -7,7 +7,7 @@ and ties go to the lower index. Before the first mask update all members tie, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -312,16 +312,11 @@ def describe_run(description: dict[str, Any], train: object, step: int) -> dict[
         step: of the checkpoint.
     """
     flags = description.get("run")
-    if not isinstance(flags, dict):
+    public_names = description.get("public_names")
+    if not isinstance(flags, dict) or not isinstance(public_names, dict):
         return {}
-    # A run of an older version has its flags alone, paths among them.
-    given_names: Any = description.get("public_names")
-    to_public: Callable[[str], str] = str
-    if not isinstance(given_names, dict):
-        given_names = flags
-        to_public = public_name
-    names = {key: to_public(given_names[key]) for key in ("model", "teacher") if isinstance(given_names.get(key), str)}
-    texts = [to_public(text) for text in given_names.get("dataset") or [] if isinstance(text, str)]
+    names = {key: public_names[key] for key in ("model", "teacher") if isinstance(public_names.get(key), str)}
+    texts = [text for text in public_names.get("dataset") or [] if isinstance(text, str)]
     keys = ("seq_length", "global_batch", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
     settings = {key: flags.get(key) for key in keys}
     # The loss that the run itself measured at this step.

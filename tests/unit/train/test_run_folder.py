@@ -388,5 +388,3 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
         "books",
         "text.jsonl",
     ]
-    del described["public_names"]  # a run of an earlier release
-    assert describe_run(described, {}, 1)["model"] == "models/dense"
