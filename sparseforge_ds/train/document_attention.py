@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.ranks import AgreedError
 
 Attention = Callable[..., Any]
@@ -35,16 +34,15 @@ _REPLACED: list[Attention] = []
 """Attention functions that `separate_documents_in_flash` has put in place of transformers' own."""
 
 
-def check_document_attention(model: PreTrainedModel, who: str, config: SparseForgeConfig) -> None:
-    """Reject a model or a block that cannot keep documents apart, as far as that shows without weights.
+def check_document_attention(model: PreTrainedModel, who: str) -> None:
+    """Reject a model that cannot keep documents apart, as far as that shows without weights.
 
     Args:
         model: student or teacher, perhaps without weights.
         who: its flag and name, for messages.
-        config: the sparseforge block of the run.
 
     Raises:
-        ValueError: the model takes no positions, or the curvature would count other tokens than the loss.
+        ValueError: the model takes no positions.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(

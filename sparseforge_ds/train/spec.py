@@ -258,10 +258,10 @@ def make_spec(
         config = any_family(empty, config)
     check_measurable(empty, prunable_weights(empty, config), config)
     if arguments.document_attention:
-        check_document_attention(empty, f"--model {model.name}", config)
+        check_document_attention(empty, f"--model {model.name}")
         if teacher is not None:
             bare = empty if empty_teacher is None else empty_teacher
-            check_document_attention(bare, f"--teacher {teacher.name}", config)
+            check_document_attention(bare, f"--teacher {teacher.name}")
 
     # Choose the weights to prune.
     weights = prunable_weights(prepare(empty, config), config)

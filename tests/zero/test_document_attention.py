@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.document_attention import check_document_attention, check_documents_apart, within_documents
 from sparseforge_ds.train.ulysses import SequenceParallel
@@ -79,7 +78,7 @@ def test_a_model_without_positions_is_refused_before_it_is_loaded() -> None:
     with torch.device("meta"):
         model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
     with pytest.raises(ValueError, match=r"--model b \(BloomForCausalLM\) takes no position_ids"):
-        check_document_attention(model, "--model b", SparseForgeConfig())
+        check_document_attention(model, "--model b")
 
 
 def one_sequence(_: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **more: Any) -> Any:
