@@ -15,7 +15,6 @@ from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, new
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.registration import load_config
@@ -217,14 +216,8 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
 
     # Hidden states must have the same channels in the same order.
     if config.distillation is not None and config.distillation.hidden is not None:
-        check_same_states(model.config, teacher_config)
-        model_folder = Path(model.config.name_or_path)
-        teacher_folder = Path(teacher_config.name_or_path)
-        if basis_of(model_folder) != basis_of(teacher_folder):
-            raise ValueError(
-                f"teacher {teacher_folder} has its channels in another order or basis than {model_folder}, the model, "
-                'and distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'
-            )
+        folders = Path(model.config.name_or_path), Path(teacher_config.name_or_path)
+        check_same_states(model.config, teacher_config, *folders)
 
 
 def let_ranks_share_sequences(teacher: Any, student: Any) -> None:

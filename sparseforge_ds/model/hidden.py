@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.model.distill import DistillationLoss, block_slices, refuse_second_derivative
 from sparseforge_ds.model.token_losses import IGNORED
 from sparseforge_ds.transformers_internals import GradientCheckpointingLayer
@@ -47,8 +49,8 @@ def compared_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
     return in_order[-1:] if config.every is None else in_order[:: -config.every][::-1]
 
 
-def check_same_states(student: Any, teacher: Any) -> None:
-    """Raise ValueError unless the hidden states of two models, given by config, can be compared layer by layer."""
+def check_same_states(student: Any, teacher: Any, folder: Path, teacher_folder: Path) -> None:
+    """Raise ValueError unless the hidden states of two models, given by config and folder, can be compared."""
     for key, unit in (("hidden_size", "wide"), ("num_hidden_layers", "layers deep")):
         student_size, teacher_size = (getattr(config.get_text_config(), key, None) for config in (student, teacher))
         if student_size != teacher_size:
@@ -57,6 +59,11 @@ def check_same_states(student: Any, teacher: Any) -> None:
                 f"and the teacher {teacher_size}; use a teacher of the same {key}, such as the dense model itself, or "
                 'set "hidden" to null'
             )
+    if basis_of(folder) != basis_of(teacher_folder):
+        raise ValueError(
+            f"teacher {teacher_folder} has its channels in another order or basis than {folder}, the model, and "
+            'distillation.hidden compares them one by one; give another teacher, or set "hidden" to null'
+        )
 
 
 @contextmanager

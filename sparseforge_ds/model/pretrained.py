@@ -115,17 +115,6 @@ def find_model(name: str, flag: str) -> Pretrained:
     return Pretrained(name, folder, config)
 
 
-def check_teacher_vocabulary(model: Pretrained, teacher: Pretrained) -> None:
-    """Raise ValueError unless student and teacher have vocabularies of one size."""
-    model_size = model.config.get_text_config().vocab_size
-    teacher_size = teacher.config.get_text_config().vocab_size
-    if model_size != teacher_size:
-        raise ValueError(
-            f"--teacher {teacher.name} has a vocabulary of {teacher_size}, --model {model.name} of {model_size}; "
-            "distillation needs a teacher with the same tokenizer"
-        )
-
-
 def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
     """Compare the shapes in a model's files with those of its config; does nothing if there are no files.
 

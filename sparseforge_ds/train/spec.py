@@ -26,7 +26,7 @@ from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.tokenization import check_frame, check_trained
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model
-from sparseforge_ds.model.basis import basis_of
+from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.estimator_support import check_measurable
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage, prunable_weights, uncovered_weights
 from sparseforge_ds.model.hidden import check_same_states
@@ -36,7 +36,6 @@ from sparseforge_ds.model.pretrained import (
     check_attention,
     check_length,
     check_shapes,
-    check_teacher_vocabulary,
     find_model,
 )
 from sparseforge_ds.start.block_start import check_blocks
@@ -329,17 +328,13 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
 
 def _check_teacher(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:
     """Reject a teacher whose tokens, or distilled hidden states, cannot be compared with the model's."""
-    check_teacher_vocabulary(model, teacher)
-    assert config.distillation is not None
-    if config.distillation.hidden is None:
-        return
-    # Hidden states are compared channel by channel.
-    check_same_states(model.config, teacher.config)
-    if basis_of(model.folder) != basis_of(teacher.folder):
-        raise ValueError(
-            f"--teacher {teacher.name} has its channels in another order or basis than --model {model.name}, and "
-            'distillation.hidden compares them one by one; leave --teacher out, or set "hidden" to null'
-        )
+    sizes = (pretrained.config.get_text_config().vocab_size for pretrained in (model, teacher))
+    try:
+        check_same_vocabulary(*sizes)
+        if config.distillation is not None and config.distillation.hidden is not None:
+            check_same_states(model.config, teacher.config, model.folder, teacher.folder)
+    except ValueError as error:
+        raise ValueError(f"--teacher {teacher.name}: {error}") from None
 
 
 def find_texts(arguments: RunArguments, model: Pretrained) -> tuple[Mixture, TextSource | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -251,9 +252,9 @@ def test_two_shapes_of_model_are_refused(key: str, words: str) -> None:
         shape = SimpleNamespace(**{"hidden_size": 8, "num_hidden_layers": 2, **sizes})
         return SimpleNamespace(get_text_config=lambda: shape)
 
-    check_same_states(shaped(), shaped())
+    check_same_states(shaped(), shaped(), Path("a"), Path("b"))
     with pytest.raises(ValueError, match=f"the student is .* {words} .* same {key}"):
-        check_same_states(shaped(), shaped(**{key: 3}))
+        check_same_states(shaped(), shaped(**{key: 3}), Path("a"), Path("b"))
 
 
 @pytest.mark.parametrize(

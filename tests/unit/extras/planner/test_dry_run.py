@@ -132,7 +132,7 @@ def test_sparsegpt_on_fused_experts_is_refused(dry, tmp_path):
         (_file_in_the_way, "file is a file, not a folder; give a folder"),
         (_no_bos, "--document_frame both: the tokenizer has no BOS token; use eos"),
         (_empty_text, "--dataset .*: empty.txt, 0 bytes: there is no text in it"),
-        (_other_teacher, "--teacher .* has a vocabulary of 300"),
+        (_other_teacher, "--teacher .* vocabulary has 300 entries"),
     ],
 )
 def test_what_would_stop_the_run_is_the_error(dry, tmp_path, monkeypatch, flags, message):

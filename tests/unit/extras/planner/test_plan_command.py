@@ -215,7 +215,7 @@ def test_another_teacher_takes_memory_of_its_size(
         (["--gpus", "0"], "--gpus 0 is not valid: use an integer >= 1"),
         (["--mfu", "1.5"], "--mfu 1.5 is not valid: use a share"),
         (["--reserve", "80"], "--reserve 80.0 is not valid: use less than --gpu_memory 80"),
-        (["--teacher", "{qwen}"], "has a vocabulary of 151936"),
+        (["--teacher", "{qwen}"], "vocabulary has 151936 entries"),
         (["--model", "{vit}"], "a vit model is no causal language model"),
         (["--teacher", "{vit}"], "a vit model is no causal language model"),
     ],
