@@ -77,16 +77,6 @@ def test_a_run_prunes_the_rotated_and_permuted_model(tmp_path: Path, capsys: pyt
     assert "has its channels in another order or basis than the model that the run" in capsys.readouterr().err
 
 
-def test_a_teacher_in_another_basis_has_no_hidden_states_to_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = rotated(tmp_path, "llama")
-    content = deepspeed_json(1, distillation={"hidden": {"weight": 1}})
-    flags = flags_of(tmp_path, content, model=out, teacher=tmp_path / "model")
-    assert launch(flags) != 0
-    assert "has its channels in another order or basis than " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [

@@ -283,13 +283,14 @@ def test_the_batch_of_a_step_may_not_change(spec, tmp_path):
     write_folder(spec())
     path = tmp_path / "run" / "ds_config.json"
     path.write_text(path.read_text().replace('"train_batch_size": 4', '"train_batch_size": 6'))
-    with pytest.raises(ValueError, match=r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\)"):
+    message = r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\).* set train_batch_size to 6"
+    with pytest.raises(ValueError, match=message):
         check_run_folder(spec(resume=True))
 
 
 def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(spec, tmp_path):
     (tmp_path / "run" / "checkpoints" / "step_000004").mkdir(parents=True)
-    with pytest.raises(ValueError, match="already holds a run with checkpoints"):
+    with pytest.raises(ValueError, match="already holds a run with checkpoints; continue it with --resume"):
         check_run_folder(spec())
 
 
