@@ -28,16 +28,6 @@ class Coverage:
     dense: dict[str, int] = field(hash=False)
     """Elements of the linear weights that stay dense, by pattern of their names, the most first."""
 
-    @property
-    def of_linear(self) -> float:
-        """Share of the linear weights under a mask, in percent."""
-        return 100.0 * self.masked / self.linear
-
-    @property
-    def of_all(self) -> float:
-        """Share of all elements under a mask, in percent."""
-        return 100.0 * self.masked / self.total
-
     def __str__(self) -> str:
         return describe_share(self.masked, self.linear, self.total)
 

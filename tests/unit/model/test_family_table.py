@@ -34,7 +34,7 @@ def test_a_family_can_have_the_rows_of_another() -> None:
     sf.register_family("seed_oss", like="llama")  # an import may come twice
     result = prunable_weights(model, BLANK)
     assert [weight.name for weight in result] == [weight.name for weight in prunable_weights(tiny_llama(), BLANK)]
-    assert coverage(model, result).of_linear == 100.0
+    assert coverage(model, result).dense == {}
 
 
 def test_the_rows_of_the_guide_cover_their_model() -> None:
@@ -45,7 +45,7 @@ def test_the_rows_of_the_guide_cover_their_model() -> None:
         dense=["wte.weight", "lm_head.weight"],
     )
     result = prunable_weights(model, BLANK)
-    assert len(result) == 8 and coverage(model, result).of_linear == 100.0
+    assert len(result) == 8 and coverage(model, result).dense == {}
 
 
 def test_registered_rows_of_experts_are_those_of_the_table() -> None:

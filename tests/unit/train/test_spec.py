@@ -44,7 +44,7 @@ def test_a_plan_knows_the_run(arguments):
     assert (spec.stage, spec.dtype, spec.tokens_per_step) == (3, torch.float32, 4 * 32)
     assert spec.teacher is spec.model
     assert len(spec.weights) == spec.coverage.weights == 14
-    assert spec.coverage.of_linear == 100.0
+    assert spec.coverage.dense == {}
     assert next(bare_model(spec.model.config).parameters()).is_meta
     assert "leaf_module" not in spec.deepspeed["zero_optimization"]
 
@@ -198,7 +198,7 @@ def test_an_unsupported_family_is_named(arguments, tmp_path):
         make_spec(arguments(model=str(folder)), world_size=2)
     assert len(str(raised.value)) < 900
     pasted = json.loads("{" + str(raised.value)[str(raised.value).index('"include": ') :] + "}")
-    assert make_spec(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.of_linear == 100
+    assert make_spec(arguments(deepspeed_json(**pasted), model=str(folder)), world_size=2).coverage.dense == {}
     chosen = deepspeed_json(include=["*.mlp.*"], allow_dense=["*.query_key_value.*"])
     spec = make_spec(arguments(chosen, model=str(folder), allow_dense=["*.dense.*"]), world_size=2)
     assert [weight.name.split(".")[-2] for weight in spec.weights] == ["dense_h_to_4h", "dense_4h_to_h"]
