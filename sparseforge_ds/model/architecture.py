@@ -148,12 +148,16 @@ def without_numbers(config: PretrainedConfig) -> Iterator[None]:
 
 def share_of_experts(model: PreTrainedModel) -> float:
     """Return the share of its routed experts that a token passes; 1 where there are none, or it passes all."""
-    config = model.config.get_text_config()
-    experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), None)
-    experts_per_token = getattr(config, "num_experts_per_tok", None)
-    if experts is None or experts_per_token is None or any(sees_all_tokens(module) for module in model.modules()):
+    if any(sees_all_tokens(module) for module in model.modules()):
         return 1.0
-    return float(experts_per_token / experts)
+    return chosen_share(model.config.get_text_config())
+
+
+def chosen_share(text: PretrainedConfig) -> float:
+    """Return the share of its routed experts that a router chooses for a token; 1 where there are none."""
+    experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return 1.0 if experts is None or chosen is None else min(float(chosen / experts), 1.0)
 
 
 def architecture_of(

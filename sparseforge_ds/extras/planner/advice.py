@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extras.planner.machine import GPUS, Gpu
 from sparseforge_ds.extras.planner.operations import kinds_of_layers
-from sparseforge_ds.model.architecture import bare_model
+from sparseforge_ds.model.architecture import bare_model, chosen_share
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.packed_format.packed_values import Grid, bits_a_weight
 
@@ -121,12 +121,14 @@ def model_bytes(config: PretrainedConfig, batch: int, context: int) -> ModelByte
     pruned = sum(weight.numel for weight in weights)
     of_experts = sum(weight.numel for weight in weights if weight.experts)
     other = sum(parameter.numel() for parameter in model.parameters()) - pruned
+    # Every token chooses its experts by itself, and all alike.
+    chosen = 1 - (1 - chosen_share(text)) ** batch
     # Rows of a separate table of embeddings are all that a step reads of it.
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_head = head is None or head.weight is embeddings.weight
     return ModelBytes(
         pruned=pruned,
-        pruned_read=pruned - of_experts + of_experts * _share_of_experts(text, batch),
+        pruned_read=pruned - of_experts + of_experts * chosen,
         other=other,
         other_read=other if is_head else other - embeddings.weight.numel(),
         cache=batch * _cache_of_sequence(text, context),
@@ -262,16 +264,6 @@ def lines(advices: list[Advice], batch: int, gpu: Gpu) -> Iterator[str]:
         f"error: 8 layers of Llama-2-7B in 16 bits on {MEASURED_ON}: {errors}; measured tokens/s were {least:g} "
         f"to {most:g} of the predicted. Whole models were measured on no other card, and 8 and 4 bits on none"
     )
-
-
-def _share_of_experts(text: PretrainedConfig, batch: int) -> float:
-    """Return the expected share of experts that a batch chooses, each token by itself and all experts alike."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((getattr(text, name) for name in names if getattr(text, name, None)), None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    if experts is None or chosen is None:
-        return 1.0
-    return float(1 - (1 - min(chosen / experts, 1.0)) ** batch)
 
 
 def _cache_of_sequence(text: PretrainedConfig, context: int) -> int:
