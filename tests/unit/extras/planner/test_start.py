@@ -31,7 +31,9 @@ def test_a_start_is_planned_in_memory_tokens_and_operations() -> None:
         model, laid_out = of_blocks({"start": {}, "max_steps": steps})
         assert start_tokens(laid_out) == tokens
     result = phase(model, laid_out)
-    assert result["a whole block"] == pytest.approx(21 * A_BLOCK, rel=0.001)
+    assert result["a whole block"] == pytest.approx((21 + 12) * A_BLOCK, rel=0.001)
+    fixed = phase(*of_blocks({"start": {"soft": 0}}))
+    assert fixed["a whole block"] == pytest.approx(21 * A_BLOCK, rel=0.001)
     assert result["second moments"] > 4 * (3 * 5120**2 + 17408**2)
     # Every weight of a block forward and backward in four epochs, and in some forward passes.
     forward = 2.0 * model.active
