@@ -189,8 +189,10 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     for line in lines.itertuples():
         cost = cost_of(line, config)
         rows = same if cost in (DENSE, usual) else other
-        means = [(lines.at[line.Index, key], lines.at[line.Index, f"{key}_deviation"]) for key in figures]
-        cells = _cells(line, cost, dense.iloc[0] if len(dense) else math.nan, texts)
+        # Names of texts and tasks may be no names of Python, which attributes of a tuple are.
+        means = [_with_deviation(lines, line.Index, key) for key in figures]
+        closeness = [_with_deviation(lines, line.Index, f"{text}_kl") for text in texts]
+        cells = _cells(line, cost, dense.iloc[0] if len(dense) else math.nan, closeness)
         if has_costs(lines):
             before, after = _cost_cells(line, unit)
             cells = [*cells[:4], *before, *cells[4:], *after]
@@ -198,8 +200,13 @@ def results_tables(lines: pd.DataFrame, config: CompareConfig) -> list[Table]:
     return [Table([name, *head], rows) for name, rows in (("method", same), ("method, at another cost", other)) if rows]
 
 
-def _cells(line: Any, cost: Cost, dense: float, texts: Sequence[str]) -> list[str]:
-    """Lay out a line; `dense` is the dense model's test perplexity, and `texts` are those with a KL column."""
+def _with_deviation(lines: pd.DataFrame, index: Any, key: str) -> tuple[float, float]:
+    """Return the mean and the deviation of a line's value."""
+    return lines.at[index, key], lines.at[index, f"{key}_deviation"]
+
+
+def _cells(line: Any, cost: Cost, dense: float, closeness: Sequence[tuple[float, float]]) -> list[str]:
+    """Lay out a line; `dense` is the dense model's test perplexity, `closeness` each text's KL and its deviation."""
     rate = "" if math.isnan(line.learning_rate) else f"{line.learning_rate:g}{_EDGE if line.at_the_edge else ''}"
     if not math.isnan(line.decay):
         rate += f", decay {line.decay:g}{_EDGE if line.decay_at_the_edge else ''}"
@@ -215,7 +222,7 @@ def _cells(line: Any, cost: Cost, dense: float, texts: Sequence[str]) -> list[st
         spread(line.test, line.test_deviation),
         f"{above:.1%}" if line.kind != "dense" and math.isfinite(above) else "",
         spread(line.behind, line.behind_deviation, "+"),
-        *(spread(getattr(line, f"{text}_kl"), getattr(line, f"{text}_kl_deviation")) for text in texts),
+        *(spread(mean, deviation) for mean, deviation in closeness),
         "" if math.isnan(line.seconds) else f"{line.seconds:,.0f} s",
     ]
 
