@@ -10,7 +10,7 @@
 # write "preset": "paper_like" in a copy of the JSON and give it as CONFIG.
 #
 # Data: allenai/c4:en; DATASET names another, or a mixture.
-# Planned peak of a GPU: 37.1 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
+# Planned peak of a GPU: 38.4 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
 # How to run it, dry or on many machines: launch/recipe.sh.
 set -euo pipefail
 source "$(dirname "$0")/recipe.sh"

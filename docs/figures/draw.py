@@ -86,7 +86,10 @@ def memory(target: Path) -> None:
         "masks, and W beside them": tuple(of_mask),
     }
     always = {name: sum(found["resident"].get(key, 0) for key in keys) for name, keys in kinds.items()}
-    bars = [(f"masks move:\n{phase}", sum(added.values())) for phase, added in found["phases"].items()]
+    bars = [
+        ("before step 1:\nstart" if phase == "start" else f"masks move:\n{phase}", sum(added.values()))
+        for phase, added in found["phases"].items()
+    ]
     figure, axes = pyplot.subplots(figsize=(8, 3.4))
     for row, (_, added) in enumerate(bars):
         left = 0.0

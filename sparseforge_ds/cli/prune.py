@@ -37,7 +37,7 @@ def register(commands: Any) -> None:
     """Add the parser of `sparseforge prune`."""
     parser = commands.add_parser(
         "prune",
-        help="make a 2:4 model in minutes: masks, and kept weights trained block by block, without a training run",
+        help="make a 2:4 model in minutes: masks and weights trained block by block, without a training run",
         description="Prune a dense model block by block, and train each block to reproduce its dense outputs. OUT "
         "appears only when it is complete and verified.",
         epilog=_EPILOG,

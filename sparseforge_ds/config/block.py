@@ -76,9 +76,9 @@ class SparseForgeConfig:
     reconstruction: ReconstructionConfig | None = None
     quantize: QuantizeConfig | None = None
     start: BlockStartConfig | None = None
-    """Choose masks block by block before the first step, and train the kept weights of each block; null: do not.
+    """Choose masks block by block before the first step, and train masks and weights of each block; null: do not.
     `naive_retrain` keeps these masks. In `sparseforge` what they prune begins at 0 and can come back while
-    masks move; with `method.hardening` [0, 0] it keeps them, too. `start.mask` is the rule that chooses them."""
+    masks move; with `method.hardening` [0, 0] it keeps them, too. `start.mask` chooses the first ones."""
 
     def __post_init__(self) -> None:
         require(0 <= self.max_steps <= MOST, "max_steps", self.max_steps, f"use an integer >= 0, at most {MOST:,}")

@@ -243,7 +243,7 @@ class BlockStartConfig:
     block. `wanda` and `magnitude`. null: `sparsegpt`, but `wanda` for fused experts and for tiles."""
     soft: float = 0.4
     """Share of a block's Adam steps in which its masks are soft: from the first masks on they follow the block's own
-    error, and then freeze. 0 keeps the first masks."""
+    error, and then freeze. 0, or a share of fewer than two steps, keeps the first masks."""
     tokens: int | None = None
     """Tokens that every block is trained on, the first of the run; null: 5% of the run's, but at least 131,072 (or all)
     and at most 2 million."""

@@ -380,7 +380,7 @@ def _training(
         "quantization": _quantization(config.get("quantize")),
         **({} if config.get("quantize") or not is_packed_config(stored) else _rounding(record, stored)),
         "first masks": pruned.get("mask"),
-        "share of steps with soft masks": pruned.get("soft"),
+        "share of steps with soft masks": pruned.get("soft") if pruned.get("epochs") else None,
         "epochs": pruned.get("epochs"),
         "rate, relative to the weights": pruned.get("rate"),
         "steps": record.get("step"),

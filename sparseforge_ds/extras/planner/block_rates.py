@@ -61,7 +61,7 @@ class BlockRates:
     sums: float
     """Seconds that the sums for soft masks add to a token's backward pass."""
     soft_step: float
-    """Seconds that soft masks add to an optimizer step. Their few updates are left out."""
+    """Seconds that soft masks add to an optimizer step; their updates only where every step has one."""
 
     def seconds(self, work: PruneWork, copied: bool) -> dict[str, float]:
         """Return the seconds of all blocks, by part of the work.
@@ -159,9 +159,9 @@ def measured_rates(config: PretrainedConfig, work: PruneWork, device: torch.devi
         move()
         backward = clock.seconds(train)
         step = clock.seconds(move)
-        if work.block_start.soft_steps(work.steps):
+        if soft_steps := work.block_start.soft_steps(work.steps):
             masks = {name: torch.ones_like(block.get_parameter(name), dtype=torch.bool) for name in names}
-            annealing = Annealing(block, work.block.weights, work.pattern, work.steps, masks, {})
+            annealing = Annealing(block, work.block.weights, work.pattern, soft_steps, masks, {})
             with annealing.collect_sums():
                 sums = max(0.0, clock.seconds(train) - backward)
             soft_step = clock.seconds(lambda: annealing.after_step(1, no_reduce))

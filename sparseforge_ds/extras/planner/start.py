@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, local
 from sparseforge_ds.train.memory_settings import MemorySettings
@@ -13,6 +14,8 @@ _OF_A_WEIGHT = 21
 """Bytes of a weight: W, its gradient and two moments in fp32, a byte that tells if it is trained, and its mask."""
 _OF_A_SOFT_WEIGHT = 12
 """Bytes of a weight whose mask is soft inside its block, besides: W, m and m_eff in fp32."""
+_OF_AN_UPDATED_WEIGHT = 11
+"""Bytes of a weight while its soft mask is updated, at the time when the block's gradients are gone."""
 _ACTIVATIONS = 128
 """Approximate bytes of one block's activations for each token and channel, as in `sparseforge prune`."""
 _ON_DEVICE = 1 << 30
@@ -49,14 +52,23 @@ def start_memory(model: Architecture, settings: MemorySettings) -> Kinds:
         if match := _NUMBERED.match(parameter.name):
             blocks[match[1]] += parameter.numel
     inputs = [inputs for _, _, inputs in model.matrices]
-    # X^T X of every input of a block, and the workspace in which one is inverted; diagonals are negligible.
-    needs_moments = settings.forge.start is None or settings.forge.start.mask in (None, "sparsegpt")
+    block = max(blocks.values(), default=0)
+    # X^T X of every input of a block, and the workspace in which one is inverted; diagonals are negligible. SparseGPT
+    # has no masks for fused experts and tiles.
+    mask = "sparsegpt" if settings.forge.start is None else settings.forge.start.mask
+    has_fused = any(experts > 1 for experts, _, _ in model.matrices)
+    needs_moments = (
+        mask == "sparsegpt" or mask is None and isinstance(settings.forge.parsed_pattern, NM) and not has_fused
+    )
     moments = 4 * sum(size**2 for size in inputs) // max(len(blocks), 1) + 8 * max(inputs) ** 2
     is_soft = settings.forge.start is not None and settings.forge.start.soft > 0 and settings.forge.start.epochs > 0
-    of_a_weight = _OF_A_WEIGHT + (_OF_A_SOFT_WEIGHT if is_soft else 0)
+    soft = 0
+    if is_soft:
+        largest = max(experts * outputs * inputs for experts, outputs, inputs in model.matrices)
+        soft = _OF_A_SOFT_WEIGHT * block + max(0, _OF_AN_UPDATED_WEIGHT * largest - 4 * block)
     own = 0 if settings.optimizer_on_host else 8 * local(model, settings, 1, only_masked=True)
     return {
-        "a whole block": of_a_weight * max(blocks.values(), default=0),
+        "a whole block": _OF_A_WEIGHT * block + soft,
         "second moments": moments if needs_moments else 0,
         "activations": _ACTIVATIONS * settings.tokens_at_once * model.hidden,
         "streams": min(streams(model, settings), _ON_DEVICE),

@@ -86,7 +86,9 @@ class OneShot:
 
     name: str
     mask: BlockStartMask | None = None
-    """Source of the masks; null: the command's default."""
+    """Source of the first masks; null: the command's default."""
+    soft: float = BlockStartConfig.soft
+    """Share of a block's steps in which its masks move."""
     pattern: str | None = None
     """Pattern; null: that of the base's `sparseforge` block."""
     tokens: int | None = None
@@ -106,7 +108,12 @@ class OneShot:
     def start(self) -> BlockStartConfig:
         """Settings of the blocks' training, with the number of tokens."""
         start = BlockStartConfig(
-            mask=self.mask, tokens=self.tokens, epochs=self.epochs, rate=self.rate, batch=self.batch
+            mask=self.mask,
+            soft=self.soft,
+            tokens=self.tokens,
+            epochs=self.epochs,
+            rate=self.rate,
+            batch=self.batch,
         )
         return replace(start, tokens=start.tokens_of(0))
 
