@@ -118,7 +118,7 @@ class BlockStart:
                 if experts:
                     _LOG.warning(
                         f"start: {experts} experts of {block.name}.{name} saw fewer tokens than they have inputs, and "
-                        "keep their first mask and dense values; more start.tokens would train them"
+                        "keep their first masks and untrained values; more start.tokens would train them"
                     )
 
     # -- what the blocks are called with ------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class SolvedBlock:
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
-    """Number of experts of a weight that saw fewer tokens than they have inputs. They keep dense values under their
-    first mask."""
+    """Number of experts of a weight that saw fewer tokens than they have inputs. They keep their first
+    masks, and the values that these came with."""
 
 
 def no_reduce(_tensors: list[Tensor]) -> None:
