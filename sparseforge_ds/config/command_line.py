@@ -36,8 +36,9 @@ machine without an accelerator deepspeed starts one process; ask it for more wit
 The run folder holds everything of a run; `sparseforge consolidate RUN OUT` makes a model of it.
 
 SIGTERM (pre-emption) saves at the end of the step, on a GPU of the next one, and ends all ranks with
-exit code 143, also when it reaches one rank only. Before the first step the ranks that get it end at once. Ctrl-C does
-the same with exit code 130, and a second one ends them without saving. A launcher's death counts as SIGTERM.
+exit code 143, also when it reaches one rank only. Before the first step the ranks that get it end at once.
+Ctrl-C does the same with exit code 130, and a second one ends them without saving. A launcher's death counts
+as SIGTERM.
 deepspeed and torchrun leave their ranks 30 s for it: where two steps and a save take longer, send the signal to
 the ranks. --resume goes on from the newest complete checkpoint, on any number of ranks and at any ZeRO stage,
 with the same number of sequences a step; --resume auto also starts the run, so that a job that is put back into
