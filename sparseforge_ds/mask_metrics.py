@@ -153,6 +153,7 @@ class MaskMetrics:
     def report(self, with_curvature: bool) -> dict[str, float]:
         """Return the metrics over all ranks, and reset the sums. Collective."""
         device = self.matrices.layout.device
+        # Sum over the weights of this rank, then over ranks: one row of numbers, one collective.
         table = torch.tensor(list(self._counts.values()), dtype=torch.float64).to(device)
         if self._sums:
             zero = next(iter(self._sums.values()))[0].new_zeros(())
@@ -160,8 +161,10 @@ class MaskMetrics:
             totals = [part[0] if len(part) == 1 else torch.stack(part).sum() for part in parts]
             table += torch.stack(totals).to(device)
         sums = dict(zip(_SUMS, self.matrices.layout.sum_shards(table).tolist(), strict=True))
+        # The next report begins with empty sums.
         self._sums.clear()
         self._counts = dict.fromkeys(_SUMS, 0.0)
+        # Turn sums into shares and means. A quotient that nothing was counted for is left out.
         count = sums["count"]
         metrics = {"mask/undecided": sums["undecided"] / count, "mask/kept": sums["kept"] / count}
         if sums["groups"]:

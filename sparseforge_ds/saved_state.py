@@ -59,6 +59,7 @@ class SavedState:
         """Return a saved state, after a check that it is of a run like this one."""
         now = RunState.from_weights(self._weights.config, list(self._weights.prunable.values()))
         saved = RunState.parse(state, where)
+        # Another length alone has its own message: masks are scheduled in fractions of it.
         steps = now.config.max_steps
         unlike = saved.changes(now)
         if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(now):
@@ -73,6 +74,7 @@ class SavedState:
                 f"{where} is of a run with other settings: {shorten(unlike)}; resume with the saved settings, or start "
                 "a fresh run in another output_dir"
             )
+        # The running mean of the curvature must be of the same weights and estimator.
         assert isinstance(state, dict)
         try:
             self._curvature.check(state)

@@ -89,12 +89,14 @@ class Checkpoint:
         self.folder = find_checkpoint(path)
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
+        # Every rank has a file of the model and one of the optimizer; what all ranks share is in the first.
         self._files = files = RankFiles(self.folder)
         self.files = (*files.model, *files.optimizer)
         """Files of all ranks."""
         self._first = first = files.model[0]
         try:
             files.open()
+            # Facts of the run, and the entries that other programs put beside DeepSpeed's own.
             module = read_field(first, dict, "module")
             self.stage = files.stage
             """ZeRO stage of the run that saved it."""
@@ -112,6 +114,7 @@ class Checkpoint:
                 if key not in _OF_DEEPSPEED
             }
             """Entries of the model file that are not DeepSpeed's own."""
+            # Names and shapes of all weights, and where each lies in the flat partitions of the ranks.
             self.aliases = read_aliases(files, module)
             """Tied weights: name without data -> name that holds it."""
             self.buffers = frozenset(read_field(first, list, "buffer_names"))
@@ -122,6 +125,7 @@ class Checkpoint:
             """Full shape of everything that `weight` returns, in the module's order."""
             self.entries = {name: self._describe(name, shape) for name, shape in self.shapes.items()}
             """Description of everything that `weight` returns."""
+            # What the optimizer and its schedule need to go on.
             self.param_groups = self._read_param_groups(flat_shapes)
             """Param groups of the optimizer."""
             self.loss_scale = read_loss_scale(files.state_file(0), files.stage)

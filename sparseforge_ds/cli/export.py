@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.writer import require_free
         from sparseforge_ds.packed_format.packed_values import Grid
 
+    # Flags that contradict each other, before anything is read.
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
@@ -107,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
         )
+    # Read descriptions of the source alone; its weights are read one at a time while they are written.
     source = open_source(args.source, args.model, args.dtype, args.exclude)
     grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group_size))
     if args.format == "packed24" and source.grid is not None:
@@ -117,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     compare = None if args.text is None else _comparison(args.text)
     if source.unused:
         print(describe_unused(source.model_folder, source.unused))
+    # Write and prove the folder, then say what it is.
     limits = (args.max_shard_size, args.workers, args.skip_proof)
     record = export(source, args.out, args.format, *limits, grid, compare)
     if not record["finished"]:
@@ -124,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.out}: {_what(args.format, record)}")
     if "bytes" in record:
         print(f"{args.out}: {Size(**record['bytes'])}")
+    # Rounding changes what the model computes: print by how much.
     if grid is not None:
         errors = {name: row["error"] for name, row in record["weights"].items()}
         if source.quantize is not None:
@@ -151,11 +155,13 @@ def _comparison(text: str) -> Callable[[Source, Path], dict[str, Any]]:
         from sparseforge_ds.export.reference import add_branches, filled_model
         from sparseforge_ds.extras.packed24 import register_format
 
+    # Read the text before the export starts: an error in it costs no written folder.
     register_format()
     documents = read_text(text, "text", None)
     scoring = Scoring("windows" if documents_belong_together(text) else "documents", max_tokens=TOKENS)
 
     def compare(source: Source, folder: Path) -> dict[str, Any]:
+        # Score the written model against the source with its weights as they were, branches included.
         rounded = load_model(str(folder))
         exact = filled_model(source)
         if source.branches:

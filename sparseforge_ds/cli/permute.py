@@ -106,6 +106,7 @@ def _find(
 ) -> Permutation:
     import torch
 
+    # Without a text, weights decide alone, and the model is not built.
     if args.text is None:
         with large_imports():
             from sparseforge_ds.model.architecture import bare_model
@@ -120,6 +121,7 @@ def _find(
         from sparseforge_ds.evaluate.finished_model import load_model
         from sparseforge_ds.extras.basis.permutation.input_squares import find_by_activations
 
+    # With a text, weights are scored by the activations that they meet.
     sequences = 32 if args.sequences is None else args.sequences
     batches = calibration_windows(args.model, dense.config, args.text, sequences, args.seq_length)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")

@@ -99,6 +99,7 @@ def _optimizer_class(name: str, params: Mapping[str, Any], on_host: bool) -> typ
 
 
 def _check_values(params: Mapping[str, Any]) -> None:
+    # Rates, decays and epsilons.
     for key in _NUMBERS:
         value = params.get(key, 0)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -108,6 +109,7 @@ def _check_values(params: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"optimizer.params.{key} = {json.dumps(value)} is not valid: use a number >= 0, at most {most:g}"
             )
+    # Decay rates of the two moments.
     betas = params.get("betas", [0.9, 0.999])
     if not (
         isinstance(betas, list)
@@ -117,6 +119,7 @@ def _check_values(params: Mapping[str, Any]) -> None:
         raise ValueError(
             f"optimizer.params.betas = {json.dumps(betas)} is not valid: use two numbers, each 0 <= beta < 1"
         )
+    # Switches, which null leaves to the optimizer.
     for key in (*_SWITCHES, "fused", "foreach", "amsgrad", "bias_correction"):
         value = params.get(key)
         if value is not None and not isinstance(value, bool):

@@ -35,6 +35,7 @@ class Hutchinson(Estimator):
     ) -> bool:
         """Average the probes, each of two forward and backward passes for every pass of a batch."""
         context = self.context
+        # Each probe moves the weights by +radius and -radius along one random sign vector (eq. 2).
         radii = self._radii()
         context.expert_load.begin()
         try:
@@ -51,6 +52,7 @@ class Hutchinson(Estimator):
         finally:
             write_masters()
             context.layout.push()
+        # Experts are divided by the tokens that they saw on all ranks.
         context.expert_load.agree()
         context.divide(total, context.expert_load.shares)
         return True

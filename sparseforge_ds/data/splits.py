@@ -172,12 +172,14 @@ def _text_files(root: Path) -> Iterator[Path]:
 
     visited: set[str] = set()
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=unreadable):
+        # Links may point to a folder above: visit each folder once.
         real = os.path.realpath(folder)
         if real in visited:  # a link to a folder above, or to one that is read anyway
             subfolders.clear()
             continue
         visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith((".", "__")))
+        # Leave out hidden files, caches and descriptions of `datasets`, and kinds that have no reader.
         for name in names:
             path = Path(folder, name)
             is_cache = name.startswith("cache-") and path.suffix == ".arrow"  # of `map` and `filter` of `datasets`

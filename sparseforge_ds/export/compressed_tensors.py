@@ -119,6 +119,7 @@ class QuantizedWeights:
         module = name.removesuffix(".weight")
         scheme = self._scheme(module)
         parts = {leaf: self._tensors.read(f"{module}.{leaf}") for leaf in self._parts[name]}
+        # A scale of 0 or NaN would make weights that no check of a pattern notices.
         scale = parts["weight_scale"]
         if scale.dtype in SCALE_DTYPES and not bool(((scale > 0) & scale.isfinite()).all()):
             odd = scale[~((scale > 0) & scale.isfinite())]
@@ -126,6 +127,7 @@ class QuantizedWeights:
                 f"{self._folder}: {name}: scales are positive and finite, and {len(odd)} are not, first "
                 f"{odd[0].item()}; download or export it again"
             )
+        # The library of the format reads the codes.
         try:
             compressor: Any = BaseCompressor.get_value_from_registry(scheme.format or self._config.format)
             weight: Tensor = compressor.decompress(parts, scheme)["weight"]

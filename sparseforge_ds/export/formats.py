@@ -128,6 +128,7 @@ def require_codes(source: Source) -> None:
     Raises:
         ValueError: the message names what is in the way.
     """
+    # Codes must be those of the run: this format rounds nothing.
     where = str(source.folder)
     if source.quantize is None:
         raise ValueError(
@@ -139,6 +140,7 @@ def require_codes(source: Source) -> None:
             f"{where}: has weights of {source.quantize.bits} bits, and --format compressed-tensors stores 4 or 8; "
             "give --format hf"
         )
+    # The format knows weights of linear layers, and nothing beside them.
     for name, weight in source.prunable.items():
         if weight.input_axis != -1 or len(weight.shape) != 2 or not name.endswith(".weight") or source.fused_name:
             raise ValueError(

@@ -218,6 +218,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return None, find_checkpoint(path)  # a file like checkpoints/best names one
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
+    # What a folder is, from what it holds: a run, one checkpoint, or the folder of another trainer.
     if (path / "sparseforge.json").is_file() or (path / "checkpoints").is_dir():
         return path / "checkpoints", None
     if is_checkpoint(path):
@@ -226,6 +227,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return path, None
     if (of_trainer := newest_trainer_checkpoint(path)) is not None:
         return of_trainer, None
+    # None of these: name the command that reads it, or what is missing.
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         raise ValueError(
             f"{path}: is an exported model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"

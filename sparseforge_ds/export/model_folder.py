@@ -72,10 +72,12 @@ def write_model(
 
     def make(name: str) -> dict[str, Tensor]:
         """Read one tensor, note its row, and return it as it is stored."""
+        # Read the tensor as the source has it, dense.
         value = source.read_branch(name) if name in branches else source.read(name)
         weight = source.prunable.get(name)
         row: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         parts = {name: value}
+        # Turn a pruned weight into what the format stores. With a grid the written value is the rounded one.
         if weight is not None and packed:
             if grid is None:
                 values, positions = pack24(value, weight.input_axis)
@@ -88,6 +90,7 @@ def write_model(
                 row |= {"error": relative_error(value, exact), "scale_sha256": hash_tensor(scale)}
         if weight is not None and format == "compressed-tensors":
             parts = _coded(source, name, value)
+        # The row holds the hash of what a reader of the folder is going to see.
         row["sha256"] = hash_tensor(value)
         if name in source.fused_name:
             row["fused_name"] = source.fused_name[name]
@@ -260,6 +263,7 @@ def _stored_specs(source: Source, format: Format, grid: Grid | None) -> dict[str
         if name not in source.prunable or format == "hf":
             specs[name] = spec
         elif format == "compressed-tensors":
+            # compressed-tensors: codes, a scale a group or row, and the shape.
             assert source.quantize is not None
             module = name.removesuffix(".weight")
             size = _inputs_of_scale(source) or spec.shape[1]
@@ -268,6 +272,7 @@ def _stored_specs(source: Source, format: Format, grid: Grid | None) -> dict[str
             specs[f"{module}.weight_scale"] = TensorSpec((spec.shape[0], spec.shape[1] // size), spec.dtype)
             specs[f"{module}.weight_shape"] = TensorSpec((2,), torch.int64)
         else:
+            # packed24: kept values, their positions, and the scale of rounded values.
             axis = source.prunable[name].input_axis
             values, positions = packed24_shapes(spec.shape, axis, None if grid is None else grid.dtype)
             specs[name] = TensorSpec(values, spec.dtype if grid is None else grid.dtype)

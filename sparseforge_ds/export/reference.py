@@ -96,6 +96,7 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
         return add
 
+    # Read the learned matrices once, in the dtype in which the model computes.
     dtype = next(model.parameters()).dtype
     k = source.low_rank.k
     learned = {name: source.read_branch(name).to(dtype) for name in source.branch_specs}

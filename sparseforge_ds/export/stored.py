@@ -111,6 +111,7 @@ class StoredWeights:
         spec = self._tensors.specs[name]
         if name not in self._packed:
             return spec
+        # A packed weight has positions beside its values, and rounded values a scale: shapes must agree.
         positions = self._tensors.specs[name + POSITIONS]
         scale = self._tensors.specs.get(name + SCALE)
         try:
@@ -126,6 +127,7 @@ class StoredWeights:
                 require_scale_shape(spec.shape, scale.shape, axis, self.grid)
         except ValueError as error:
             raise ValueError(f"{self.folder}: {name}: {error}") from None
+        # Half of the weights are kept, and one stored element may hold several of them.
         shape = list(spec.shape)
         shape[axis] *= 2 * values_per_element(spec.dtype)
         return TensorSpec(tuple(shape), self._dtype if self.grid else spec.dtype)

@@ -85,6 +85,7 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
         has_tensors = isinstance(output, Tensor) and bool(inputs) and isinstance(inputs[0], Tensor)
         calls[name] += has_tensors and (inputs[0].shape[-1], output.shape[-1]) == widths
 
+    # One hook a layer, which counts calls whose widths are those of its weight.
     handles = [
         model.get_submodule(name.rpartition(".")[0]).register_forward_hook(
             lambda _layer, args, kwargs, output, name=name: count_call(name, (*args, *kwargs.values()), output),
@@ -92,6 +93,7 @@ def _calls(model: Any, names: Iterable[str]) -> dict[str, int]:
         )
         for name in calls
     ]
+    # One forward pass of 8 tokens on the meta device, where nothing is computed.
     try:
         with without_numbers(model.config), torch.no_grad(), PeakMemoryCounter():
             model(input_ids=torch.zeros(1, 8, dtype=torch.long, device="meta"), use_cache=False)

@@ -261,12 +261,14 @@ def _folder(name: str, flag: str) -> Path:
     """Return the folder of a model, after downloading it if it is on the hub."""
     if name == EMBEDDED_MODEL:
         return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
+    # A folder that is there, or a name that can only be a folder.
     if Path(name).exists():
         if not Path(name).is_dir():
             raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")
         return Path(name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"{flag} {name}: no such folder; give a Hugging Face model folder or a hub id")
+    # A hub id: take it from the network, or from the cache where there is no network.
     import huggingface_hub  # talks to the network, and only here
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -37,6 +37,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
+    # Whatever transformers raises for a strange config.json becomes one message.
     register_model_classes()
     errors = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
@@ -44,6 +45,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
             check_model_folder(name)
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
+    # Sizes are checked before anything of them is built.
     try:
         if not is_folder:
             check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)

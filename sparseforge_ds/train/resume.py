@@ -107,6 +107,7 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
     folder = manifest.folder
     checkpoint = Checkpoint(folder)
     saved = RunState.parse(checkpoint.client_state.get("sparseforge"), f"--resume: {folder}")
+    # The manifest must describe these files: a mixture of two checkpoints has neither's state.
     for name, recorded, actual in (
         ("ranks", manifest.world_size, checkpoint.world_size),
         ("ZeRO stage", manifest.stage, checkpoint.stage),
@@ -117,6 +118,7 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
                 f"--resume: {folder}: checkpoint.json says {name} {recorded}, the files {actual}; "
                 "use another checkpoint"
             )
+    # The checkpoint must be of this trainer, and of a run with these settings.
     if not isinstance(checkpoint.client_state.get("train", {}).get("data"), dict):
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
     if unlike := saved.changes(RunState.from_weights(spec.config, spec.weights)):

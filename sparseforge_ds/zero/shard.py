@@ -84,6 +84,7 @@ class ShardLayout(ABC):
         self.optimizer: Any = engine.optimizer
         self.inner: torch.optim.Optimizer = engine.basic_optimizer
         self.device: torch.device = torch.device(engine.device)
+        # The ranks among which weights and gradients are divided, and those among which one sequence is.
         self.process_group: dist.ProcessGroup | None = self._data_parallel_group()
         """Ranks that hold the shards; None for the whole world."""
         self.world_size: int = dist.get_world_size(self.process_group)
@@ -91,6 +92,7 @@ class ShardLayout(ABC):
         configured_size = engine._config._param_dict.get("sequence_parallel_size") or 1
         self.sequence_parallel = max(int(engine.sequence_parallel_size), int(configured_size))
         """Number of consecutive ranks that share their sequences, each with a part of the tokens."""
+        # The shards of this rank, which each stage reads from its own optimizer.
         self._name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         self.flats: list[Tensor] = []
         """Master partitions of this rank, the very tensors that the inner optimizer steps."""

@@ -57,9 +57,11 @@ class ShardState:
         """True once masks are frozen and only `kept` is left of our tensors."""
         self.kept: dict[int, Tensor] = {}
         """Packed bits of the top N of the mask in every group, 8 weights a byte, by master partition."""
+        # Several weights share one flat partition, and the optimizer keeps state by partition.
         self._by_flat: dict[int, list[Shard]] = {}
         for shard in shards.values():
             self._by_flat.setdefault(shard.flat, []).append(shard)
+        # torch would cast our tensors while it loads them: the hooks hold them aside meanwhile.
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[int, dict[str, Tensor]] = {}
         self._is_loading = False

@@ -117,6 +117,7 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
         raise ValueError(f"{flag}: torchao is not installed; pip install torchao")
     from torchao import quantization
 
+    # torchao leaves what it cannot quantize dense, in silence: the comparison would not be one.
     layers = {name for name, module in packed.named_modules() if has_packed_weights(module)}
     odd = next((name for name in layers if not isinstance(dense.get_submodule(name), nn.Linear)), None)
     if odd is not None:
@@ -128,6 +129,7 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
                 f"{flag}: the inputs of {odd} are no multiple of {_INT4_GROUP}, and torchao would leave it dense; "
                 "leave the flag out"
             )
+    # Quantize a copy in the layers that the packed model has packed, and in no others.
     config: Any
     try:
         if kind == "int4":
@@ -159,6 +161,7 @@ def rounded(packed: PreTrainedModel, grid: Grid) -> PreTrainedModel:
             continue
         for buffer in [name for name, _ in module.named_buffers(recurse=False) if name.endswith(POSITIONS)]:
             name = buffer.removesuffix(POSITIONS)
+            # Round the kept values of one weight, which are floating point.
             values = getattr(module, name).detach()
             if getattr(module, name + SCALE, None) is not None:
                 raise ValueError(
@@ -172,6 +175,7 @@ def rounded(packed: PreTrainedModel, grid: Grid) -> PreTrainedModel:
             if values.stride(axis) == 1:  # GPT-2's inputs are contiguous in memory
                 codes = codes.transpose(-1, axis).contiguous().transpose(-1, axis)
                 scale = scale.transpose(-1, axis).contiguous().transpose(-1, axis)
+            # Store the codes in the place of the values, as a loaded export has them.
             setattr(module, name, nn.Parameter(codes, requires_grad=False))
             module.register_buffer(name + SCALE, scale)
     return model

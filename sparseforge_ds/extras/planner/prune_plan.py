@@ -57,10 +57,12 @@ class PrunePlan:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield readable lines."""
         work = self.work
+        # What is read, and how it is trained on.
         size, per_step = work.micro_batches
         of_step = "a sequence" if size * per_step == 1 else f"{size * per_step} sequences"
         training = f", {work.steps:,} steps of {of_step} a block" if work.block_start.epochs else ""
         yield "text", f"{work.tokens:,} tokens in sequences of {work.seq_length}{training}"
+        # Memory at its worst moment, then by part; what lies beside the device; the disk.
         yield "memory", f"{self.peak / GIB:.2f} GiB of {self.device}, in {self._worst}"
         for name, kinds in self.memory.items():
             parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
@@ -69,10 +71,12 @@ class PrunePlan:
         model = work.total_elements * work.dtype.itemsize / GIB
         blocks = work.blocks * work.block_elements * work.dtype.itemsize / GIB
         yield "disk", f"{model:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
+        # Time, where a block was measured or a GPU is known.
         if self.seconds:
             parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
             yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {work.blocks} blocks: {parts}"
             yield "", self.rate
+        # Whether that fits, and what to do where it does not.
         room = f"{self.available / GIB:.1f} GiB"
         less = "take a device with more memory, or --mask magnitude"
         yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {less}"

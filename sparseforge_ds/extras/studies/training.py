@@ -207,6 +207,7 @@ def prune_model(
     block_start = BlockStartConfig(**settings["start"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        # The same text and sequences as `sparseforge prune` reads.
         dense = find_model(settings["model"], "model")
         assert block_start.tokens is not None
         sequences_NS = read_sequences(
@@ -222,6 +223,7 @@ def prune_model(
     except ValueError as error:
         print(f"error: {error}", flush=True)
         sys.exit(1)
+    # The table counts tokens of a start and their passes; masks without training read each token once.
     counted = {"tokens": pruned.tokens, "epochs": max(1, block_start.epochs)}
     write_json(Path(settings["result"]), {"seconds": round(pruned.seconds, 1), "start": counted})
 
