@@ -57,17 +57,17 @@ class SavedState:
 
     def _checked(self, state: object, where: str) -> dict[str, Any]:
         """Return a saved state, after a check that it is of a run like this one."""
-        now = RunState.from_weights(self._weights.config, list(self._weights.prunable.values()))
+        current = RunState.from_weights(self._weights.config, list(self._weights.prunable.values()))
         saved = RunState.parse(state, where)
         # Another length alone has its own message: masks are scheduled in fractions of it.
-        steps = now.config.max_steps
-        unlike = saved.changes(now)
-        if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(now):
-            was = saved.config.max_steps
+        steps = current.config.max_steps
+        unlike = saved.changes(current)
+        if unlike and not replace(saved, config=replace(saved.config, max_steps=steps)).changes(current):
+            before = saved.config.max_steps
             raise ValueError(
-                f"{where} is of a run of {was} steps, and this one has {steps}: masks are scheduled in fractions of "
-                f"them. Give {was} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs). Once masks "
-                "are frozen, a loop of your own may make more steps than that, and a Trainer is given more"
+                f"{where} is of a run of {before} steps, and this one has {steps}: masks are scheduled in fractions of "
+                f"them. Give {before} again (max_steps of sf.SparseForge, or a Trainer's max_steps or epochs). Once "
+                "masks are frozen, a loop of your own may make more steps than that, and a Trainer is given more"
             )
         if unlike:
             raise ValueError(

@@ -163,7 +163,7 @@ def _unit(inputs: int, k: int) -> tuple[int, int]:
 
 def _best_shifts(unit_RU: Tensor, k: int, pattern: NM) -> Tensor:
     """Return (R, S) shifts of the segments of units of inputs, the last of which may be shorter than k."""
-    full = unit_RU.shape[1] - unit_RU.shape[1] % k
-    parts = (unit_RU[:, :full].reshape(-1, k), unit_RU[:, full:])
-    shifts = [best_shift(part, pattern.kept_count, pattern.members) for part in parts if part.numel()]
+    whole_segments = unit_RU.shape[1] - unit_RU.shape[1] % k
+    segments = (unit_RU[:, :whole_segments].reshape(-1, k), unit_RU[:, whole_segments:])
+    shifts = [best_shift(values, pattern.kept_count, pattern.members) for values in segments if values.numel()]
     return torch.cat([shift.view(len(unit_RU), -1) for shift in shifts], dim=1)

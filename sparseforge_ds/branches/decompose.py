@@ -110,15 +110,15 @@ class _Removed:
     def times(self, right_CK: Tensor) -> Tensor:
         """Return (R, K), the product with a (C, K) matrix, summed over the ranks."""
         sum_RK = torch.zeros_like(self.left_RK)
-        for rows, part in self._parts():
-            sum_RK[rows] += part @ right_CK
+        for rows, entries in self._parts():
+            sum_RK[rows] += entries @ right_CK
         return self.weights.layout.sum_shards(sum_RK)
 
     def transposed_times(self, left_RK: Tensor) -> Tensor:
         """Return (C, K), the transposed product with an (R, K) matrix, summed over the ranks."""
         sum_CK = torch.zeros_like(self.right_CK)
-        for rows, part in self._parts():
-            sum_CK += part.t() @ left_RK[rows]
+        for rows, entries in self._parts():
+            sum_CK += entries.t() @ left_RK[rows]
         return self.weights.layout.sum_shards(sum_CK)
 
     def _parts(self) -> Iterator[tuple[slice, Tensor]]:

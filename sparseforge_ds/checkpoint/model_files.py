@@ -70,11 +70,11 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
         ValueError: a size is below 1, there are more layers or experts than any model has, or values nest deeply.
     """
     check_depth(config)
-    parts = [config]
-    while parts:
-        part = parts.pop()
-        parts += [value for value in part.values() if isinstance(value, dict)]
-        for key, size in part.items():
+    sections = [config]
+    while sections:
+        section = sections.pop()
+        sections += [value for value in section.values() if isinstance(value, dict)]
+        for key, size in section.items():
             if not isinstance(size, (int, float)):
                 continue
             if size < 1 and key in _AT_LEAST_ONE:

@@ -98,9 +98,10 @@ class AxisSums:
     def add_shards(self, values: Callable[[Shard], Tensor]) -> None:
         """Add the sums of `values`, (numel of the shard,), over the shards of all ranks. Collective, one reduction."""
         for name, shard in self.shards.items():
-            for part in self.matrices.slices[name]:
-                inside = values(shard)[part.start : part.stop]
+            for matrix_slice in self.matrices.slices[name]:
+                inside = values(shard)[matrix_slice.start : matrix_slice.stop]
+                first = self.first(name, matrix_slice)
                 for chunk in chunks(inside):
-                    add_sums(inside[chunk], self.first(name, part) + chunk.start, *self.matrix_sums(part.row))
+                    add_sums(inside[chunk], first + chunk.start, *self.matrix_sums(matrix_slice.row))
         layout = self.matrices.layout
         self.values = layout.sum_shards(self.values.to(layout.device)).to(self.values.device)

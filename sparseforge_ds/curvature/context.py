@@ -155,11 +155,11 @@ class EstimatorContext:
     def divide(self, diagonal: Diagonal, by: list[float]) -> None:
         """Divide what belongs to an expert by the number in its row; what belongs to none stays."""
         for name in self.expert_load.rows.keys() & diagonal.keys():
-            for part in self.matrices.slices[name]:
-                row = self.expert_load.of_matrix[part.row]
+            for matrix_slice in self.matrices.slices[name]:
+                row = self.expert_load.of_matrix[matrix_slice.row]
                 assert row is not None
                 if by[row]:
-                    diagonal[name][part.start : part.stop] /= by[row]
+                    diagonal[name][matrix_slice.start : matrix_slice.stop] /= by[row]
 
     def zeros(self) -> Diagonal:
         """Return a diagonal of zeros, on the devices of the master partitions."""
@@ -180,7 +180,7 @@ class EstimatorContext:
         layout = self.layout
         parts = layout.sequence_parallel
         readers = layout.world_size // parts
-        reader, part = divmod(layout.rank, parts)
+        reader, position = divmod(layout.rank, parts)
         first = (number * readers + reader) * rows * parts
         if parts == 1:
             return [range(first, first + rows)]
@@ -191,7 +191,7 @@ class EstimatorContext:
                 "that ranks which share them cannot draw the same numbers; give every pass that many"
             )
         length = rows // sequences
-        starts = (first + (sequence * parts + part) * length for sequence in range(sequences))
+        starts = (first + (sequence * parts + position) * length for sequence in range(sequences))
         return [range(start, start + length) for start in starts]
 
     def add_gradient(self, index: int, gradient: Tensor, names: set[str], add: Callable[[Shard, Tensor], None]) -> None:

@@ -242,10 +242,10 @@ class RunningCurvature:
 
     def _take_experts(self, name: str, average: Tensor, sample: Tensor | None, rates: list[float]) -> None:
         """Average by tokens; an expert that saw none keeps what it has."""
-        for part in self.weights.matrices.slices[name]:
-            row = self.expert_load.of_matrix[part.row]
+        for matrix_slice in self.weights.matrices.slices[name]:
+            row = self.expert_load.of_matrix[matrix_slice.row]
             assert row is not None
-            inside = slice(part.start, part.stop)
+            inside = slice(matrix_slice.start, matrix_slice.stop)
             if sample is not None and rates[row]:
                 self.weights.metrics.add_refresh(average[inside], sample[inside])
                 average[inside].lerp_(sample[inside], rates[row])

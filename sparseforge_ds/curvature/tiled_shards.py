@@ -62,8 +62,8 @@ class TiledShards:
                 continue
             weight = weights.prunable[name]
             runs_of_shard = [
-                MatrixRun(part.row, sums.first(name, part), shard.offset + part.start, part.stop - part.start)
-                for part in weights.matrices.slices[name]
+                MatrixRun(piece.row, sums.first(name, piece), shard.offset + piece.start, piece.stop - piece.start)
+                for piece in weights.matrices.slices[name]
             ]
             if weight.input_axis % len(weight.shape) != len(weight.shape) - 1:
                 inputs_first += shard.numel
@@ -106,9 +106,9 @@ class TiledShards:
         # A row of sums for every tile of every partition.
         curvature = self._curvature(factors, ())
         sums = new_moments(self._table)
-        for index, part in self._parts.items():
+        for index, tiles in self._parts.items():
             dense = self.weights.state.weights_being_trained(index).view(-1)
-            sum_moments(dense, curvature, self._table[part], sums[part])
+            sum_moments(dense, curvature, self._table[tiles], sums[tiles])
         # One row for every matrix.
         return add_moments(sums, self._segments)
 
@@ -131,7 +131,7 @@ class TiledShards:
         # One launch a partition, each with the rows of its own tiles.
         curvature = self._curvature(factors, by_magnitude)
         sums = torch.empty(len(self._table), SUMS, device=self._table.device)
-        for index, part in self._parts.items():
+        for index, tiles in self._parts.items():
             kept = state.packed_kept(index)
             partition = TiledPartition(
                 state.weights_being_trained(index).view(-1),
@@ -140,7 +140,7 @@ class TiledShards:
                 kept,
                 weights.layout.flats[index].data.view(-1),
             )
-            update_partition(partition, curvature, scaling, self._table[part], dials, midpoint, sums[part])
+            update_partition(partition, curvature, scaling, self._table[tiles], dials, midpoint, sums[tiles])
         # The sums of all tiles, for the metrics.
         elements = sum(chunk.numel for chunks in self.chunks.values() for chunk in chunks)
         weights.metrics.add_tiles(sums.sum(dim=0, dtype=torch.float64), elements, are_known)

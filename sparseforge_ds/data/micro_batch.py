@@ -67,7 +67,7 @@ class MicroBatch:
 
     It is the number of trained tokens of the whole global batch over its number of micro-batches. A part of a sequence
     counts as a micro-batch. With it, the mean over micro-batches is the mean over the batch's trained tokens."""
-    more: Mapping[str, Tensor] = field(default_factory=dict)
+    extra_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Other inputs of the forward pass, like an attention mask. The launcher has only `position_ids` (B, S), which
     restart at 0 with each document, where attention stays inside documents."""
     shifted: bool = False
@@ -78,16 +78,16 @@ class MicroBatch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Return all keyword arguments of the forward pass."""
-        return {"input_ids": self.token_BS, **self.more}
+        return {"input_ids": self.token_BS, **self.extra_inputs}
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Copy to another device, without waiting for the copy."""
         token_BS = self.token_BS.to(device, non_blocking=True)
         same = self.label_BS is self.token_BS
         label_BS = token_BS if same else self.label_BS.to(device, non_blocking=True)
-        more = {key: value.to(device, non_blocking=True) for key, value in self.more.items()}
+        extra_inputs = {key: value.to(device, non_blocking=True) for key, value in self.extra_inputs.items()}
         top = None if self.top is None else self.top.to(device)
-        return MicroBatch(token_BS, label_BS, self.trained, more, self.shifted, top)
+        return MicroBatch(token_BS, label_BS, self.trained, extra_inputs, self.shifted, top)
 
     def take_tokens(self, part: slice, parts: int) -> MicroBatch:
         """Return the share of one rank in sequences that several ranks compute together.
@@ -101,6 +101,6 @@ class MicroBatch:
         # Labels are shifted before they are cut, since a part's last token predicts a token of the next part.
         label_BS = F.pad(self.label_BS[:, 1:], (0, 1), value=IGNORED)[:, part]
         token_BS = self.token_BS[:, part].contiguous()
-        more = {key: value_BS[:, part] for key, value_BS in self.more.items()}
+        extra_inputs = {key: value_BS[:, part] for key, value_BS in self.extra_inputs.items()}
         top = None if self.top is None else self.top.take_tokens(part)
-        return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, more, shifted=True, top=top)
+        return MicroBatch(token_BS, label_BS.contiguous(), trained / parts, extra_inputs, shifted=True, top=top)

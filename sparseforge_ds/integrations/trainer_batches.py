@@ -17,8 +17,8 @@ from sparseforge_ds.model.task_head import TaskHead, task_head
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.zero.extra_passes import Closure
 
-_NOT_MORE = ("input_ids", "labels", "shift_labels", "use_cache")
-"""Inputs that have a field of their own in `MicroBatch`, or none; the rest is `MicroBatch.more`."""
+_NOT_EXTRA = ("input_ids", "labels", "shift_labels", "use_cache")
+"""Inputs that have a field of their own in `MicroBatch`, or none; the rest is `MicroBatch.extra_inputs`."""
 _WITH_COMPLETIONS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "pixel_values")
 """Inputs of the forward pass among those of TRL's trainers, which also hold rewards, log-probabilities and the like."""
 
@@ -50,13 +50,13 @@ def trainer_micro_batch(inputs: dict[str, Any], trained: float | None, model: An
         )
 
     # Other inputs, and the shape of labels, by the kind of head.
-    more = {key: value for key, value in inputs.items() if key not in _NOT_MORE}
+    extra_inputs = {key: value for key, value in inputs.items() if key not in _NOT_EXTRA}
     head = task_head(model)
     if head is TaskHead.SEQUENCE:
         labels = labels.view(-1, 1)
-    if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & more.keys():
-        more["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    return MicroBatch(inputs["input_ids"], labels, trained, more, shifted or head is not TaskHead.NEXT_TOKEN)
+    if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & extra_inputs.keys():
+        extra_inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    return MicroBatch(inputs["input_ids"], labels, trained, extra_inputs, shifted or head is not TaskHead.NEXT_TOKEN)
 
 
 def task_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:

@@ -38,7 +38,7 @@ class _Call:
     """Heads of keys and values."""
     widths: tuple[int, int, int]
     """Width of a query, a key and a value."""
-    more: dict[str, Any]
+    keywords: dict[str, Any]
     """All other arguments, by name."""
 
 
@@ -104,15 +104,15 @@ def _check_call(call: _Call, parts: int, seq_length: int, flash: bool) -> None:
             "DeepSpeed exchanges heads of one width alone (latent attention has two)"
         )
     # Positions tell a part from a sequence; masks and other tensors are not exchanged.
-    if "position_ids" not in call.more:
+    if "position_ids" not in call.keywords:
         raise ValueError("its layers do not hand position_ids on to attention, so parts would be taken for sequences")
-    window = call.more.get("sliding_window")
+    window = call.keywords.get("sliding_window")
     if window is not None and window < seq_length and not flash:
         raise ValueError(
             f"its attention has a sliding window of {window} tokens, which sdpa has as a mask, and masks are not "
             f"exchanged; use --seq_length {window} or less"
         )
-    tensors = [name for name, value in call.more.items() if isinstance(value, Tensor)]
+    tensors = [name for name, value in call.keywords.items() if isinstance(value, Tensor)]
     unexpected = [name for name in tensors if name not in _TOKEN_ARGUMENTS]
     if unexpected:
         raise ValueError(
@@ -147,11 +147,11 @@ def _calls(model: PreTrainedModel) -> Iterator[list[_Call]]:
     calls: list[_Call] = []
 
     def record(
-        attend: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **more: Any
+        attend: Attention, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **keywords: Any
     ) -> Any:
         widths = query.shape[-1], key.shape[-1], value.shape[-1]
-        calls.append(_Call(query.shape[1], key.shape[1], widths, more))
-        return attend(module, query, key, value, *args, **more)
+        calls.append(_Call(query.shape[1], key.shape[1], widths, keywords))
+        return attend(module, query, key, value, *args, **keywords)
 
     with _wrapped_attention(model, record):
         yield calls

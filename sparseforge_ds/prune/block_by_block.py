@@ -282,13 +282,12 @@ def _advance(stream: HiddenStream, call: Any, bar: Any) -> None:
 
 
 def _summary(name: str, result: SolvedBlock) -> str:
-    """Return the line on the screen about a block."""
+    """Return the line on the screen about a block, and one for each warning."""
     if not result.masks:
         return f"{name}: stays dense"
     before = "" if math.isnan(result.error_before) else f"{result.error_before:.4f} with the first masks, "
-    few_tokens = {weight: count for weight, count in result.few_tokens.items() if count}
-    note = "".join(f"; {weight}: {count} experts saw few tokens" for weight, count in few_tokens.items())
-    return f"{name}: error {before}{result.error:.4f} at the end{note}"
+    summary = f"{name}: error {before}{result.error:.4f} at the end"
+    return "\n".join([summary, *(f"{name}: warning: {warning}" for warning in result.warnings())])
 
 
 class _Progress:

@@ -114,12 +114,8 @@ class BlockStart:
             left = seconds / (number + 1) * (blocks - number - 1)
             error = "" if math.isnan(solved.error) else f"error {solved.error:.4f} of its output, "
             _LOG.info(f"start: block {number + 1} of {blocks}, {error}{seconds:.0f} s, {left:.0f} s left")
-            for name, experts in solved.few_tokens.items():
-                if experts:
-                    _LOG.warning(
-                        f"start: {experts} experts of {block.name}.{name} saw fewer tokens than they have inputs, and "
-                        "keep their first masks and untrained values; more start.tokens would train them"
-                    )
+            for warning in solved.warnings():
+                _LOG.warning(f"start: {block.name}: {warning}")
 
     # -- what the blocks are called with ------------------------------------------------------------------------------
 
@@ -242,15 +238,15 @@ class BlockStart:
         """Raise AgreedError where a block alone computes something else than in its model."""
         layout = self.weights.layout
         end_BH = end_BH.float()
-        apart = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
+        distance = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
         bound = _ALONE.get(self.dtype, _ALONE_IN_16_BITS)
         # What is not finite is for `solve_block` to name.
-        near = layout.all_reduce((~(apart > bound)).float())
+        near = layout.all_reduce((~(distance > bound)).float())
         if not (near == layout.world_size).item():
             raise AgreedError(
-                f"{block.name} computes something else alone than in its model (relative distance {float(apart):.2g} "
-                'of its output), so that it cannot be pruned alone; set "start": null, and use an importance other '
-                'than "sparsegpt"'
+                f"{block.name} computes something else alone than in its model (relative distance "
+                f'{float(distance):.2g} of its output), so that it cannot be pruned alone; set "start": null, and use '
+                'an importance other than "sparsegpt"'
             )
 
     def _reduce(self, tensors: list[Tensor]) -> None:

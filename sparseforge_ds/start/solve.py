@@ -52,6 +52,23 @@ class SolvedBlock:
     few_tokens: dict[str, int] = field(default_factory=dict)
     """Number of experts of a weight that saw fewer tokens than they have inputs. They keep their first
     masks, and the values that these came with."""
+    steps: int = 0
+    """Number of Adam steps that trained the block."""
+
+    def warnings(self) -> list[str]:
+        """Return sentences about weights that training did not improve; usually none."""
+        sentences = [
+            f"{experts} experts of {weight} saw fewer tokens than they have inputs, and keep their first masks and "
+            "untrained values; more tokens would train them"
+            for weight, experts in self.few_tokens.items()
+            if experts
+        ]
+        if self.steps and self.error > self.error_before:
+            sentences.append(
+                f"{self.steps} steps have raised its error from {self.error_before:.3g} to {self.error:.3g}; give it "
+                "more tokens or epochs, or masks that stay (soft 0)"
+            )
+        return sentences
 
 
 def no_reduce(_tensors: list[Tensor]) -> None:
@@ -143,6 +160,7 @@ class _Solver:
         del moments
         solved.error_before = self._error()
         if self.settings.epochs:
+            solved.steps = self._steps
             solved.masks = self._train(solved.masks, starved)
         # The pruned stream moves on through the weights as they will be stored.
         for name, dtype in self.options.stored.items():

@@ -49,9 +49,9 @@ def lasting(model: Architecture, settings: MemorySettings, teacher: Architecture
     """Return all that lasts on one rank, on device or host: states, gradients and the teacher."""
     gradients = settings.low * model.total if settings.stage < 2 else resident_gradients(model, settings)
     teacher_bytes = teacher_weights(teacher or model, settings) if settings.teacher else 0
-    whole = whole_gradients(model, settings)
+    fp32_gradients = whole_gradients(model, settings)
     states = model_states(model, settings)
-    return positive({**states, "gradients": gradients, "fp32 gradients": whole, "teacher": teacher_bytes})
+    return positive({**states, "gradients": gradients, "fp32 gradients": fp32_gradients, "teacher": teacher_bytes})
 
 
 def resident_gradients(model: Architecture, settings: MemorySettings) -> int:

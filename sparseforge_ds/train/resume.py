@@ -128,12 +128,12 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
     return checkpoint
 
 
-def _check_optimizer(before: dict[str, Any], now: dict[str, Any]) -> None:
+def _check_optimizer(before: dict[str, Any], current: dict[str, Any]) -> None:
     """Reject changed numbers of the optimizer, whose old values a checkpoint brings back whatever the JSON says.
 
     The learning rate may change: it is set at every step.
     """
-    old_params, new_params = ((config.get("optimizer") or {}).get("params") or {} for config in (before, now))
+    old_params, new_params = ((config.get("optimizer") or {}).get("params") or {} for config in (before, current))
     for key in sorted((old_params.keys() | new_params.keys()) - {"lr"}):
         old = old_params.get(key)
         new = new_params.get(key)
@@ -156,11 +156,11 @@ def changed_flags(spec: RunSpec) -> list[str]:
             raise ValueError(
                 f"--resume: {spec.folder / 'sparseforge.json'} is damaged: `run` is no object; bring it back"
             )
-        now = json.loads(json.dumps(after))
+        current = json.loads(json.dumps(after))
         if name == "deepspeed":
-            _check_optimizer(before, now)
-        for settings in (before, now):
+            _check_optimizer(before, current)
+        for settings in (before, current):
             settings.pop("resume", None)
             settings.pop("sparseforge", None)  # unchanged, or the run would have been refused
-        changes += differences(before, now, name)
+        changes += differences(before, current, name)
     return changes

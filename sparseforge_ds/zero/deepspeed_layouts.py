@@ -102,8 +102,8 @@ class Zero3Layout(_AveragedGradients):
                 self._add(parameter, tuple(parameter.ds_shape), start, stop, index, offset)
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
-        part: Tensor = self.low_precision[shard.name].ds_tensor.data.view(-1)[: shard.numel]
-        return part
+        own_values: Tensor = self.low_precision[shard.name].ds_tensor.data.view(-1)[: shard.numel]
+        return own_values
 
     @torch.no_grad()
     @override

@@ -243,9 +243,9 @@ def reduce_to_shard(
         """Return the index in `full` of an element of the weight, or of the nearer end."""
         return min(max(element, first), first + numel) - first
 
-    own = slice(clip(shard.start), clip(shard.stop))
+    own_part = slice(clip(shard.start), clip(shard.stop))
     before = max(first - shard.start, 0)
-    in_shard = slice(before, before + own.stop - own.start)
+    in_shard = slice(before, before + own_part.stop - own_part.start)
     if layout.world_size == 1:
         return in_shard, full
     if layout.replicated:
@@ -262,9 +262,9 @@ def reduce_to_shard(
         padded = torch.nn.functional.pad(full, (0, padding)) if padding else full
         received = full.new_empty(length)
         layout.reduce_scatter(received, padded)
-        return in_shard, received[: own.stop - own.start]
+        return in_shard, received[: own_part.stop - own_part.start]
     # Parts of other sizes are reduced one by one.
     for owner, (start, stop) in enumerate(clipped):
         if stop > start:
             layout.reduce(full[start:stop], owner)
-    return in_shard, full[own]
+    return in_shard, full[own_part]

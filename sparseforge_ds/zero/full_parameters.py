@@ -45,11 +45,11 @@ class FullParameters:
         flat = torch.zeros(sum(sizes.values()), device=self.layout.device)
         flat_views = dict(zip(sizes, flat.split(list(sizes.values())), strict=True))
         for name, values in flat_views.items():
-            start, stop, part = self._part(name)
+            start, stop, own_values = self._part(name)
             # A parameter that every rank holds in full counts once in the sum.
             divided = self.is_trained(name) or stop - start < values.numel()
             if divided or self.layout.replicated or self.layout.rank == 0:
-                values[start:stop] = part
+                values[start:stop] = own_values
         self.layout.sum_shards(flat)
         return flat, {name: values.view(self._shapes[name]) for name, values in flat_views.items()}
 
@@ -58,8 +58,8 @@ class FullParameters:
         """Store this rank's part of full parameters, and skip untrained ones; `ShardLayout.push` makes them visible."""
         for name, values in full.items():
             if self.is_trained(name):
-                start, stop, part = self._part(name)
-                part.copy_(values.reshape(-1)[start:stop])
+                start, stop, own_values = self._part(name)
+                own_values.copy_(values.reshape(-1)[start:stop])
 
     def _part(self, name: str) -> tuple[int, int, Tensor]:
         """Return the first element of a parameter on this rank, one past the last, and a view of them."""
@@ -67,8 +67,8 @@ class FullParameters:
             return self._untrained[name]
         shard = self.layout.shards[name]
         prunable = shard.flat in self._prunable
-        part = self.state.dense(shard) if prunable else shard.slice_of_flat(self.layout.flats[shard.flat].data)
-        return shard.start, shard.stop, part
+        own_values = self.state.dense(shard) if prunable else shard.slice_of_flat(self.layout.flats[shard.flat].data)
+        return shard.start, shard.stop, own_values
 
 
 def plain_copy(module: nn.Module, full: Mapping[int, Tensor]) -> nn.Module:

@@ -61,8 +61,8 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     # Weights, masters and buffers.
     for flat, master in zip(layout.flats, content.masters, strict=True):
         flat.data.copy_(master)
-    for name, (_, _, part) in layout.untrained().items():
-        part.copy_(content.untrained[name])
+    for name, (_, _, own_values) in layout.untrained().items():
+        own_values.copy_(content.untrained[name])
     for name, buffer in _buffers(layout).items():
         buffer.copy_(content.buffers[name])
     # The optimizer's state, with ours in it.
@@ -142,8 +142,8 @@ class _Reader:
                     f"{self.folder}: {name} is {shape} in this model, {saved_shape or 'missing'} in the checkpoint; "
                     "resume with the model of the saved run"
                 )
-        if left := sorted(saved_shapes.keys() - set(source.values())):
-            raise ValueError(f"{self.folder}: holds {left[0]}, which this model does not; resume with the saved model")
+        if extra := sorted(saved_shapes.keys() - set(source.values())):
+            raise ValueError(f"{self.folder}: holds {extra[0]}, which this model does not; resume with the saved model")
         if len(set(source.values())) != len(source):
             raise ValueError(f"{self.folder}: weights are tied in the checkpoint that are not tied in this model")
         return source

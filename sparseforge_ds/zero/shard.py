@@ -211,8 +211,8 @@ class ShardLayout(ABC):
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
         """Return a (numel of the shard,) view of the weight that the forward sees."""
-        part: Tensor = self.low_precision[shard.name].data.view(-1)[shard.start : shard.stop]
-        return part
+        own_values: Tensor = self.low_precision[shard.name].data.view(-1)[shard.start : shard.stop]
+        return own_values
 
     def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
         """Return what this rank holds of every parameter that the optimizer does not have, by name.

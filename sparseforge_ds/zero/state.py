@@ -34,7 +34,7 @@ class ShardState:
         layout: ShardLayout,
         shards: dict[str, Shard],
         mask_dtype: torch.dtype,
-        more: tuple[str, ...],
+        extra_keys: tuple[str, ...],
         is_quantized: bool = False,
     ) -> None:
         """Attach to the state of the engine's inner optimizer, and to its loading.
@@ -43,13 +43,13 @@ class ShardState:
             layout: shard map of the engine.
             shards: shards of the prunable weights, by name.
             mask_dtype: dtype in which masks are stored (`mask.kernels.codes`).
-            more: names of further states beside `dense` and `mask`; they are fp32 and begin as 0.
+            extra_keys: names of further states beside `dense` and `mask`; they are fp32 and begin as 0.
             is_quantized: True if masters are quantized, so that W stays beside them.
         """
         self.layout = layout
         self.is_quantized = is_quantized
         self.mask_dtype = mask_dtype
-        self.keys = ("dense", "mask", *more)
+        self.keys = ("dense", "mask", *extra_keys)
         """Names of our tensors in the optimizer's state, while masks move."""
         self.frozen = False
         """True once masks move no more; pruned elements of W then stand still until `release`."""

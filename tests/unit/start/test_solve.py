@@ -152,11 +152,23 @@ def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(soft: float)
             layer.mlp.gate.weight.data[:3] *= 100
     solved = _solve_all(model, BlockStartConfig(mask="magnitude", epochs=4, soft=soft))
     assert all(block.few_tokens["mlp.experts.down_proj"] >= 1 for block in solved)
+    assert all(any("experts of mlp.experts.down_proj saw fewer" in said for said in b.warnings()) for b in solved)
     magnitude = tiny_mixture(OlmoeConfig)
     _solve_all(magnitude, BlockStartConfig(mask="magnitude", epochs=0))
     for layer, expected in zip(model.model.layers, magnitude.model.layers, strict=True):
         subset = [e for e in range(4) if torch.equal(layer.mlp.experts.down_proj[e], expected.mlp.experts.down_proj[e])]
         assert subset
+
+
+def test_a_block_that_training_made_worse_says_so_and_others_say_nothing() -> None:
+    worse = _solve_all(tiny_llama(), BlockStartConfig(epochs=1, rate=0.3))[0]
+    assert worse.error_before < worse.error < 1
+    assert worse.warnings() == [
+        f"4 steps have raised its error from {worse.error_before:.3g} to {worse.error:.3g}; give it more tokens or "
+        "epochs, or masks that stay (soft 0)"
+    ]
+    for quiet in (BlockStartConfig(), BlockStartConfig(epochs=0)):
+        assert not any(block.warnings() for block in _solve_all(tiny_llama(), quiet))
 
 
 def test_gradients_of_two_ranks_are_those_of_one() -> None:
