@@ -13,6 +13,7 @@ from typing import Any
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import require_writable
 
 _EPILOG = """\
 All models are loaded into this process and measured in turns, on the GPU where there is one. Run nothing else
@@ -114,10 +115,13 @@ def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out).absolute()
     if out is not None and any(path.exists() and not path.is_dir() for path in (out, *out.parents)):
         raise ValueError(f"--out {args.out}: a file is there; give a folder")
+    if out is not None:
+        require_writable(out, f"--out {args.out}")
 
     # Load or make both models.
-    for name in filter(None, (args.model, args.against)):
-        require_model(name)
+    for name in (args.model, args.against):
+        if name is not None:
+            require_model(name)
     with large_imports():
         import torch
 

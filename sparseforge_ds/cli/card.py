@@ -44,11 +44,13 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the card, upload the folder with --push, and print what was done."""
-    from sparseforge_ds.export.model_card import NAME, push, read_results, write_card
+    from sparseforge_ds.export.model_card import NAME, push, read_results, require_hub_name, write_card
 
     folder = Path(args.model)
     if args.private and args.push is None:
         raise ValueError("--private: it belongs to --push")
+    if args.push is not None:
+        require_hub_name(args.push)
     results = read_results(args.results, folder, args.push)
     if write_card(folder, results, args.license, args.push, args.base_model):
         print(f"{folder / NAME}: written")

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         least = least_values.get(flag, 1)
         if values[flag] is not None and values[flag] < least:
             raise ValueError(f"--{flag} {values[flag]}: use an integer >= {least}")
-    require_json_file(args.json)
+    require_json_file(args.json, [args.model, args.dense, args.adapter, *(args.text or ())])
 
     # Measure on all ranks. The first one prints an error that all raise.
     from sparseforge_ds.ranks import launched_ranks

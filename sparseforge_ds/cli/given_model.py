@@ -15,6 +15,8 @@ def require_model(name: str, hub: bool = True) -> None:
         name: the value of MODEL.
         hub: True if it may be a hub id.
     """
+    if not name:
+        raise ValueError("MODEL is empty; give the folder of a model")
     folder = Path(name)
     quoted = shlex.quote(name)
     if folder.is_dir():

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from typing_extensions import override
+
 from sparseforge_ds import __version__
 from sparseforge_ds.cli import (
     advise,
@@ -67,9 +69,18 @@ NOT_READ = 141
 _EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """End the program with exit code 2."""
+        self.exit(_fail(f"{message}; {self.prog} --help lists all"))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `sparseforge`."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="sparseforge",
         description="Train 2:4 sparse language models, turn checkpoints into them, and look into both.",
         epilog="`sparseforge COMMAND --help` shows an example of each.",

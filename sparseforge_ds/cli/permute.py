@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
         from sparseforge_ds.extras.basis.permutation.find import SearchSettings
 
+    require_model(args.model, hub=False)
     check_shard_size(args.max_shard_size)
     for flag in ("workers", "sequences", "rows"):
         if (value := getattr(args, flag)) is not None and value < 1:

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.config.strict import LARGEST
 
 if TYPE_CHECKING:
     from sparseforge_ds.config.arguments import RunArguments
@@ -100,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--gpu {args.gpu}: known are {', '.join(GPUS)}; or give its TFLOPS") from None
         gpu = GPUS["h100"]._replace(half=peak, single=peak)
     memory = args.gpu_memory or gpu.memory
-    if not 0 < args.mfu <= 1:
-        raise ValueError(f"--mfu {args.mfu} is not valid: use a share, 0 < share <= 1")
+    if not 1e-3 <= args.mfu <= 1:
+        raise ValueError(f"--mfu {args.mfu} is not valid: use a share from 0.001 to 1")
     if not 0 <= args.reserve < memory:
         raise ValueError(f"--reserve {args.reserve} is not valid: use less than --gpu_memory {memory:g}")
 
@@ -156,9 +157,13 @@ def _to_dict(spec: RunSpec, plan: Plan) -> dict[str, Any]:
 
 
 def _positive(text: str) -> float:
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
-    return float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-3 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0.001 to {LARGEST:g}")
+    return value
 
 
 def _tokens(text: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -10,11 +12,36 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
-def require_json_file(name: str | None) -> None:
-    """Reject a file of `--json` that cannot be written, before anything is measured; None passes."""
+def require_json_file(name: str | None, inputs: Iterable[str | None] = ()) -> None:
+    """Reject a file of `--json` that cannot be written or holds something else, before anything is measured.
+
+    Args:
+        name: value of `--json`; None passes.
+        inputs: what the command reads, files and folders, which the report must leave alone.
+    """
     if name is None:
         return
-    if not Path(name).absolute().parent.is_dir():
-        raise ValueError(f"--json {name}: cannot be written, there is no folder {Path(name).parent}")
-    if Path(name).is_dir():
+    path = Path(name).resolve()
+    if not path.parent.is_dir():
+        folder = path.parent if Path(name).is_symlink() else Path(name).parent
+        raise ValueError(f"--json {name}: cannot be written, there is no folder {folder}")
+    if path.is_dir():
         raise ValueError(f"--json {name}: is a folder; give a file")
+    if path.exists() and path.suffix != ".json":
+        raise ValueError(f"--json {name}: is there already, and is no .json file; give another name")
+    for given in inputs:
+        if given and Path(given).exists() and (path == Path(given).resolve() or Path(given).resolve() in path.parents):
+            raise ValueError(f"--json {name}: belongs to {given}, which is read; give a name elsewhere")
+    require_writable(path, f"--json {name}")
+
+
+def require_writable(path: Path, who: str) -> None:
+    """Reject a file or folder that cannot be written, before work starts.
+
+    Args:
+        path: of what is going to be written; its folder may be missing.
+        who: beginning of the error message.
+    """
+    present = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not os.access(present, os.W_OK):
+        raise ValueError(f"{who}: cannot be written, {present} does not allow it; give another place")

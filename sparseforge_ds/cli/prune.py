@@ -132,8 +132,8 @@ def _require_dry_run(args: argparse.Namespace) -> None:
             )
     if args.gpu is not None and args.device is not None:
         raise ValueError(f"--gpu {args.gpu} and --device {args.device}: give one of them")
-    if args.mfu is not None and not 0 < args.mfu <= 1:
-        raise ValueError(f"--mfu {args.mfu}: use a share, 0 < share <= 1")
+    if args.mfu is not None and not 1e-3 <= args.mfu <= 1:
+        raise ValueError(f"--mfu {args.mfu}: use a share from 0.001 to 1")
 
 
 def _plan(args: argparse.Namespace, config: Any, block_start: Any) -> int:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.extras.basis.rotation.rotate import rotate
         from sparseforge_ds.model.basis import ROTATION
 
+    require_model(args.model, hub=False)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)

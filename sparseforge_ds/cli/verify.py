@@ -52,7 +52,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check a folder, print a table, and return 1 for a violation."""
     require_model(args.model, hub=False)
-    require_json_file(args.json)
+    require_json_file(args.json, [args.model])
     with large_imports():
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.verification import check_folder

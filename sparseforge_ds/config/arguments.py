@@ -312,7 +312,7 @@ class RunArguments:
         for name, is_valid, cure in (
             ("max_steps", steps is None or steps <= MOST, f"use an integer >= 0, at most {MOST:,}"),
             *((n, getattr(self, n) is None or getattr(self, n) >= 0, "use an integer >= 0") for n in _COUNTS),
-            ("gpu_memory", 0 < self.gpu_memory < float("inf"), "use a number of GiB > 0"),
+            ("gpu_memory", 0 < self.gpu_memory <= LARGEST, f"use a number of GiB > 0, at most {LARGEST:g}"),
             ("seq_length", 2 <= self.seq_length <= MOST, f"use an integer >= 2, at most {MOST:,}"),
             (
                 "learning_rate",
@@ -353,8 +353,12 @@ class RunArguments:
         ):
             _require(is_valid, name, getattr(self, name), cure)
         # 3. Names that must not be empty, and names of splits.
-        for name, values in (("model", [self.model]), ("output_dir", [self.output_dir]), ("dataset", self.dataset)):
-            _require(all(values), name, "", "give a value or leave the flag out")
+        for name, values in (
+            *((name, [getattr(self, name)]) for name in ("model", "output_dir", "teacher", "teacher_logits")),
+            ("eval_dataset", [self.eval_dataset]),
+            ("dataset", [source.removeprefix("stream:") for source in self.dataset]),
+        ):
+            _require("" not in values, name, "", "give a value or leave the flag out")
         for name, split in (("split", self.split), ("eval_split", self.eval_split)):
             _require(
                 all(re.fullmatch(r"[\w.-]+", part) for part in split.split("+")),

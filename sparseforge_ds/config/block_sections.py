@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sparseforge_ds.config.strict import require
+from sparseforge_ds.config.strict import LARGEST, MOST, require
 
 BlockStartMask = Literal["sparsegpt", "wanda", "magnitude"]
 Importance = Literal["hutchinson", "fisher", "magnitude", "wanda", "sparsegpt"]
@@ -60,10 +60,10 @@ class CurvatureConfig:
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, "curvature.decay", self.decay, "use 0 <= decay < 1")
         require(
-            self.sequences is None or self.sequences >= 1,
+            self.sequences is None or 1 <= self.sequences <= MOST,
             "curvature.sequences",
             self.sequences,
-            "use null or an integer >= 1",
+            f"use null or an integer >= 1, at most {MOST:,}",
         )
         require(self.probes >= 1, "curvature.probes", self.probes, "use an integer >= 1")
         require(self.first_probes >= 1, "curvature.first_probes", self.first_probes, "use an integer >= 1")
@@ -138,7 +138,12 @@ class HiddenConfig:
     null: the weight stays."""
 
     def __post_init__(self) -> None:
-        require(self.weight > 0, "distillation.hidden.weight", self.weight, 'use a value > 0, or "hidden": null')
+        require(
+            0 < self.weight <= LARGEST,
+            "distillation.hidden.weight",
+            self.weight,
+            f'use a value > 0, at most {LARGEST:g}, or "hidden": null',
+        )
         until = self.until
         require(until is None or 0 < until <= 1, "distillation.hidden.until", until, "use null or 0 < until <= 1")
         every = self.every
@@ -167,12 +172,19 @@ class DistillationConfig:
     """Tokens whose fp32 log-probabilities, [tokens, vocabulary], are in memory at a time."""
 
     def __post_init__(self) -> None:
-        require(self.weight >= 0, "distillation.weight", self.weight, "use a value >= 0")
-        require(self.task_weight >= 0, "distillation.task_weight", self.task_weight, "use a value >= 0")
+        for name in ("weight", "task_weight"):
+            value = getattr(self, name)
+            require(0 <= value <= LARGEST, f"distillation.{name}", value, f"use a value >= 0, at most {LARGEST:g}")
         require(
             self.weight + self.task_weight > 0, "distillation.weight", self.weight, "one of the weights must be > 0"
         )
-        require(self.temperature > 0, "distillation.temperature", self.temperature, "use a value > 0")
+        lowest = 1 / LARGEST
+        require(
+            lowest <= self.temperature <= LARGEST,
+            "distillation.temperature",
+            self.temperature,
+            f"use a value from {lowest:g} to {LARGEST:g}",
+        )
         require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
 
     def at(self, progress: float) -> DistillationConfig:
@@ -286,8 +298,9 @@ class BlockStartConfig:
             tokens: tokens that a block is trained on.
             length: tokens of a sequence.
         """
+        # No step has more sequences than there are.
         if self.batch is not None:
-            return self.batch
+            return min(self.batch, max(1, -(-tokens // length)))
         # For the same tokens, more steps leave a block less error than larger ones.
         return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS, tokens) // length)
 

@@ -22,7 +22,7 @@ from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config, register_model_classes
+from sparseforge_ds.model.registration import BUILD_ERRORS, load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.model.tokenizer import check_tokens
@@ -35,7 +35,7 @@ NO_ADAPTER = "none"
 _CONFIG = "adapter_config.json"
 _UNUSABLE = (
     *(OSError, ValueError, UnpicklingError, SafetensorError),  # files
-    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, StrictDataclassError),  # a config's values
+    *(*BUILD_ERRORS, StrictDataclassError),  # values of a config
     ImportError,  # the library of a quantized format is missing
 )
 """Errors that `from_pretrained` raises for a damaged model."""

@@ -277,14 +277,19 @@ def _metadata(text: str, path: Path) -> ModelCardData:
     return data
 
 
+def require_hub_name(name: str) -> None:
+    """Reject a value of `--push` that is no name on the hub."""
+    if not HUB_ID.fullmatch(name) or ":" in name:
+        raise ValueError(f"--push {name}: give owner/name")
+
+
 def push(folder: Path, name: str, private: bool = False) -> str:
     """Upload a folder to the hub as a model, which is created if it does not exist, and return its address.
 
     Raises:
         ValueError: the hub refuses, or a link leads out of the folder.
     """
-    if not HUB_ID.fullmatch(name) or ":" in name:
-        raise ValueError(f"--push {name}: give owner/name")
+    require_hub_name(name)
     check_links(folder, everything=True)
     if (folder / ADAPTER).is_file():
         _name_base(folder, name)

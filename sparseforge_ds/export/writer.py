@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
@@ -48,7 +49,7 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
                 shutil.rmtree(leftover)
         with atomic_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
             yield folder
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
 
 

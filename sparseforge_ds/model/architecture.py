@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.branch import branches
 from sparseforge_ds.model.families import PrunableWeight
-from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.registration import BUILD_ERRORS, not_built
 from sparseforge_ds.zero.expert_hooks import sees_all_tokens
 
 _ATTENTION = "sparseforge_planned"
@@ -117,11 +117,8 @@ def bare_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> Pr
                 if error.args != (_ATTENTION,):  # some families have attention classes in a table of their own
                     raise
             return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options, trust_remote_code=False)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"no {config.model_type} model can be made of this config.json ({reason(error)}); a size or a name in "
-                "it is wrong"
-            ) from error
+        except BUILD_ERRORS as error:
+            raise not_built(config, error) from error
 
 
 def empty_model(config: PretrainedConfig, forge: SparseForgeConfig, dtype: torch.dtype) -> PreTrainedModel:

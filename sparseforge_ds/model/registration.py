@@ -79,6 +79,10 @@ def model_class(config: Any) -> Any:
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
+BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Errors that transformers raises where a size or a name of a config makes no model."""
+
+
 def build_model(config: Any, **options: Any) -> Any:
     """Build the model of a config without the weights of any file.
 
@@ -87,12 +91,23 @@ def build_model(config: Any, **options: Any) -> Any:
         **options: passed to `from_config`.
 
     Raises:
-        ValueError: transformers has no class for it.
+        ValueError: transformers has no class for it, or can make no model of it.
     """
     loader = model_class(config)
-    if hasattr(loader, "from_config"):
-        return loader.from_config(config, trust_remote_code=False, **options)
-    return loader._from_config(config, **options)
+    try:
+        if hasattr(loader, "from_config"):
+            return loader.from_config(config, trust_remote_code=False, **options)
+        return loader._from_config(config, **options)
+    except BUILD_ERRORS as error:
+        raise not_built(config, error) from error
+
+
+def not_built(config: Any, error: Exception) -> ValueError:
+    """Return the error that says why no model could be made of a config."""
+    return ValueError(
+        f"no {config.model_type} model can be made of this config.json ({reason(error)}); a size or a name in it is "
+        "wrong"
+    )
 
 
 def _text_config(config: Any) -> Any:

@@ -15,6 +15,8 @@ COMMANDS = {
     "generate": ["Once upon"],
     "bench": [],
     "verify": [],
+    "permute": ["out"],
+    "rotate": ["out", "--text", "stdlib:heldout"],
 }
 
 
@@ -36,6 +38,7 @@ def test_every_command_refuses_a_name_that_is_no_model(
         ("file", "error: file: is a file; give the folder of a model"),
         ("./mitsyped", "error: ./mitsyped: no such folder; give "),
         ("models/frist", "error: models/frist: no such folder"),
+        ("", "error: MODEL is empty; give the folder of a model"),
     ):
         assert main([command, model, *COMMANDS[command]]) == 2
         output = capsys.readouterr()

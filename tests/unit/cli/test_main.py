@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from typing import get_args
 
 import pytest
@@ -140,12 +140,11 @@ def test_flags_of_training_are_its_own() -> None:
 
 
 def test_help_is_there_at_once() -> None:
-    took = []
-    for _ in range(5):
-        began = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "sparseforge_ds", "verify", "--help"], check=True, capture_output=True)
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.5
+    """Count processor time, which other work on the machine leaves alone."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "sparseforge_ds", "verify", "--help"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,8 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2
-    assert "usage: sparseforge" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "--help lists all" in error
 
 
 def test_a_flag_that_is_given_twice_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

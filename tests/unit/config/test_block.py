@@ -129,6 +129,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"seed": -1}, ["sparseforge.seed", "-1", "2^32"]),
     ({"seed": 2**32}, ["sparseforge.seed", "2^32"]),
     ({"method": {"temperature": 10**400}}, ["sparseforge.method.temperature = 1000", "expected a number of 64 bits"]),
+    ({"distillation": {"temperature": 1e300}}, ["distillation.temperature = 1e+300", "from 1e-06 to 1e+06"]),
+    ({"distillation": {"temperature": 1e-300}}, ["distillation.temperature = 1e-300", "from 1e-06 to 1e+06"]),
+    ({"distillation": {"task_weight": 1e300}}, ["distillation.task_weight = 1e+300", "at most 1e+06"]),
+    ({"distillation": {"hidden": {"weight": 1e300}}}, ["distillation.hidden.weight = 1e+300", "at most 1e+06"]),
+    ({"curvature": {"sequences": 10**15}}, ["curvature.sequences = 1000000000000000", "at most 1,000,000,000"]),
     ({"curvature": {"source": "training", "sequences": 8}}, ["curvature.sequences = 8", 'or use source "probe"']),
     ({"seed": None}, ["sparseforge.seed", "None", "int"]),
     ({"method": {"hardening": ["0", 1]}}, ["sparseforge.method.hardening = '0'", "a number"]),
@@ -167,7 +172,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"low_rank": True}, ["sparseforge.low_rank", "True", "object", "or null"]),
     ({"distillation": {"weight": 0, "task_weight": 0}}, ["sparseforge.distillation.weight", "> 0"]),
     ({"distillation": {"hidden": {"until": 1.5}}}, ["sparseforge.distillation.hidden.until", "0 < until <= 1"]),
-    ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "> 0"]),
+    ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "from 1e-06 to 1e+06"]),
     ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
     ({"distillation": {"chunk_tokens": 0}}, ["sparseforge.distillation.chunk_tokens", ">= 1"]),
     ({"monitor": {"gap_every": -1}}, ["sparseforge.monitor.gap_every", ">= 0"]),
@@ -405,6 +410,7 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
     assert BlockStartConfig(epochs=4096).sequences_of_step(1_024, 32) == 32, "no more than are read"
     assert BlockStartConfig(epochs=0).sequences_of_step(524_288, 256) == 4
     assert BlockStartConfig(batch=3).sequences_of_step(131_072, 256) == 3
+    assert BlockStartConfig(batch=10**15).sequences_of_step(1_000, 256) == 4, "no more than are read"
     # (ranks, largest micro-batch): (sequences of a micro-batch, micro-batches).
     expected = {(1, 8): (4, 1), (2, 8): (2, 1), (3, 8): (2, 1), (1, 3): (2, 2), (2, 1): (1, 2), (64, 8): (1, 1)}
     assert {case: default.micro_batches(131_072, 256, *case) for case in expected} == expected

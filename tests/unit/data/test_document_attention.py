@@ -86,7 +86,8 @@ def test_positions_begin_anew_and_nothing_predicts_a_first_token():
     assert batch.label_BS.tolist() == [[0, 1, IGNORED, IGNORED, 4, 5], [IGNORED, 7, 8, 9, 10, IGNORED]]
     assert batch.inputs.keys() == {"input_ids", "position_ids"} and batch.trained == 3.0
     parts = [batch.take_tokens(slice(3 * part, 3 * part + 3), 2) for part in range(2)]
-    assert [part.extra_inputs["position_ids"].tolist() for part in parts] == [[[0, 1, 0], [0, 1, 2]], [[0, 1, 2], [3, 4, 0]]]
+    positions = [part.extra_inputs["position_ids"].tolist() for part in parts]
+    assert positions == [[[0, 1, 0], [0, 1, 2]], [[0, 1, 2], [3, 4, 0]]]
     assert "position_ids" in batch.to("cpu").extra_inputs
     assert make_micro_batch(token["f0"], None).extra_inputs == {}
 

@@ -274,7 +274,8 @@ def test_files_that_are_no_export_or_no_result_are_refused(
         ([str(folder), "--push", "name"], "--push name: give owner/name"),
     ):
         assert main(["card", *arguments]) == 2
-        assert message in capsys.readouterr().err
+        captured = capsys.readouterr()
+        assert message in captured.err and not captured.out
     write_json(folder / "sparsity.json", {**RECORD, "run": ["a"]})
     assert main(["card", str(folder)]) == 2
     assert "run is damaged" in capsys.readouterr().err

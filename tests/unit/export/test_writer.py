@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec
@@ -104,7 +105,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
     full = OSError(28, "No space left on device")
-    for error, raised in ((full, ValueError), (KeyboardInterrupt(), KeyboardInterrupt)):
+    of_library = SafetensorError("I/O error: No space left on device (os error 28)")
+    for error, raised in ((full, ValueError), (of_library, ValueError), (KeyboardInterrupt(), KeyboardInterrupt)):
         with pytest.raises(raised), unfinished_folder(tmp_path / "new" / "out") as folder:
             (folder / "a").write_text("a")
             raise error

@@ -15,6 +15,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model, empty_model
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.model_config import read_model_config
+from sparseforge_ds.model.registration import build_model, load_config
 from tests import tiny_models
 from tests.unit.extras.planner.hub_configs import PARAMETERS, gpt2_xl, llama2_7b, qwen3_14b
 
@@ -102,6 +103,7 @@ def test_a_config_is_read_by_folder_file_and_name(tmp_path: Path) -> None:
         ({"hidden_act": "nothing"}, "no qwen2 model can be made of this config.json .KeyError: 'nothing'"),
         ({"rope_parameters": {"rope_type": "odd", "rope_theta": 1e4}}, "no qwen2 model can be made .*KeyError: 'odd'"),
         ({"intermediate_size": -64}, "no qwen2 model can be made .*negative dimension"),
+        ({"pad_token_id": 10_000}, "no qwen2 model can be made .*Padding_idx must be within num_embeddings"),
     ],
 )
 def test_a_config_with_a_wrong_value_is_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -110,6 +112,8 @@ def test_a_config_with_a_wrong_value_is_one_line(tmp_path: Path, changes: dict[s
     with pytest.raises(ValueError, match=message) as raised:
         bare_model(read_model_config(str(tmp_path)))
     assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        build_model(load_config(tmp_path, str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ def test_memory_is_divided_as_zero_divides_it(arguments):
         ({}, {"seq_length": 65}, "--seq_length 65: --model .* has 64 positions"),
         ({}, {"model": "./missing"}, r"--model \./missing: no such folder"),
         ({}, {"teacher": "./missing"}, r"--teacher \./missing: no such folder"),
+        ({}, {"teacher_logits": "./missing"}, r"--teacher_logits \./missing: no such folder; make it by sparseforge"),
         ({}, {"dataset": ["./missing.txt"]}, r"--dataset \./missing.txt: no such file"),
         ({"low_rank": {"k": 7}}, {}, "7"),
         (

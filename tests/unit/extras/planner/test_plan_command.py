@@ -261,13 +261,18 @@ def test_what_a_run_refuses_is_not_planned(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--gpus", "1.5"), ("--gpu_memory", "nan")]
+    ("flag", "value"),
+    [
+        *(("--tokens", "many"), ("--tokens", "0"), ("--gpus", "1.5")),
+        *(("--gpu_memory", value) for value in ("nan", "much", "0", "1e308")),
+    ],
 )
 def test_values_that_are_no_numbers(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", ZERO3, flag, value)
     assert stopped.value.code == 2
-    assert value in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"argument {flag}" in error and value in error and "_" not in error.replace(flag, "")
 
 
 def test_probes_at_outputs_of_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
