@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,3 +65,14 @@ def write_json(path: Path, content: Any) -> Path:
     """Write a JSON file and return its path."""
     path.write_text(json.dumps(content))
     return path
+
+
+@contextlib.contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `size` bytes in the block, as if the disk was full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -13,11 +13,23 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
+@contextlib.contextmanager
+def name_in_errors(path: Path) -> Iterator[None]:
+    """Give the path of a file to an OSError in the block that names none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with name_in_errors(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -52,7 +64,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with name_in_errors(path), temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,13 +1,18 @@
-"""A folder that takes the place of another one: there is always a whole one."""
+"""A folder that takes the place of another one: there is always a whole one. And errors that name a file."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from sparseforge_ds.checkpoint import disk
-from sparseforge_ds.checkpoint.disk import atomic_folder
+from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder
+from sparseforge_ds.cli import inspect
+from sparseforge_ds.cli.main import main
+from tests.tiny_folders import file_size_limit
 
 
 def written(path: Path, content: str) -> Path:
@@ -40,3 +45,37 @@ def test_a_folder_that_exists_is_not_replaced_by_default(tmp_path: Path) -> None
     with pytest.raises(OSError), atomic_folder(final) as folder:
         (folder / "file").write_text("new")
     assert (final / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("size", [10, 10**6])
+def test_a_file_that_the_disk_does_not_take_is_named(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Write less than Python's buffer, which is written at the end, and more."""
+
+    def write(_: object) -> int:
+        with file_size_limit(5), atomic_file(tmp_path / "block") as file:
+            file.write(b"0" * size)
+        return 0
+
+    monkeypatch.setattr(inspect, "run", write)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'block'}: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_keeps_the_file_that_it_names(tmp_path: Path) -> None:
+    def read(_: BinaryIO) -> None:
+        raise OSError(errno.EACCES, "denied", "other")
+
+    with pytest.raises(OSError, match="denied: 'other'"), atomic_file(tmp_path / "file") as file:
+        read(file)
+
+
+def test_a_folder_that_cannot_be_synced_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk.os, "fsync", fail)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
+        disk.sync(tmp_path)
