@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             load_model,
             load_tokenizer,
         )
-        from sparseforge_ds.model.sound_weights import first_not_finite
+        from sparseforge_ds.model.sound_weights import why_not_finite
         from sparseforge_ds.packed_format.packing import has_packed_weights
 
     # Load the model, and fit the new tokens into its positions.
@@ -124,9 +124,7 @@ def run(args: argparse.Namespace) -> int:
             streamer=TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True),
         )
     except _NoNumberError:
-        weight = first_not_finite(model)
-        overflow = f"all weights are finite, so sums overflow in {model.dtype}; try --dtype float32"
-        cause = overflow if weight is None else f"{weight} is not finite; give a sound model"
+        cause = why_not_finite(model)
         print()  # behind the prompt
         print(
             f"error: {printable(args.model)}: its logits are NaN, so that no token is likelier: {cause}",

@@ -23,9 +23,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from sparseforge_ds.checkpoint.disk import open_own_file, write_json
+from sparseforge_ds.checkpoint.disk import name_in_errors, open_own_file, write_json
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.model.top_logits import TopLogits
+
+TOKENS = "tokens"
+"""Name of the folder of token caches, beside the logits."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,11 @@ class TeacherLogits:
         tokens = record.windows * record.seq_length
         sizes = {"entries": record.top_k * np.dtype(record.entry_dtype).itemsize, "shares": (record.top_k + 1) * 2}
         for name, size in sizes.items():
-            handle = open_own_file(folder / f"{record.key}.{name}", os.O_RDWR)
+            path = folder / f"{record.key}.{name}"
+            handle = open_own_file(path, os.O_RDWR)
             try:
-                os.posix_fallocate(handle, 0, tokens * size)
+                with name_in_errors(path):
+                    os.posix_fallocate(handle, 0, tokens * size)
             finally:
                 os.close(handle)
         return cls(folder, record, "r+")
@@ -178,6 +183,18 @@ class TeacherLogits:
     def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
         """Return entries (S, K) and log-probabilities (S, K + 1) of a window."""
         return self._entries[window], self._shares[window]
+
+
+def remove_unsaved(folder: Path, key: str) -> None:
+    """Remove the files of a text of which no logits are saved, and folders that are empty then."""
+    if (folder / f"{key}.json").exists():
+        return
+    tokens = folder / TOKENS
+    for path in (*folder.glob(f"{key}.*"), *tokens.glob(f"{key}.*")):
+        path.unlink(missing_ok=True)
+    for emptied in (tokens, folder):
+        with contextlib.suppress(OSError):  # it has other files, or is a mounted disk
+            emptied.rmdir()
 
 
 def stack_logits(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> TopLogits:

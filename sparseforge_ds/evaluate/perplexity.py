@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.token_scores import score_tokens
+from sparseforge_ds.model.sound_weights import why_not_finite
 from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks
 
@@ -134,10 +135,8 @@ def measure(
     tokens, (nll, *dense_means) = mean_scores(model, passages, scoring.batch_size, ranks, dense)
     for mean in (nll, *dense_means):
         if not math.isfinite(mean):
-            owner = "dense model's" if math.isfinite(nll) else "model's"
-            raise NotFiniteError(
-                f"the loss is {mean}: the {owner} weights or activations are not finite; try --dtype float32"
-            )
+            culprit = dense if dense is not None and math.isfinite(nll) else model
+            raise NotFiniteError(f"{culprit.name_or_path}: the loss is {mean}: {why_not_finite(culprit)}")
     kl, dense_nll = dense_means or (None, None)
     return Perplexity(
         perplexity=_exp(nll),

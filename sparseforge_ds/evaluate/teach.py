@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.teacher_logits import LogitsRecord, TeacherLogits
+from sparseforge_ds.data.teacher_logits import TOKENS, LogitsRecord, TeacherLogits, remove_unsaved
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.token_cache import ensure_token_cache
-from sparseforge_ds.data.tokenization import unknown_token_error
+from sparseforge_ds.data.tokenization import cache_key, unknown_token_error
 from sparseforge_ds.data.windows import ids_of_tokens
 from sparseforge_ds.evaluate.perplexity import max_positions
+from sparseforge_ds.model.sound_weights import why_not_finite
 from sparseforge_ds.model.top_logits import largest_logits
 
 _BLOCK = 2**24
@@ -55,6 +56,16 @@ def find_texts(
     return sources
 
 
+def check_settings(settings: TeachSettings, config: Any) -> None:
+    """Raise ValueError unless the model of a config has the positions and the vocabulary for these settings."""
+    vocabulary = int(config.get_text_config().vocab_size)
+    positions = max_positions(config)
+    if not 1 <= settings.top_k < vocabulary:
+        raise ValueError(f"--top_k {settings.top_k}: use 1 to {vocabulary - 1}, less than the model's vocabulary")
+    if not 2 <= settings.seq_length <= positions:
+        raise ValueError(f"--seq_length {settings.seq_length}: use 2 to {positions}, the positions")
+
+
 def teach(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,16 +79,27 @@ def teach(
         ValueError: the text is shorter than a window, or a setting does not suit the model.
         OSError: the disk is too full.
     """
-    # Refuse what cannot work.
+    check_settings(settings, model.config)
+    key, _ = cache_key(source, tokenizer, settings.document_frame)
+    try:
+        return _write_logits(model, tokenizer, source, folder, settings)
+    except (OSError, RuntimeError, ValueError):
+        remove_unsaved(folder, key)
+        raise
+
+
+def _write_logits(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: TextSource,
+    folder: Path,
+    settings: TeachSettings,
+) -> LogitsRecord:
+    """Do the work of `teach`; after an error, room that was taken for logits stays."""
+    # Tokenize the text, and take room for its logits.
     head: Any = model.get_output_embeddings()
     vocabulary = int(head.weight.shape[0])
-    if not 1 <= settings.top_k < vocabulary:
-        raise ValueError(f"--top_k {settings.top_k}: use 1 to {vocabulary - 1}, less than the model's vocabulary")
-    if not 2 <= settings.seq_length <= max_positions(model.config):
-        raise ValueError(f"--seq_length {settings.seq_length}: use 2 to {max_positions(model.config)}, the positions")
-
-    # Tokenize the text, and take room for its logits.
-    cache = ensure_token_cache(source, tokenizer, folder / "tokens", settings.document_frame)
+    cache = ensure_token_cache(source, tokenizer, folder / TOKENS, settings.document_frame)
     if cache.largest_id >= vocabulary:
         raise unknown_token_error(cache.largest_id, vocabulary)
     windows = cache.tokens // settings.seq_length
@@ -131,6 +153,6 @@ def _answers(model: PreTrainedModel, token_BS: torch.Tensor, settings: TeachSett
     ]
     entry_TK, share_TL = (torch.cat(columns).cpu().numpy() for columns in zip(*parts, strict=True))
     if not np.isfinite(share_TL).all():
-        raise ValueError("the teacher's logits are infinite or NaN; give --dtype bfloat16 or float32")
+        raise ValueError(f"{model.name_or_path}: its logits are infinite or NaN: {why_not_finite(model)}")
     shape = token_BS.shape
     return entry_TK.reshape(*shape, -1), share_TL.reshape(*shape, -1).astype(np.float16)

@@ -49,6 +49,15 @@ def first_not_finite(model: nn.Module) -> str | None:
     return next((name for name, parameter in model.named_parameters() if not _is_finite(_local(parameter))), None)
 
 
+def why_not_finite(model: Any) -> str:
+    """Return why a loaded model computes NaN or infinity, and what to do: a weight, or else sums that overflow."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    cure = "give a sound model" if dtype == "float32" else "give a sound model, or try --dtype float32"
+    name = first_not_finite(model)
+    cause = f"all weights are finite, so sums overflow in {dtype}" if name is None else f"{name} is not finite"
+    return f"{cause}; {cure}"
+
+
 def require_finite_weights(model: Any, who: str) -> None:
     """Reject NaN and infinity in the weights before anything trains on them. Collective if ZeRO-3 divides them.
 

@@ -173,7 +173,7 @@ def test_a_model_of_nan_says_so(
 
     down = "model.layers.1.mlp.down_proj.weight"
     refuses(down, float("nan"), f"{down} is not finite; give a sound model")
-    overflow = "all weights are finite, so sums overflow in torch.float32; try --dtype float32"
+    overflow = "all weights are finite, so sums overflow in float32; give a sound model"
     refuses("model.norm.weight", 3.4e38, overflow)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
@@ -353,3 +354,19 @@ def test_a_config_may_name_no_positions() -> None:
     assert (
         max_positions(BloomConfig()) == LONGEST_DEFAULT and max_positions(LlamaConfig(max_position_embeddings=9)) == 9
     )
+
+
+def test_a_loss_that_is_not_finite_names_the_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss of the dense model is named as its own."""
+    (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
+    sound = write_model(tmp_path / "sound")
+    broken = write_model(tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    text = ["--text", str(tmp_path / "text.txt"), "--seq_length", "16"]
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    for models in ([str(broken)], [str(sound), "--dense", str(broken)]):
+        assert main(["evaluate", *models, *text]) == 2
+        expected = f"error: {broken}: the loss is nan: {name} is not finite; give a sound model"
+        assert capsys.readouterr().err.splitlines()[-1] == expected

@@ -18,7 +18,7 @@ from sparseforge_ds.evaluate import teach
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.spec import make_spec
-from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_json, write_model, write_text
+from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, file_size_limit, write_json, write_model, write_text
 
 SEQ, TOP = 32, 6
 
@@ -164,14 +164,35 @@ def test_wrong_flags_are_refused(
 
 
 def test_a_teacher_that_overflows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Name the weight that is not finite, or say that sums overflow, and leave no file."""
     folder = write_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("norm.weight"))
-    tensors[name].fill_(float("inf"))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     write_text(tmp_path / "text.jsonl")
-    assert main(command(tmp_path, "logits")) == 2
-    assert "the teacher's logits are infinite or NaN; give --dtype" in capsys.readouterr().err
+    name = "model.layers.1.mlp.down_proj.weight"
+    for changed, value, why in (
+        (name, float("inf"), f"{name} is not finite; give a sound model\n"),
+        ("model.norm.weight", 3.3e38, "all weights are finite, so sums overflow in float32; give a sound model\n"),
+    ):
+        altered = tensors | {changed: tensors[changed].clone().fill_(value)}
+        save_file(altered, folder / "model.safetensors", {"format": "pt"})
+        assert main(command(tmp_path, "logits")) == 2
+        assert f"error: {folder}: its logits are infinite or NaN: {why}" in capsys.readouterr().err
+        assert not (tmp_path / "logits").exists()
+    assert main(command(tmp_path, "logits", dtype="bfloat16")) == 2
+    assert "overflow in bfloat16; give a sound model, or try --dtype float32" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_is_named_and_keeps_the_logits_of_other_texts(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokens of the other text fit, its logits do not."""
+    before = sorted((written / "logits").rglob("*"))
+    write_text(written / "other.jsonl", documents=70)
+    with file_size_limit(50_000):
+        assert main(command(written, "logits", text=written / "other.jsonl")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {written / 'logits'}/") and error.endswith(".entries: File too large")
+    assert sorted((written / "logits").rglob("*")) == before
 
 
 def test_entries_of_a_large_vocabulary_are_four_bytes() -> None:
