@@ -46,7 +46,7 @@ def check_model_folder(folder: str | Path) -> None:
 
     Raises:
         ValueError: a link leads out of the folder, an index of weights names a file outside of it, or settings are not
-            readable JSON or have impossible sizes.
+            readable JSON or have impossible sizes or ids of tokens.
     """
     folder = Path(folder)
     check_links(folder)
@@ -57,6 +57,16 @@ def check_model_folder(folder: str | Path) -> None:
             content = read_json_object(folder / name)
             if name == "config.json":
                 check_sizes(content, folder / name)
+            if name == "generation_config.json":
+                _check_token_ids(content, folder / name)
+
+
+def _check_token_ids(settings: dict[str, Any], where: Path) -> None:
+    """Raise ValueError for an id of special tokens that is no integer, list of integers or null."""
+    for key, value in settings.items():
+        ids = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and value is not None and not all(type(number) is int for number in ids):
+            raise ValueError(f"{where}: {key} is {value!r:.100}; use an integer, a list of integers, or null")
 
 
 def check_sizes(config: dict[str, Any], where: object) -> None:

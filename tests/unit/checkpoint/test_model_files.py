@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.checkpoint.disk import open_own_file
-from sparseforge_ds.checkpoint.model_files import is_legal_file
+from sparseforge_ds.checkpoint.model_files import check_model_folder, is_legal_file
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config.arguments import RunArguments
@@ -183,3 +183,19 @@ def test_settings_that_nest_too_deeply_are_refused(
     assert len(str(refused.value)) < 500
     assert main(["generate", str(model), "Once"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("value", ["x", [2, "x"], True, 2.5, {"a": 1}])
+def test_ids_of_tokens_that_are_no_integers_are_refused(
+    dense: Path, tmp_path: Path, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A string as id was a TypeError of generate."""
+    folder = shutil.copytree(dense, tmp_path / "model")
+    path = folder / "generation_config.json"
+    for ids in (7, [7, 8], None):
+        write_json(path, {"eos_token_id": ids})
+        check_model_folder(folder)
+    write_json(path, {"eos_token_id": value})
+    assert main(["generate", str(folder), "Once"]) == 2
+    expected = f"error: {path}: eos_token_id is {value!r}; use an integer, a list of integers, or null\n"
+    assert capsys.readouterr().err == expected
