@@ -149,9 +149,12 @@ class DenseModel:
         """Return the narrowest dtype that the files have of these names in memory.
 
         Raises:
-            ValueError: a dtype that no export has.
+            ValueError: a dtype that no export has, or the files have none of these names.
         """
+        names = list(names)
         stored_dtypes = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
+        if not stored_dtypes:
+            raise ValueError(f"{self.folder}: its files hold no weight to prune, such as {names[0]}; give all files")
         narrowest = min(stored_dtypes, key=lambda dtype: dtype.itemsize)
         if narrowest not in DTYPES.values():
             raise ValueError(f"{self.folder}: its weights are stored in {narrowest}; use bf16, fp16 or fp32 weights")
@@ -166,17 +169,26 @@ class DenseModel:
         """Return the part of the model that each tensor of the files is, by its name there.
 
         Files may use saved names, the model's own, or those without the prefix of the base model.
+
+        Raises:
+            ValueError: a tensor has another shape than the model of config.json gives it.
         """
         model_type: Any = self.stored_config.get("model_type")
         tensors = {
-            name: (part.memory_name, part.start) for name, part in saved_tensors(model_type, self._shapes).items()
+            name: (part.memory_name, part.start, part.shape)
+            for name, part in saved_tensors(model_type, self._shapes).items()
         }
-        tensors |= {name: (name, 0) for name in self._shapes}
+        tensors |= {name: (name, 0, shape) for name, shape in self._shapes.items()}
         inner = f"{self.module.base_model_prefix}."
         tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}
         parts = {}
         for name, spec in self.specs.items():
             if name in tensors:
-                memory_name, start = tensors[name]
+                memory_name, start, shape = tensors[name]
+                if spec.shape != shape:
+                    raise ValueError(
+                        f"{self.folder}: {name} has the shape {spec.shape} in the files, and by config.json {shape}; "
+                        "bring the config.json that the weights were saved with"
+                    )
                 parts[name] = StoredPart(name, memory_name, start, spec.shape)
         return parts

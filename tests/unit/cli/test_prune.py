@@ -208,6 +208,16 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     save_file(full | {name: full[name] * float("inf")}, file, {"format": "pt"})
     assert f"{odd}: {name} is not finite; give a sound model" in error(model=odd)
     shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
+    # Files that hold no weight of a layer, or one in another shape.
+    for rest in ({}, {"model.norm.weight": full["model.norm.weight"]}):
+        save_file(rest, file, {"format": "pt"})
+        assert f"{odd}: its files hold no weight to prune, such as model.layers.0." in error(model=odd)
+    rows, columns = full[name].shape
+    for shape in ((rows, columns - 4), (rows, columns + 4), (columns, rows)):
+        save_file(full | {name: torch.zeros(shape)}, file, {"format": "pt"})
+        expected = f"{name} has the shape {shape} in the files, and by config.json {(rows, columns)}; bring the"
+        assert f"error: {odd}: {expected}" in error(model=odd)
+    assert not (tmp_path / "out.part").exists()
     # A mask that needs the inputs of single layers.
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
     assert 'fused experts has not; use "wanda"' in error("--mask", "sparsegpt", model=mixture)
