@@ -137,7 +137,7 @@ def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
     Args:
         ids: tokens of the text.
         size: number of the model's embeddings.
-        name: of the text, for the message.
+        name: of the model, for the message.
     """
     if (largest := max(ids, default=0)) >= size:
         raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_MISMATCH}")

@@ -49,7 +49,7 @@ def read_sequences(
             f"--text {text}: {min(len(ids), tokens)} tokens of it are read, less than one sequence of {seq_length}; "
             "give more text or --tokens, or a shorter --seq_length"
         )
-    check_tokens(ids, int(config.get_text_config().vocab_size), text)
+    check_tokens(ids, int(config.get_text_config().vocab_size), tokenizer.name_or_path)
     return torch.tensor(ids[: count * seq_length]).view(count, seq_length)
 
 

@@ -17,7 +17,7 @@ from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.prune import block_by_block
 from tests.tiny_folders import BYTE_VOCABULARY, write_model, write_text
-from tests.tiny_models import BUILDERS, tiny_gpt2
+from tests.tiny_models import BUILDERS, tiny_gpt2, tiny_llama
 
 _QUICK = ("--tokens", "512", "--seq_length", "32", "--epochs", "1", "--device", "cpu")
 FAMILIES = (
@@ -218,6 +218,9 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
         expected = f"{name} has the shape {shape} in the files, and by config.json {(rows, columns)}; bring the"
         assert f"error: {odd}: {expected}" in error(model=odd)
     assert not (tmp_path / "out.part").exists()
+    # A tokenizer that has more tokens than the model.
+    few = write_model(tmp_path / "few", tiny_llama(vocab_size=60))
+    assert f"error: {few}: its tokenizer gives token 256, the model has 60 embeddings" in error(model=few)
     # A mask that needs the inputs of single layers.
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
     assert 'fused experts has not; use "wanda"' in error("--mask", "sparsegpt", model=mixture)
