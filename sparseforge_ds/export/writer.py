@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,9 +130,9 @@ def parse_size(text: str) -> int:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
     unit = next((unit for unit in units if text.upper().endswith(unit)), "")
     number = text[: len(text) - len(unit)]
-    if not number.strip().isdigit() or int(number) == 0:
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", number) or int(number) == 0:
         raise ValueError(
-            f"--max_shard_size {text}: write a number of bytes, or a number with KB, MB, GB or TB, like 5GB"
+            f"--max_shard_size {text:.100}: write a number of bytes, or a number with KB, MB, GB or TB, like 5GB"
         )
     return int(number) * units.get(unit, 1)
 
