@@ -91,7 +91,7 @@ def find_files(path: Path, split: str = "train") -> Files:
         split: name of a split, or several, joined by +.
 
     Raises:
-        ValueError: there is no such file, its kind is not readable, or a link leads nowhere.
+        ValueError: there is no such file, it is a pipe, its kind is not readable, or a link leads nowhere.
     """
     if path.suffix == ".mds" or any(next(path.glob(pattern), None) for pattern in ("*.mds*", "*/*.mds*")):
         raise ValueError(
@@ -101,6 +101,9 @@ def find_files(path: Path, split: str = "train") -> Files:
     if not path.is_dir():
         if not is_readable(path.name):
             raise ValueError(f"--dataset {path}: unknown kind of file {path.suffix!r}; use one of {KINDS}")
+        for part in _parts(path):
+            if part.exists() and not part.is_file():  # opening a pipe waits for a writer
+                raise ValueError(f"--dataset {part}: is a pipe or a device; write its text into a file")
         return Files(path, (path,), split)
     names = sorted(file.relative_to(path).as_posix() for file in _text_files(path))
     if not names:

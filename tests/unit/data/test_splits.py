@@ -198,3 +198,14 @@ def test_shards_of_mosaicml_are_refused(tmp_path):
             ValueError, match=f"--dataset {path}: has MosaicML's shards .*parquet with a column input_ids"
         ):
             find_source(str(path))
+
+
+@pytest.mark.parametrize("stream", ["", "stream:"])
+@pytest.mark.parametrize("pipe", ["text.jsonl", "text.txt", "tokens.bin"])
+def test_a_pipe_is_refused_before_it_is_opened(tmp_path, stream, pipe):
+    """Opening one would wait for a writer, which may never come."""
+    named = "tokens.idx" if pipe == "tokens.bin" else pipe
+    (tmp_path / "tokens.idx").write_bytes(b"")
+    os.mkfifo(tmp_path / pipe)
+    with pytest.raises(ValueError, match=rf"--dataset {tmp_path / pipe}: is a pipe or a device; write its text"):
+        find_source(f"{stream}{tmp_path / named}", TextOptions())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.evaluate import teach
+from sparseforge_ds.evaluate import finished_model, teach
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.spec import make_spec
@@ -151,13 +152,23 @@ def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
         ({"temperature": 0}, "--temperature 0: use a number > 0"),
         ({"batch_size": 0}, "--batch_size 0: use an integer >= 1"),
         ({"text": "none.jsonl"}, "none.jsonl: no such file or folder"),
+        ({"text": "pipe.jsonl"}, "pipe.jsonl: is a pipe or a device; write its text into a file"),
     ],
 )
 def test_wrong_flags_are_refused(
-    flags: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """No weights are read before."""
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("the teacher was loaded"))
+    os.mkfifo(tmp_path / "pipe.jsonl")
     write_model(tmp_path / "model")
     write_text(tmp_path / "text.jsonl")
+    if "text" in flags:
+        flags = {**flags, "text": tmp_path / flags["text"]}
     assert main(command(tmp_path, "logits", **flags)) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.glob("logits/*.entries"))
