@@ -27,7 +27,9 @@ from sparseforge_ds.export.source import (
     check_config,
     choose_dtype,
     configured_dtype,
+    origin_sections,
     read_config_json,
+    recorded_config,
     require_finite,
 )
 from sparseforge_ds.export.stored import ADAPTER, StoredWeights, listed_weights, reads_as
@@ -73,6 +75,8 @@ class FolderSource(Source):
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
+        sections = origin_sections(self.folder / "sparsity.json", self.record)
+        recorded_config(self.folder, sections["config"])
         self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))

@@ -23,7 +23,7 @@ from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.export.adapter import CONFIG as ADAPTER
 from sparseforge_ds.export.adapter import adapter_rank
 from sparseforge_ds.export.model_folder import describe_values
-from sparseforge_ds.export.source import recorded_config
+from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import HUB_ID, public_name
@@ -162,7 +162,7 @@ def make_card(
     record = _record(folder)
     config = read_json_object(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
-    sections = _sections(folder, record)
+    sections = origin_sections(folder / "sparsity.json", record)
     run = sections["run"]
     pattern = str(parse_pattern(str(record.get("pattern"))))
     # The run's own score comes first, and only once.
@@ -208,22 +208,6 @@ def make_card(
         link=_link,
         mark=_OURS,
     )
-
-
-def _sections(folder: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the sections of `sparsity.json` that the card uses, after checking their types."""
-    sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
-    damaged = {key: not isinstance(section, dict) for key, section in sections.items()}
-    if not damaged["run"]:
-        run = sections["run"]
-        step = record.get("step")
-        texts = run.get("dataset") or []
-        damaged["step"] = step is not None and type(step) is not int
-        damaged["run.dataset"] = not isinstance(texts, list) or not all(isinstance(text, str) for text in texts)
-        damaged["run.model"] = not isinstance(run.get("model", ""), str)
-    if key := next((key for key, is_damaged in damaged.items() if is_damaged), None):
-        raise ValueError(f"{folder / 'sparsity.json'}: {key} is damaged; export again")
-    return sections
 
 
 def _record(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.checkpoint.zero_partitions import KEPT
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.counting import chunk_ranges, count_members
-from sparseforge_ds.export.source import Source, check_config, choose_dtype, read_config_json, require_finite
+from sparseforge_ds.export.source import (
+    Source,
+    check_config,
+    choose_dtype,
+    origin_sections,
+    read_config_json,
+    require_finite,
+)
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.kernels.codes import values_of
 from sparseforge_ds.mask.kernels.groups import survivors
@@ -103,6 +110,8 @@ class RunSource(Source):
             if name.rpartition(".")[2] == LOW_RANK
         }
         self.record = self._make_record(description)
+        if run:
+            origin_sections(run / "sparseforge.json", self.record, "restore the file")
 
     def _has_formed_masks(self, saved: RunState) -> bool:
         measured = not self.config.keeps_curvature or saved.refreshes > 0
@@ -316,7 +325,8 @@ def describe_run(description: dict[str, Any], train: object, step: int) -> dict[
     if not isinstance(flags, dict) or not isinstance(public_names, dict):
         return {}
     names = {key: public_names[key] for key in ("model", "teacher") if isinstance(public_names.get(key), str)}
-    texts = [text for text in public_names.get("dataset") or [] if isinstance(text, str)]
+    dataset = public_names.get("dataset")
+    texts = [text for text in dataset if isinstance(text, str)] if isinstance(dataset, list) else []
     keys = ("seq_length", "global_batch", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
     settings = {key: flags.get(key) for key in keys}
     # The loss that the run itself measured at this step.

@@ -117,6 +117,31 @@ class Source(abc.ABC):
         """Compare the checksums of the files that `read` does not check by itself."""
 
 
+def origin_sections(path: Path, record: dict[str, Any], cure: str = "export again") -> dict[str, dict[str, Any]]:
+    """Return the sections of a record about the origin of a model, after checking their types.
+
+    Args:
+        path: of the file that they come from, for messages.
+        record: with keys of `HEAD`.
+        cure: what to do about a damaged file.
+
+    Raises:
+        ValueError: an entry has another type than an export writes.
+    """
+    sections = {key: record.get(key) or {} for key in ("run", "config", "coverage", "source")}
+    damaged = {key: not isinstance(section, dict) for key, section in sections.items()}
+    if not damaged["run"]:
+        run = sections["run"]
+        step = record.get("step")
+        texts = run.get("dataset") or []
+        damaged["step"] = step is not None and type(step) is not int
+        damaged["run.dataset"] = not isinstance(texts, list) or not all(isinstance(text, str) for text in texts)
+        damaged["run.model"] = not isinstance(run.get("model", ""), str)
+    if key := next((key for key, is_damaged in damaged.items() if is_damaged), None):
+        raise ValueError(f"{path}: {key} is damaged; {cure}")
+    return sections
+
+
 def recorded_config(folder: Path, block: Any) -> SparseForgeConfig | None:
     """Return the `sparseforge` block that the `sparsity.json` of a folder records, or None if it has none.
 

@@ -154,6 +154,13 @@ def test_a_folder_that_does_not_fit_its_record_is_refused(folder: Path) -> None:
         "dense is damaged": lambda c: c.update(dense=[1]),
         "unknown pattern": lambda c: c.update(pattern="two of four"),
         "dtype": lambda c: c.update(dtype=["float32"]),
+        "source is damaged; export again": lambda c: c.update(source="x"),
+        "run is damaged; export again": lambda c: c.update(run=[3]),
+        "step is damaged; export again": lambda c: c.update(step="x"),
+        "config is damaged; export again": lambda c: c.update(config=[1]),
+        "coverage is damaged; export again": lambda c: c.update(coverage=5),
+        "run.dataset is damaged; export again": lambda c: c["run"].update(dataset=3),
+        r"config is damaged \(.*low_rank.*\); export again": lambda c: c["config"].update(low_rank=5),
     }
     for message, change in changes.items():
         (folder / "sparsity.json").write_text(sparsity)
@@ -181,6 +188,19 @@ def test_a_run_that_does_not_fit_its_state_is_refused(run: Path, tmp_path: Path)
         torch.save(content, copy / first.relative_to(run))
         with pytest.raises(ValueError, match=message):
             open_source(copy)
+
+
+def test_a_damaged_description_of_a_run_is_named_before_an_export(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    path = copy / "sparseforge.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "coverage": 5}))
+    with pytest.raises(ValueError, match=f"^{path}: coverage is damaged; restore the file$"):
+        open_source(copy)
+    names = {"model": "owner/name", "dataset": 3}
+    path.write_text(json.dumps({**content, "run": {}, "public_names": names}))
+    run_record = open_source(copy).record["run"]
+    assert run_record["dataset"] == [] and run_record["model"] == "owner/name"
 
 
 def test_a_mask_that_should_be_frozen_and_is_not(run: Path, tmp_path: Path) -> None:
