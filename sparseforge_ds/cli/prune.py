@@ -182,6 +182,8 @@ def _device(name: str | None, torch: Any) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("it is neither")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0][:200]

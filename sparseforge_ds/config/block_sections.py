@@ -276,7 +276,7 @@ class BlockStartConfig:
             require(value is None or value >= 1, f"start.{name}", value, "use null or an integer >= 1")
         require(self.epochs >= 0, "start.epochs", self.epochs, "use an integer >= 0")
         require(0 <= self.soft <= 1, "start.soft", self.soft, "use a fraction from 0 to 1")
-        require(self.rate > 0, "start.rate", self.rate, "use a value > 0")
+        require(0 < self.rate < float("inf"), "start.rate", self.rate, "use a finite value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
 
     def tokens_of(self, run_tokens: int) -> int:

@@ -193,10 +193,13 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "less than one sequence of 32" in error("--tokens", "31")
     assert "--seq_length 65: the model has 64 positions" in error("--seq_length", "65")
     assert "start.soft = 2.0" in error("--soft", "2")
-    assert "start.rate" in error("--rate", "0")
+    for rate in ("0", "inf", "nan"):
+        assert "start.rate" in error("--rate", rate)
     assert "unknown pattern" in error("--pattern", "2of4")
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
+    expected = "--device meta: cannot be used here (it is neither); use cpu, or cuda with a GPU"
+    assert expected in error("--device", "meta")
     assert "no such folder" in error(model=tmp_path / "nothing")
     # Weights that cannot be pruned: of another dtype, or not finite.
     name = "model.layers.1.mlp.down_proj.weight"
