@@ -30,6 +30,8 @@ examples:
   sparseforge prune models/Qwen3-14B models/qwen3_14b_2to4 --text c4.jsonl --tokens 524288 --seq_length 2048
   sparseforge prune models/SmolLM2-135M models/smollm2_sparsegpt --text c4.jsonl --epochs 0
   sparseforge prune Qwen/Qwen3-14B models/out --text c4.jsonl --tokens 2097152 --seq_length 2048 --dry_run --gpu h100
+
+exit code: 0 done, or with --dry_run it fits; 1 it does not fit; 2 an error, printed as one line
 """
 
 
@@ -53,7 +55,12 @@ def register(commands: Any) -> None:
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
     add("--epochs", type=int, default=4, metavar="N", help="passes of a block's training over them (default: 4)")
     add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of a block's weights (default: 0.02)")
-    add("--batch", type=int, metavar="N", help="sequences of an Adam step (default: 512 steps, of at most 16K tokens)")
+    add(
+        "--batch",
+        type=int,
+        metavar="N",
+        help="sequences of an Adam step (default: some 512 steps, 16K tokens at most)",
+    )
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--any_family", action="store_true", help="prune a family without rows, by the attributes of its layers")

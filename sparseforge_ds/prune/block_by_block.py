@@ -10,8 +10,10 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, open_own_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.config.run_state import differences, shorten
@@ -110,16 +112,11 @@ def prune(
     # Blocks are pruned, or were by an earlier call.
     part = Path(out).absolute().with_name(Path(out).name + ".part")
     progress = _Progress(part, _identity(dense, sequences_NS, settings, device))
-    solved = []
-    try:
+    with _kept_on_error(progress, len(blocks)):
+        solved = []
+        dense.require_finite_outside(blocks)
         if len(progress.done) < len(blocks):
             solved = _Run(dense, blocks, sequences_NS, block_start, config, device, dtype, progress).prune_blocks()
-    finally:
-        if not progress.done:
-            progress.remove()
-        elif len(progress.done) < len(blocks):
-            done = f"{len(progress.done)} of {len(blocks)} blocks are done"
-            tqdm.write(f"{part}: {done}; the same command goes on from there")
     # The export has the pruned blocks, and the rest as it is in the dense files.
     sequences, length = sequences_NS.shape
     size, _ = micro_batches(sequences, length, dense.hidden, block_start)
@@ -139,12 +136,27 @@ def prune(
         },
     }
     results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
-    with unfinished_folder(out) as unfinished:
+    with _kept_on_error(progress, len(blocks)), unfinished_folder(out) as unfinished:
         written = write_model(results, unfinished, max_shard_bytes=max_shard_bytes, workers=workers)
         write_json(unfinished / "sparsity.json", written)
         write_card(unfinished)
     progress.remove()
     return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
+
+
+@contextmanager
+def _kept_on_error(progress: _Progress, blocks: int) -> Iterator[None]:
+    """After an error, say that the finished blocks are kept, or remove the folder if there are none."""
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        if not progress.done:
+            progress.remove()
+        elif not finished:
+            done = f"{len(progress.done)} of {blocks} blocks are done"
+            tqdm.write(f"{progress.folder}: {done}; the same command goes on from there")
 
 
 def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockStartConfig) -> tuple[int, int]:
@@ -158,7 +170,9 @@ def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockSt
     """
     batch = min(block_start.sequences_of_step(sequences * length, length), sequences)
     largest = max(1, _ACTIVATION_BYTES // (BYTES_A_CHANNEL * hidden * length))
-    size = max(size for size in range(1, min(batch, largest) + 1) if batch % size == 0)
+    sizes = [size for size in range(1, min(batch, largest) + 1) if batch % size == 0]
+    # Sequences that fill no micro-batch are not read: take the largest size that leaves out 1% at most.
+    size = max(size for size in sizes if size == 1 or sequences % size <= sequences // 100)
     return size, batch // size
 
 
@@ -207,11 +221,12 @@ class _Run:
     def prune_blocks(self) -> list[SolvedBlock]:
         """Go through all blocks: those that are done move the streams, the others are solved and saved."""
         arguments = self._embed()
-        dense_stream, pruned_stream, size = self.streams
+        dense_stream, pruned_stream, storage = self.streams
         count = len(dense_stream)
-        tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {size}")
+        tqdm.write(f"{self.batches_NBS.numel():,} tokens, hidden states of {storage}")
         passes = [
-            2 if number in self.progress.done else passes_of(self.block_start) for number in range(len(self.blocks))
+            2 if number in self.progress.done or not block.weights else passes_of(self.block_start)
+            for number, block in enumerate(self.blocks)
         ]
         solved = []
         with tqdm(total=sum(passes) * count, unit=" passes", disable=None) as bar:
@@ -304,6 +319,8 @@ class _Progress:
             ValueError: the folder was begun with other settings, has other files, or another process is at work in it.
         """
         self.folder = folder
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise ValueError(f"{folder}: is a link or a file, and unfinished blocks go there; move it")
         path = folder / "settings.json"
         # A prune that has not written its settings yet has written nothing else but its lock.
         known = {folder / "lock", *folder.glob("settings.json*")}
@@ -313,7 +330,8 @@ class _Progress:
                 "move it, or give another OUT"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("w")  # the lock ends with the process, also if that is killed
+        # The lock ends with the process, also if that is killed.
+        self._lock = os.fdopen(open_own_file(folder / "lock", os.O_WRONLY), "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.saved_names import saved_tensors
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.start.blocks import DecoderBlock
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
@@ -48,7 +49,7 @@ class DenseModel:
 
         Raises:
             ValueError: the folder cannot be read, is sparse already, has an adapter or a weight that is no float, or
-                has other tensors than the model of its config.json.
+                lacks a tensor of the model of its config.json or has it in another shape.
         """
         self.folder = Path(folder)
         self.stored_config = read_config_json(self.folder)
@@ -73,6 +74,7 @@ class DenseModel:
         self._parts_of: dict[str, list[StoredPart]] = {}
         for part in self.parts.values():
             self._parts_of.setdefault(part.memory_name, []).append(part)
+        self._require_all_parameters()
 
     @property
     def hidden(self) -> int:
@@ -149,13 +151,10 @@ class DenseModel:
         """Return the narrowest dtype that the files have of these names in memory.
 
         Raises:
-            ValueError: a dtype that no export has, or the files have none of these names.
+            ValueError: a dtype that no export has.
         """
-        names = list(names)
         stored_dtypes = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
-        if not stored_dtypes:
-            raise ValueError(f"{self.folder}: its files hold no weight to prune, such as {names[0]}; give all files")
-        narrowest = min(stored_dtypes, key=lambda dtype: dtype.itemsize)
+        narrowest = min(stored_dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)))
         if narrowest not in DTYPES.values():
             raise ValueError(f"{self.folder}: its weights are stored in {narrowest}; use bf16, fp16 or fp32 weights")
         return narrowest
@@ -164,6 +163,19 @@ class DenseModel:
         """Return a hash of config.json, and of the names, shapes, dtypes and samples of all tensors."""
         content = config_sha256(self.stored_config) + fingerprint_weights(self.folder)
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def _require_all_parameters(self) -> None:
+        """Raise ValueError for a parameter that the files lack, and that is not tied to another one."""
+        for name, _ in self.module.named_parameters():
+            if name not in self._parts_of and self.module.all_tied_weights_keys.get(name) not in self._parts_of:
+                raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
+
+    def require_finite_outside(self, blocks: Sequence[DecoderBlock]) -> None:
+        """Raise ValueError for a tensor of no block that is not finite, before the blocks are pruned."""
+        prefixes = tuple(f"{block.name}." for block in blocks)
+        for part in self.parts.values():
+            if not part.memory_name.startswith(prefixes) and not self.tensors.read(part.name).isfinite().all():
+                raise ValueError(f"{self.folder}: {part.name} is not finite; give a sound model")
 
     def _match(self) -> dict[str, StoredPart]:
         """Return the part of the model that each tensor of the files is, by its name there.

@@ -2,8 +2,8 @@
 
 One pass of the dense model says what its decoder blocks are called with. Then every block in turn is gathered whole on
 every rank, as a plain copy in fp32, and solved on the sequences that each rank has read (`sparseforge_ds.start`).
-Gradients and moments are summed over the ranks, so that all of them come to the same block. What it came to goes back
-to the ranks' shards: W and masks of the weights under a mask, and the master of whatever else was trained.
+Gradients and moments are summed over the ranks, so all ranks end with the same block. It is written back to the shards:
+W and masks of the weights under a mask, and the master of whatever else was trained.
 
 Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden size.
 """
@@ -243,9 +243,10 @@ class BlockStart:
         # What is not finite is for `solve_block` to name.
         near = layout.all_reduce((~(distance > bound)).float())
         if not (near == layout.world_size).item():
+            largest = max(layout.all_gather_object(float(distance)))
             raise AgreedError(
                 f"{block.name} computes something else alone than in its model (relative distance "
-                f'{float(distance):.2g} of its output), so that it cannot be pruned alone; set "start": null, and use '
+                f'{largest:.2g} of its output), so that it cannot be pruned alone; set "start": null, and use '
                 'an importance other than "sparsegpt"'
             )
 
@@ -348,7 +349,8 @@ class _Inputs:
             value = value.detach()
             return value.float() if self._in_16_bits and value.is_floating_point() else value
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self._to_keep, value))
+            kept = map(self._to_keep, value)
+            return type(value)(*kept) if hasattr(value, "_fields") else type(value)(kept)
         return None if isinstance(value, Cache) else value
 
 

@@ -45,8 +45,8 @@ class SolvedBlock:
     masks: dict[str, Tensor]
     """Mask of each weight, bool in its shape, by its name inside the block."""
     error_before: float = math.nan
-    """Error of the block with its first masks: mean over tokens of squared distance from the dense block's output, by
-    the squared length of that. NaN if nothing is pruned."""
+    """Error of the block with its first masks: mean of squared distance from the dense block's output, by the squared
+    length of that, over the tokens of at most `MEASURED` micro-batches. NaN if nothing is pruned."""
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
@@ -193,8 +193,8 @@ class _Solver:
 
     @property
     def _steps(self) -> int:
-        """Number of Adam steps of the block."""
-        return self.settings.epochs * max(1, len(self.pruned) // self.options.per_step)
+        """Number of Adam steps of the block; the last one of an epoch may be shorter."""
+        return self.settings.epochs * math.ceil(len(self.pruned) / self.options.per_step)
 
     @torch.no_grad()
     def _advance(self, stream: Stream) -> None:
@@ -257,32 +257,39 @@ class _Solver:
         settings = self.settings
         steps = self._steps
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
-        parameters = [*matrices, *(self._vectors() if settings.norms else [])]
+        vectors = self._vectors() if settings.norms else {}
+        parameters = [*matrices, *vectors.values()]
         # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
         squares = torch.stack([matrix.detach().square().sum() for matrix in matrices])
         rate = settings.rate * math.sqrt(float(squares.sum()) / sum(matrix.numel() for matrix in matrices))
         annealing = None
         if soft_steps := settings.soft_steps(steps):
             annealing = Annealing(self.block, self.weights, self.pattern, soft_steps, masks, starved)
-        fixed = self._fixed(None if annealing else masks, starved)
+        # Experts with few tokens keep their biases, too.
+        fixed_vectors = [
+            None if name.removesuffix("_bias") not in starved else starved[name.removesuffix("_bias")].view(-1, 1)
+            for name in vectors
+        ]
+        fixed = self._fixed(None if annealing else masks, starved) + fixed_vectors
         optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed)
         order: list[int] = []
         for parameter in parameters:
             parameter.requires_grad_(True)
         for step in range(steps):
-            # A step reads consecutive micro-batches, which ranks divide among them: it is the same on any number.
+            # A step reads consecutive micro-batches, so it reads the same sequences on any number of ranks.
             order = order or torch.randperm(steps // settings.epochs, generator=generator).tolist()
             first = order.pop() * self.options.per_step
+            step_batches = range(first, min(first + self.options.per_step, len(self.pruned)))
             with nullcontext() if annealing is None else annealing.collect_sums():
-                for micro_batch in range(first, min(first + self.options.per_step, len(self.pruned))):
-                    self._backward(micro_batch)
+                for micro_batch in step_batches:
+                    self._backward(micro_batch, 1 / (len(step_batches) * self.options.ranks))
             # All ranks take the same step, with the sum of their gradients.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             self.options.reduce(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
-            for gradient, fixed_elements in zip(gradients, fixed, strict=False):
+            for gradient, fixed_elements in zip(gradients, fixed, strict=True):
                 if fixed_elements is not None:
                     gradient.masked_fill_(fixed_elements, 0.0)
             # The rate falls along a cosine.
@@ -294,43 +301,44 @@ class _Solver:
             if annealing is not None and (frozen := annealing.after_step(step + 1, self.options.reduce)):
                 masks = frozen
                 annealing = None
-                fixed = self._fixed(masks, starved)
+                fixed_matrices = self._fixed(masks, starved)
+                fixed = fixed_matrices + fixed_vectors
                 # What is pruned becomes 0, and Adam's momentum of the soft phase does not move it away again.
-                for matrix, kept, fixed_elements in zip(matrices, masks.values(), fixed, strict=True):
+                for matrix, kept, fixed_elements in zip(matrices, masks.values(), fixed_matrices, strict=True):
                     matrix.data.masked_fill_(~kept, 0.0)
                     optimizer.state[matrix]["exp_avg"].masked_fill_(fixed_elements, 0.0)
         self.block.requires_grad_(False)
         return masks
 
-    def _vectors(self) -> list[nn.Parameter]:
-        """Return gains and biases of the norms, and biases of the pruned layers."""
-        pruned = {weight.module for weight in self.weights}
-        return [
-            parameter
+    def _vectors(self) -> dict[str, nn.Parameter]:
+        """Return gains and biases of the norms, and biases of the pruned layers, by name."""
+        pruned_modules = {weight.module for weight in self.weights}
+        return {
+            name: parameter
             for name, parameter in self.block.named_parameters()
-            if (owner := name.rpartition(".")[0]) in pruned
+            if (owner := name.rpartition(".")[0]) in pruned_modules
             and name.endswith("bias")
             or "norm" in type(self.block.get_submodule(owner)).__name__.lower()
             and parameter.dim() == 1
-        ]
+        }
 
     def _fixed(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> list[Tensor | None]:
         """Return which elements Adam does not move, bool or None, in the order of `weights`."""
-        fixed = []
+        fixed: list[Tensor | None] = []
         for weight in self.weights:
-            pruned = None if masks is None else ~masks[weight.name]
+            removed = None if masks is None else ~masks[weight.name]
             if weight.name in starved:
                 starved_experts = starved[weight.name].view(-1, *[1] * (len(weight.shape) - 1))
-                pruned = starved_experts if pruned is None else pruned | starved_experts
-            fixed.append(pruned)
+                removed = starved_experts if removed is None else removed | starved_experts
+            fixed.append(removed)
         return fixed
 
-    def _backward(self, number: int) -> None:
-        """Add the gradient of one micro-batch's error."""
+    def _backward(self, number: int, share: float) -> None:
+        """Add the gradient of one micro-batch's error, which is `share` of its step's."""
         with torch.enable_grad():
             output = self.call(number, self.pruned[number].float())
             loss = _relative_errors(output, self.dense[number]).mean()
-            (loss / (self.options.per_step * self.options.ranks)).backward()
+            (loss * share).backward()
         self.options.progress(BACKWARD)
 
     @torch.no_grad()

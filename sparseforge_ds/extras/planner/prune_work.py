@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ class PruneWork:
     def steps(self) -> int:
         """Optimizer steps of a block."""
         size, per_step = self.micro_batches
-        return self.block_start.epochs * max(1, self.sequences // size // per_step)
+        return self.block_start.epochs * math.ceil(self.sequences // size / per_step)
 
     @property
     def autocast(self) -> bool:

@@ -131,6 +131,50 @@ def test_a_folder_of_the_user_with_the_name_of_unfinished_results_stays(
     assert [path.name for path in part.iterdir()] == ["notes.tmp"]
 
 
+def test_a_link_in_the_place_of_unfinished_results_is_refused(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "dense")
+    part = tmp_path / "out.part"
+    words = ["prune", str(folder), str(tmp_path / "out"), "--text", str(text), *_QUICK]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    part.symlink_to(elsewhere)
+    assert main(words) == 2
+    assert "out.part: is a link or a file, and unfinished blocks go there" in capsys.readouterr().err
+    part.unlink()
+    part.write_text("mine")
+    assert main(words) == 2
+    part.unlink()
+    # A lock that is a link must not empty its target.
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    part.mkdir()
+    (part / "lock").symlink_to(precious)
+    assert main(words) == 2
+    assert "lock: is a link" in capsys.readouterr().err and precious.read_text() == "mine"
+    assert not list(elsewhere.iterdir()) and not (tmp_path / "out").exists()
+
+
+def test_blocks_that_are_done_are_kept_where_the_export_fails(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prune", str(write_model(tmp_path / "dense")), str(tmp_path / "out"), "--text", str(text), *_QUICK]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_by_block, "write_model", fail)
+        assert main(words) == 2
+    captured = capsys.readouterr()
+    assert "out.part: 2 of 2 blocks are done; the same command goes on from there" in captured.out
+    assert "No space left on device" in captured.err and not (tmp_path / "out").exists()
+    monkeypatch.setattr(block_by_block, "solve_block", fail)  # none is solved again
+    assert main(words) == 0
+    assert not (tmp_path / "out.part").exists()
+
+
 def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "dense")
     for name, share in (("memory", 0.4), ("disk", 0.0)):
@@ -208,13 +252,18 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     full = load_file(file)
     save_file(full | {name: full[name].to(torch.int16)}, file, {"format": "pt"})
     assert f"{odd}: {name} is stored as torch.int16, which transformers would cast" in error(model=odd)
+    save_file(full | {"lm_head.weight": full["lm_head.weight"] * float("inf")}, file, {"format": "pt"})
+    assert f"{odd}: lm_head.weight is not finite; give a sound model" in error(model=odd)
+    assert not (tmp_path / "out.part").exists(), "no block was pruned"
     save_file(full | {name: full[name] * float("inf")}, file, {"format": "pt"})
     assert f"{odd}: {name} is not finite; give a sound model" in error(model=odd)
     shutil.rmtree(tmp_path / "out.part")  # what was done before that block, to go on from
-    # Files that hold no weight of a layer, or one in another shape.
-    for rest in ({}, {"model.norm.weight": full["model.norm.weight"]}):
-        save_file(rest, file, {"format": "pt"})
-        assert f"{odd}: its files hold no weight to prune, such as model.layers.0." in error(model=odd)
+    # Files that lack a tensor, also one that no block has, or have one in another shape.
+    for missing in (name, "lm_head.weight", "model.norm.weight"):
+        save_file({other: full[other] for other in full if other != missing}, file, {"format": "pt"})
+        assert f"{odd}: holds no {missing}, which the model of its config.json needs" in error(model=odd)
+    save_file({}, file, {"format": "pt"})
+    assert f"{odd}: holds no model.embed_tokens.weight, which" in error(model=odd)
     rows, columns = full[name].shape
     for shape in ((rows, columns - 4), (rows, columns + 4), (columns, rows)):
         save_file(full | {name: torch.zeros(shape)}, file, {"format": "pt"})

@@ -42,13 +42,14 @@ def test_training_brings_a_real_model_closer(assets: Path, tmp_path: Path) -> No
     assert divergence[1] < 0.75 * divergence[0]
 
 
-def test_sequences_that_fill_no_micro_batch_are_not_counted(tmp_path: Path) -> None:
+def test_all_sequences_are_read_and_counted_where_steps_do_not_divide_them(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "dense")
     sequences_NS = torch.arange(40).view(5, 8)
     result = prune(
         folder, tmp_path / "out", sequences_NS, PruneSettings(SparseForgeConfig(), BlockStartConfig(batch=2))
     )
-    assert result.tokens == result.record["run"]["tokens"] == result.record["source"]["tokens"] == 32
+    assert result.tokens == result.record["run"]["tokens"] == result.record["source"]["tokens"] == 40
+    assert {block.steps for block in result.blocks} == {4 * 3}
 
 
 def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +77,10 @@ def test_tokens_are_divided_into_steps() -> None:
     assert steps(8, 512, epochs=1) == (1, 8)
     assert steps(32, 256, epochs=2) == (1, 64)  # one sequence at least
     assert steps(32, 256, batch=8) == (8, 16)
+    # A micro-batch leaves out 1% of the sequences at most.
+    assert micro_batches(16, 32, 64, BlockStartConfig(batch=9)) == (1, 9)
+    assert micro_batches(100, 32, 64, BlockStartConfig(batch=8)) == (4, 2)
+    assert micro_batches(1001, 32, 64, BlockStartConfig(batch=8)) == (8, 1)
     assert micro_batches(4096, 2048, 5120, BlockStartConfig()) == (2, 4)  # 16,384 tokens of a wide model in four parts
 
 

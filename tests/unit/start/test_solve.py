@@ -160,6 +160,21 @@ def test_an_expert_with_few_tokens_keeps_its_first_mask_and_says_so(soft: float)
         assert subset
 
 
+def test_an_expert_with_few_tokens_keeps_its_biases() -> None:
+    model = tiny_mixture(GptOssConfig)
+    settings = BlockStartConfig(epochs=2)
+    before = {name: bias.detach().clone() for name, bias in model.named_parameters() if name.endswith("proj_bias")}
+    solved = _solve_all(model, settings, batches=1)
+    changed = {name for name, value in before.items() if not torch.equal(model.get_parameter(name), value)}
+    starved = {
+        f"model.layers.{number}.{weight}_bias"
+        for number, block in enumerate(solved)
+        for weight, experts in block.few_tokens.items()
+        if experts == 4
+    }
+    assert starved and not changed & starved
+
+
 def test_a_block_that_training_made_worse_says_so_and_others_say_nothing() -> None:
     worse = _solve_all(tiny_llama(), BlockStartConfig(epochs=1, rate=0.3))[0]
     assert worse.error_before < worse.error < 1
@@ -171,18 +186,43 @@ def test_a_block_that_training_made_worse_says_so_and_others_say_nothing() -> No
         assert not any(block.warnings() for block in _solve_all(tiny_llama(), quiet))
 
 
-def test_gradients_of_two_ranks_are_those_of_one() -> None:
-    """Two micro-batches of a step on one rank; and a sum over two equal ranks, which Adam does not see."""
+def test_every_micro_batch_is_trained_on_where_steps_do_not_divide_them() -> None:
+    model = tiny_llama().eval()
+    block = decoder_blocks(model, prunable_weights(model, SparseForgeConfig()))[0]
+    ids = [{"input_ids": token_batch(seed=seed)["input_ids"]} for seed in range(5)]
+    inputs = list(capture_inputs(model, [block], ids))
+    trained = []
+
+    def call(batch: int, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            trained.append(batch)
+        return run_block(model.get_submodule(block.name), hidden, inputs[batch].arguments[0])
+
+    streams = [[batch.hidden_BSH for batch in inputs] for _ in range(2)]
+    settings = BlockStartConfig(epochs=2)
+    pattern = parse_pattern("2:4")
+    module = model.get_submodule(block.name)
+    solved = solve_block(module, *streams, call, block.weights, pattern, settings, SolveOptions(per_step=2))
+    assert sorted(trained) == sorted([*range(5), *range(5)]) and solved.steps == 6
+
+
+def test_ranks_sum_all_that_decides_and_gradients_are_those_of_one_rank() -> None:
+    """Two equal ranks: their sums are twice those of one, and Adam does not see the scale of gradients."""
     first, second = tiny_llama(), tiny_llama()
     _solve_all(first, BlockStartConfig(epochs=2), per_step=2)
+    summed = []
 
     def double(tensors: list[Tensor]) -> None:
+        summed.append(len(tensors))
         for tensor in tensors:
             tensor.mul_(2)
 
-    _solve_all(second, BlockStartConfig(epochs=2), per_step=2, reduce=double)
+    blocks = _solve_all(second, BlockStartConfig(epochs=2), per_step=2, reduce=double, ranks=2)
     for ours, reference in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-5)
+    # In each block: moments of the inputs, two errors, a gradient in each step, and sums of curvature at an update.
+    moments, steps, updates = 1, 4, 1
+    assert len(summed) == len(blocks) * (moments + 2 + steps + updates), summed
 
 
 def test_parameters_are_rounded_to_what_is_stored() -> None:
