@@ -115,7 +115,9 @@ def results(target: Path) -> None:
                 values.setdefault(row["method"], {}).setdefault(row["steps"], []).append(row["test_perplexity"])
     (dense,) = (row["test_perplexity"] for row in rows if row["kind"] == "dense")
     figure, axes = pyplot.subplots(figsize=(8, 4))
-    for colour, (name, by_steps) in zip(_COLOURS, values.items(), strict=False):
+    # A method with one budget makes no line.
+    lines = {name: by_steps for name, by_steps in values.items() if len(by_steps) > 1}
+    for colour, (name, by_steps) in zip(_COLOURS, lines.items(), strict=False):
         steps = sorted(by_steps)
         means = [statistics.fmean(by_steps[count]) for count in steps]
         width = 2.2 if name in ("sparseforge", "block_start") else 1.2
