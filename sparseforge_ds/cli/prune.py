@@ -47,7 +47,7 @@ def register(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    add("--text", required=True, help="text to prune on, as for `sparseforge evaluate`")
+    add("--text", required=True, help="file of text to prune on, of the kinds that `sparseforge evaluate` reads")
     add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the pattern that every pruned weight gets (default: 2:4)")
     add("--mask", choices=MASKS, help="source of the first masks, see below")
