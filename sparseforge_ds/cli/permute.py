@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
         from sparseforge_ds.extras.basis.permutation.find import SearchSettings
 
-    require_model(args.model, hub=False)
     check_shard_size(args.max_shard_size)
     for flag in ("workers", "sequences", "rows"):
         if (value := getattr(args, flag)) is not None and value < 1:
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
             )
+    require_model(args.model, hub=False)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     settings = SearchSettings(config.parsed_pattern, args.dimensions, args.rows, config.seed)
     dense = DenseFolder(args.model)

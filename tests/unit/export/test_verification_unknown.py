@@ -72,8 +72,8 @@ def test_a_shape_that_no_pattern_fits_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_dense_model_does_not_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_llama().save_pretrained(tmp_path)
-    assert main(["verify", str(tmp_path), "--json", str(tmp_path / "report")]) == 1
+    tiny_llama().save_pretrained(tmp_path / "model")
+    assert main(["verify", str(tmp_path / "model"), "--json", str(tmp_path / "report")]) == 1
     assert capsys.readouterr().out.endswith("NOT OK\n")
     report = json.loads((tmp_path / "report").read_text())
     assert report["ok"] is False and report["violations"] > 0 and len(report["rows"]) == 14

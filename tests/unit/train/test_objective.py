@@ -97,7 +97,7 @@ def test_padding_reaches_the_task_loss_of_probes() -> None:
     label_BS = token_BS.masked_fill(mask_BS == 0, -100)
     objective = Objective(Engine(student), None, CONFIG)
     objective.why_whole_logits(token_BS[:1, :1])
-    result = objective.cross_entropy(MicroBatch(token_BS, label_BS, more={"attention_mask": mask_BS}))
+    result = objective.cross_entropy(MicroBatch(token_BS, label_BS, extra_inputs={"attention_mask": mask_BS}))
     expected = task_loss(student(input_ids=token_BS, attention_mask=mask_BS).logits, label_BS)
     torch.testing.assert_close(result, expected)
     assert not torch.allclose(expected, task_loss(student(input_ids=token_BS).logits, label_BS))
