@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, then runs ruff, mypy and the tests, in three processes.
+# Installs what is missing, then runs ruff, mypy and the tests, in two processes.
 #   bash tests/run.sh                        everything
 #   bash tests/run.sh --fast                 the tier that answers in minutes: the marker `fast`
 #   bash tests/run.sh --core                 all but the tests of sparseforge_ds/extras: without the marker `extras`
@@ -25,9 +25,8 @@ echo "== mypy"
 mypy || lint=1
 [ "$lint" -eq 0 ] || echo "ruff or mypy failed (above); the tests run all the same" >&2
 echo "== pytest"
-wait  # two compilers beside processes of tests would make all of them slow, and tests wait for them anyway
+wait  # two compilers beside two processes of tests would make all four slow, and tests wait for them anyway
 python -m compileall -q sparseforge_ds tests  # else each of hundreds of processes does it, where bytecode is not kept
 # A file's tests stay in one process, which makes what they share once; files start in the order of `testpaths`.
-# Three processes keep two cores busy, since tests wait for launchers.
-python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=40 "$@" || exit $?
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 "$@" || exit $?
 exit "$lint"
