@@ -6,36 +6,30 @@ not saved: a run that was stopped computes them again, by forward passes of the 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_file, open_own_file, write_json
-from sparseforge_ds.checkpoint.folder import read_json_object
+from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
-from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import coverage, prunable_weights
 from sparseforge_ds.model.hub_access import public_name
+from sparseforge_ds.prune.block_files import BlockFiles
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
-from sparseforge_ds.prune.pruned_source import PrunedSource, opened_result, read_result
+from sparseforge_ds.prune.pruned_source import PrunedSource
 from sparseforge_ds.start.blocks import DecoderBlock, are_equal, body_of, capture_inputs, decoder_blocks, run_block
 from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, passes_of, solve_block
@@ -111,8 +105,8 @@ def prune(
     dtype = dense.dtype(weight.name for weight in weights)
     # Blocks are pruned, or were by an earlier call.
     part = Path(out).absolute().with_name(Path(out).name + ".part")
-    progress = _Progress(part, _identity(dense, sequences_NS, settings, device))
-    with _kept_on_error(progress, len(blocks)):
+    progress = BlockFiles(part, _identity(dense, sequences_NS, settings, device))
+    with progress.kept_on_error(len(blocks)):
         solved = []
         dense.require_finite_outside(blocks)
         if len(progress.done) < len(blocks):
@@ -136,27 +130,12 @@ def prune(
         },
     }
     results = PrunedSource(dense, progress.results(), weights, config.parsed_pattern, dtype, record)
-    with _kept_on_error(progress, len(blocks)), unfinished_folder(out) as unfinished:
+    with progress.kept_on_error(len(blocks)), unfinished_folder(out) as unfinished:
         written = write_model(results, unfinished, max_shard_bytes=max_shard_bytes, workers=workers)
         write_json(unfinished / "sparsity.json", written)
         write_card(unfinished)
     progress.remove()
     return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
-
-
-@contextmanager
-def _kept_on_error(progress: _Progress, blocks: int) -> Iterator[None]:
-    """After an error, say that the finished blocks are kept, or remove the folder if there are none."""
-    finished = False
-    try:
-        yield
-        finished = True
-    finally:
-        if not progress.done:
-            progress.remove()
-        elif not finished:
-            done = f"{len(progress.done)} of {blocks} blocks are done"
-            tqdm.write(f"{progress.folder}: {done}; the same command goes on from there")
 
 
 def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockStartConfig) -> tuple[int, int]:
@@ -188,7 +167,7 @@ class _Run:
         config: SparseForgeConfig,
         device: torch.device,
         dtype: torch.dtype,
-        progress: _Progress,
+        progress: BlockFiles,
     ) -> None:
         """Make room for the streams.
 
@@ -303,91 +282,6 @@ def _summary(name: str, result: SolvedBlock) -> str:
     before = "" if math.isnan(result.error_before) else f"{result.error_before:.4f} with the first masks, "
     summary = f"{name}: error {before}{result.error:.4f} at the end"
     return "\n".join([summary, *(f"{name}: warning: {warning}" for warning in result.warnings())])
-
-
-class _Progress:
-    """Folder beside `out` with a file for each block that is done, and the settings of all of them."""
-
-    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
-        """Begin, or go on.
-
-        Args:
-            folder: is made if it does not exist.
-            identity: settings that decide the result.
-
-        Raises:
-            ValueError: the folder was begun with other settings, has other files, or another process is at work in it.
-        """
-        self.folder = folder
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise ValueError(f"{folder}: is a link or a file, and unfinished blocks go there; move it")
-        path = folder / "settings.json"
-        # A prune that has not written its settings yet has written nothing else but its lock.
-        known = {folder / "lock", *folder.glob("settings.json*")}
-        if not path.is_file() and (others := sorted(set(folder.glob("*")) - known)):
-            raise ValueError(
-                f"{folder}: has files that no prune has written ({others[0].name}), and would take unfinished results; "
-                "move it, or give another OUT"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process, also if that is killed.
-        self._lock = os.fdopen(open_own_file(folder / "lock", os.O_WRONLY), "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another process is at work in it; wait for it, or give another OUT") from None
-        # Results of other settings are not mixed with those of this run.
-        if path.is_file():
-            if changed := differences(read_json_object(path), identity, "prune"):
-                raise ValueError(
-                    f"{folder}: was begun with other settings ({shorten(changed)}); give the same, or remove the folder"
-                )
-        else:
-            write_json(path, identity)
-        for stale in (*folder.glob("block_?????.safetensors.*.tmp"), *folder.glob("*.stream")):
-            stale.unlink()
-        self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_?????.safetensors")}
-
-    def remove(self) -> None:
-        """Remove what a prune has written, and the folder if it has nothing else."""
-        # Settings go last: without them blocks would pass for those of the next prune.
-        for pattern in ("block_?????.safetensors*", "*.stream", "lock", "settings.json*"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
-        if not any(self.folder.iterdir()):
-            self.folder.rmdir()
-
-    def save(self, number: int, tensors: dict[str, Tensor], result: SolvedBlock) -> None:
-        """Write a block, which is done when its file has its final name."""
-        path = self.folder / f"block_{number:05}.safetensors"
-        facts = {
-            "error_before": None if math.isnan(result.error_before) else result.error_before,
-            "error": None if math.isnan(result.error) else result.error,
-            "few_tokens": result.few_tokens,
-        }
-        with atomic_file(path) as file:
-            file.write(save(tensors, {"facts": json.dumps(facts)}))
-        self.done[number] = path
-
-    def results(self) -> dict[str, Path]:
-        """Return the file of every saved tensor by its name."""
-        return {name: path for path in self.done.values() for name in _contents(path)[0]}
-
-    def errors(self) -> list[dict[str, Any]]:
-        """Return the errors of every block, in order."""
-        return [json.loads(_contents(self.done[number])[1]["facts"]) for number in sorted(self.done)]
-
-    def reader(self, number: int, dense: DenseModel) -> Any:
-        """Return a function that reads the tensors of a finished block; its buffers are those of the dense files."""
-        path = self.done[number]
-        names, _ = _contents(path)
-        return lambda name: read_result(path, name) if name in names else dense.tensors.read(name)
-
-
-def _contents(path: Path) -> tuple[set[str], dict[str, str]]:
-    """Return the names of the tensors in a file of results, and its metadata."""
-    with opened_result(path) as file:
-        return set(file.keys()), file.metadata()
 
 
 def _identity(dense: DenseModel, sequences_NS: Tensor, settings: PruneSettings, device: torch.device) -> dict[str, Any]:

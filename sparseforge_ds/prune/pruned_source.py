@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,6 +14,7 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.source import Source, require_finite
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
+from sparseforge_ds.prune.block_files import read_result
 from sparseforge_ds.prune.dense_model import DenseModel
 
 
@@ -69,22 +68,3 @@ class PrunedSource(Source):
             value += 0.0  # rounding gives -0.0
         require_finite(value, name, self.folder)
         return value
-
-
-def read_result(path: Path, name: str) -> Tensor:
-    """Read a tensor from a file of results into memory of its own."""
-    with opened_result(path) as file:
-        value: Tensor = file.get_tensor(name)
-    return value.clone()
-
-
-@contextmanager
-def opened_result(path: Path) -> Iterator[Any]:
-    """Open a file of results; ValueError if it is damaged."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path}: is damaged ({str(error)[:200]}); remove it and all blocks after it, and they are pruned again"
-        ) from None
