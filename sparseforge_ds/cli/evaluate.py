@@ -8,14 +8,12 @@ import json
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.cli.printing import require_json_file
+from sparseforge_ds.cli.printing import require_json_file, write_report
 from sparseforge_ds.evaluate.paper_accuracies import PAPER_ACCURACIES, SUITES, accuracy_table, generation_table, means
 
 if TYPE_CHECKING:
@@ -190,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     if ranks.first:
         if args.json is not None:
-            write_json(Path(args.json), result)
+            write_report(args.json, result)
         print(json.dumps(result))
     return 0
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+from sparseforge_ds.checkpoint.disk import write_json
 
 
 def printable(text: str) -> str:
@@ -21,6 +25,8 @@ def require_json_file(name: str | None, inputs: Iterable[str | None] = ()) -> No
     """
     if name is None:
         return
+    if _is_stream(Path(name)):
+        return
     path = Path(name).resolve()
     if not path.parent.is_dir():
         folder = path.parent if Path(name).is_symlink() else Path(name).parent
@@ -33,6 +39,19 @@ def require_json_file(name: str | None, inputs: Iterable[str | None] = ()) -> No
         if given and Path(given).exists() and (path == Path(given).resolve() or Path(given).resolve() in path.parents):
             raise ValueError(f"--json {name}: belongs to {given}, which is read; give a name elsewhere")
     require_writable(path, f"--json {name}")
+
+
+def write_report(name: str, report: dict[str, Any]) -> None:
+    """Write the file of `--json`; it appears when it is complete, where it is a file."""
+    if _is_stream(Path(name)):
+        Path(name).write_text(json.dumps(report, indent=2) + "\n")
+    else:
+        write_json(Path(name), report)
+
+
+def _is_stream(path: Path) -> bool:
+    """Return whether a path is a terminal, a pipe or a device, such as /dev/stdout, which no file may replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def require_writable(path: Path, who: str) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.cli.printing import require_json_file
+from sparseforge_ds.cli.printing import require_json_file, write_report
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
@@ -65,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         print(describe_unused(args.model, report.unused))
     print("OK" if report.ok else "NOT OK")
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        write_report(args.json, report.to_dict())
     return 0 if report.ok else 1
 
 

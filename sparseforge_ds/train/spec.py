@@ -208,7 +208,7 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
         problem = (
             'distillation.hidden compares hidden states, which are not stored; set "hidden" to null, or leave it out'
         )
-    elif not Path(str(arguments.teacher_logits)).is_dir():
+    elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     if problem is not None:
         raise ValueError(f"--teacher_logits {arguments.teacher_logits}: {problem}")

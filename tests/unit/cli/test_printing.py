@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.cli.printing import require_json_file, require_writable
+from sparseforge_ds.cli.printing import require_json_file, require_writable, write_report
 from tests.tiny_folders import write_text
 
 
@@ -33,6 +33,19 @@ def test_a_report_replaces_neither_what_is_read_nor_other_files(
         assert main(command) == 2, command
         assert f"error: --json {command[-1]}: " in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_report_goes_through_a_pipe_that_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    require_json_file(str(pipe), [str(tmp_path)])
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_report(str(pipe), {"ok": True})
+        assert os.read(reader, 100) == b'{\n  "ok": true\n}\n'
+    finally:
+        os.close(reader)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"] and pipe.is_fifo()
 
 
 def test_an_earlier_report_is_replaced(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_sparsegpt_on_fused_experts_is_refused(dry, tmp_path):
         (lambda _: {"gpus": 2, "gpu_memory": 4.001}, r"a GPU needs \d\.\d GiB, in .*, and has 4\.001"),
         (lambda _: {"gpus": 2, "seq_length": 65}, "has 64 positions"),
         (lambda _: {"gpus": 2, "dataset": "./nothing.txt"}, "no such file"),
+        (lambda _: {"gpus": 2, "teacher_logits": "./nothing"}, "no such folder; make it by sparseforge teach"),
         (lambda _: {"gpus": 2, "model": "nobody/no-such-model"}, "check the name and the network"),
         (lambda _: {"gpus": 2, "resume": "True"}, "no run in .* start it without --resume"),
         (
