@@ -15,11 +15,11 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def name_in_errors(path: Path) -> Iterator[None]:
-    """Give the path of a file to an OSError in the block that names none, such as that of a full disk."""
+    """Give the path of a file that is written to an error of the block about a full disk, which names none."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             error.filename = str(path)
         raise
 

@@ -89,7 +89,7 @@ class Checkpoint:
         self.folder = find_checkpoint(path)
         if (self.folder / MANIFEST).exists():
             Manifest.read(self.folder).check_shards()
-        # Every rank has a file of the model and one of the optimizer; what all ranks share is in the first.
+        # Stage 3 has a model file a rank, other stages have one; what all ranks share is in the first.
         self._files = files = RankFiles(self.folder)
         self.files = (*files.model, *files.optimizer)
         """Files of all ranks."""

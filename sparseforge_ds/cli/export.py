@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
         )
-    # Read descriptions of the source alone; its weights are read one at a time while they are written.
+    # Read descriptions of the source alone; its weights are read while they are written.
     source = open_source(args.source, args.model, args.dtype, args.exclude)
     grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group_size))
     if args.format == "packed24" and source.grid is not None:

@@ -75,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2."""
-        self.exit(_fail(f"{message}; {self.prog} --help lists all"))
+        self.exit(_fail(f"{message}; {self.prog} --help shows all flags"))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -189,10 +189,10 @@ def _device(name: str | None, torch: Any) -> Any:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("it is neither")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0][:200]
         raise ValueError(f"--device {name}: cannot be used here ({why}); use cpu, or cuda with a GPU") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: use cpu, or cuda with a GPU")
     return device

@@ -10,6 +10,7 @@ from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
+from sparseforge_ds.config.strict import LARGEST
 
 _EPILOG = """\
 A run reads them by --teacher_logits DIR, with the same text, tokenizer, --seq_length and distillation.temperature, in
@@ -50,8 +51,8 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the logits of every text, and print their size."""
-    if not 0 < args.temperature < float("inf"):
-        raise ValueError(f"--temperature {args.temperature:g}: use a number > 0")
+    if not 1 / LARGEST <= args.temperature <= LARGEST:
+        raise ValueError(f"--temperature {args.temperature:g}: use a number from {1 / LARGEST:g} to {LARGEST:g}")
     if args.batch_size < 1:
         raise ValueError(f"--batch_size {args.batch_size}: use an integer >= 1")
     require_model(args.model)

@@ -353,11 +353,8 @@ class RunArguments:
         ):
             _require(is_valid, name, getattr(self, name), cure)
         # 3. Names that must not be empty, and names of splits.
-        for name, values in (
-            *((name, [getattr(self, name)]) for name in ("model", "output_dir", "teacher", "teacher_logits")),
-            ("eval_dataset", [self.eval_dataset]),
-            ("dataset", [source.removeprefix("stream:") for source in self.dataset]),
-        ):
+        for name in ("model", "output_dir", "teacher", "teacher_logits", "eval_dataset", "dataset"):
+            values = self.dataset if name == "dataset" else [getattr(self, name)]
             _require("" not in values, name, "", "give a value or leave the flag out")
         for name, split in (("split", self.split), ("eval_split", self.eval_split)):
             _require(

@@ -264,7 +264,7 @@ class BlockStartConfig:
     rate: float = 0.02
     """Adam's learning rate, relative to the RMS of the block's pruned weights; it falls to 0 as a cosine."""
     batch: int | None = None
-    """Sequences of an Adam step; null: as many as give 512 steps over all epochs, at most 16,384 tokens a step."""
+    """Sequences of an Adam step; null: as many as give 512 to 1,023 steps over all epochs, of at most 16,384 tokens."""
     norms: bool = True
     """Train the norms of a block, and the biases of its pruned layers, too."""
     damping: float = 0.01

@@ -16,7 +16,7 @@ MOST = 10**9
 LARGEST_RATE = 1e30
 """Largest learning rate. Its product with another number of an optimizer, over 1 - beta, fits fp32."""
 LARGEST = 1e6
-"""Largest other number of an optimizer."""
+"""Largest other number of an optimizer, weight or temperature of a loss, and size of a GPU."""
 _KINDS = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 

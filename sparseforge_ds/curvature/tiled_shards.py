@@ -62,8 +62,13 @@ class TiledShards:
                 continue
             weight = weights.prunable[name]
             runs_of_shard = [
-                MatrixRun(piece.row, sums.first(name, piece), shard.offset + piece.start, piece.stop - piece.start)
-                for piece in weights.matrices.slices[name]
+                MatrixRun(
+                    matrix_slice.row,
+                    sums.first(name, matrix_slice),
+                    shard.offset + matrix_slice.start,
+                    matrix_slice.stop - matrix_slice.start,
+                )
+                for matrix_slice in weights.matrices.slices[name]
             ]
             if weight.input_axis % len(weight.shape) != len(weight.shape) - 1:
                 inputs_first += shard.numel

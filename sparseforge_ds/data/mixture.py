@@ -87,7 +87,9 @@ def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:
         if options.loss_on == "completion":
             next(embedded.read())  # raises: plain text has no completion
         return embedded
-    # 2. Files of this machine.
+    # 2. Files of this machine. An empty path would be the working folder.
+    if not dataset.removeprefix(STREAM):
+        raise ValueError(f"--dataset {dataset!r}: names no text; give a path, a hub id or {EMBEDDED_TEXT}")
     path = Path(dataset.removeprefix(STREAM))
     if path.exists():
         source = LocalText(dataset, find_files(path, options.split), options, dataset.startswith(STREAM))

@@ -186,12 +186,12 @@ class TeacherLogits:
 
 
 def remove_unsaved(folder: Path, key: str) -> None:
-    """Remove the files of a text of which no logits are saved, and folders that are empty then."""
+    """Remove room for logits of a text of which none are saved, and folders that are empty then; keep its tokens."""
     if (folder / f"{key}.json").exists():
         return
     tokens = folder / TOKENS
-    for path in (*folder.glob(f"{key}.*"), *tokens.glob(f"{key}.*")):
-        path.unlink(missing_ok=True)
+    for path in folder.glob(f"{key}.*"):
+        path.unlink()
     for emptied in (tokens, folder):
         with contextlib.suppress(OSError):  # it has other files, or is a mounted disk
             emptied.rmdir()

@@ -83,9 +83,8 @@ def teach(
     key, _ = cache_key(source, tokenizer, settings.document_frame)
     try:
         return _write_logits(model, tokenizer, source, folder, settings)
-    except (OSError, RuntimeError, ValueError):
+    finally:
         remove_unsaved(folder, key)
-        raise
 
 
 def _write_logits(

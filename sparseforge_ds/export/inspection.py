@@ -227,7 +227,7 @@ def _locate(path: Path) -> tuple[Path | None, Path | None]:
         return path, None
     if (of_trainer := newest_trainer_checkpoint(path)) is not None:
         return of_trainer, None
-    # None of these: name the command that reads it, or what is missing.
+    # An exported model, a folder of checkpoints, or nothing that we know.
     if any(path.glob("*.safetensors")) or (path / "config.json").is_file():
         raise ValueError(
             f"{path}: is an exported model, not a run; look into it with: sparseforge verify {shlex.quote(str(path))}"

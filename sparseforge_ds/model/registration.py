@@ -9,6 +9,9 @@ from typing import Any
 from sparseforge_ds.checkpoint.model_files import check_model_folder, check_sizes
 from sparseforge_ds.model.loading_error import reason
 
+BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+"""Errors that transformers raises where a size or a name of a config makes no model."""
+
 OWN_FAMILIES = ("deepseek",)
 """Values of `model_type` whose classes are ours, since transformers has none."""
 
@@ -39,7 +42,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
 
     # Whatever transformers raises for a strange config.json becomes one message.
     register_model_classes()
-    errors = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+    errors = (OSError, ValueError, *BUILD_ERRORS)
     try:
         if is_folder := Path(name).is_dir():
             check_model_folder(name)
@@ -77,10 +80,6 @@ def model_class(config: Any) -> Any:
         if not is_causal and name not in MODEL_MAPPING_NAMES.values():  # bare models are part of causal ones
             return architecture
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-
-
-BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
-"""Errors that transformers raises where a size or a name of a config makes no model."""
 
 
 def build_model(config: Any, **options: Any) -> Any:

@@ -53,7 +53,9 @@ def why_not_finite(model: Any) -> str:
     """Return why a loaded model computes NaN or infinity, and what to do: a weight, or else sums that overflow."""
     dtype = str(model.dtype).removeprefix("torch.")
     cure = "give a sound model" if dtype == "float32" else "give a sound model, or try --dtype float32"
-    name = first_not_finite(model)
+    # Scales of packed weights are buffers.
+    buffers = (name for name, buffer in model.named_buffers() if not _is_finite(buffer))
+    name = first_not_finite(model) or next(buffers, None)
     cause = f"all weights are finite, so sums overflow in {dtype}" if name is None else f"{name} is not finite"
     return f"{cause}; {cure}"
 

@@ -151,7 +151,7 @@ def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockSt
     largest = max(1, _ACTIVATION_BYTES // (BYTES_A_CHANNEL * hidden * length))
     sizes = [size for size in range(1, min(batch, largest) + 1) if batch % size == 0]
     # Sequences that fill no micro-batch are not read: take the largest size that leaves out 1% at most.
-    size = max(size for size in sizes if size == 1 or sequences % size <= sequences // 100)
+    size = max(size for size in sizes if sequences % size <= sequences // 100)
     return size, batch // size
 
 

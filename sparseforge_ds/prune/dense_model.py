@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.saved_names import saved_tensors
+from sparseforge_ds.model.saved_names import SavedTensor, saved_tensors
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.start.blocks import DecoderBlock
@@ -165,13 +166,18 @@ class DenseModel:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _require_all_parameters(self) -> None:
-        """Raise ValueError for a parameter that the files lack, and that is not tied to another one."""
+        """Raise ValueError for a parameter that the files lack or have a part of, and that is not tied to another."""
+        complete = {
+            name
+            for name, parts in self._parts_of.items()
+            if sum(math.prod(part.shape) for part in parts) == math.prod(self._shapes[name])
+        }
         for name, _ in self.module.named_parameters():
-            if name not in self._parts_of and self.module.all_tied_weights_keys.get(name) not in self._parts_of:
+            if name not in complete and self.module.all_tied_weights_keys.get(name) not in complete:
                 raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
 
     def require_finite_outside(self, blocks: Sequence[DecoderBlock]) -> None:
-        """Raise ValueError for a tensor of no block that is not finite, before the blocks are pruned."""
+        """Raise ValueError for a tensor of no block that is not finite; `load` checks those of blocks."""
         prefixes = tuple(f"{block.name}." for block in blocks)
         for part in self.parts.values():
             if not part.memory_name.startswith(prefixes) and not self.tensors.read(part.name).isfinite().all():
@@ -187,20 +193,19 @@ class DenseModel:
         """
         model_type: Any = self.stored_config.get("model_type")
         tensors = {
-            name: (part.memory_name, part.start, part.shape)
-            for name, part in saved_tensors(model_type, self._shapes).items()
+            **saved_tensors(model_type, self._shapes),
+            **{name: SavedTensor(name, 0, shape) for name, shape in self._shapes.items()},
         }
-        tensors |= {name: (name, 0, shape) for name, shape in self._shapes.items()}
         inner = f"{self.module.base_model_prefix}."
         tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}
         parts = {}
         for name, spec in self.specs.items():
             if name in tensors:
-                memory_name, start, shape = tensors[name]
-                if spec.shape != shape:
+                expected = tensors[name]
+                if spec.shape != expected.shape:
                     raise ValueError(
-                        f"{self.folder}: {name} has the shape {spec.shape} in the files, and by config.json {shape}; "
-                        "bring the config.json that the weights were saved with"
+                        f"{self.folder}: {name} has the shape {spec.shape} in the files, and by config.json "
+                        f"{expected.shape}; bring the config.json that the weights were saved with"
                     )
-                parts[name] = StoredPart(name, memory_name, start, spec.shape)
+                parts[name] = StoredPart(name, expected.memory_name, expected.start, spec.shape)
         return parts

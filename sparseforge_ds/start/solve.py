@@ -58,15 +58,15 @@ class SolvedBlock:
     def warnings(self) -> list[str]:
         """Return sentences about weights that training did not improve; usually none."""
         sentences = [
-            f"{experts} experts of {weight} saw fewer tokens than they have inputs, and keep their first masks and "
-            "untrained values; more tokens would train them"
+            f"{weight}: {experts} of its experts saw fewer tokens than they have inputs, and keep their first masks "
+            "and values"
             for weight, experts in self.few_tokens.items()
             if experts
         ]
         if self.steps and self.error > self.error_before:
             sentences.append(
                 f"{self.steps} steps have raised its error from {self.error_before:.3g} to {self.error:.3g}; give it "
-                "more tokens or epochs, or masks that stay (soft 0)"
+                "more tokens or epochs, or a lower rate"
             )
         return sentences
 
@@ -266,10 +266,7 @@ class _Solver:
         if soft_steps := settings.soft_steps(steps):
             annealing = Annealing(self.block, self.weights, self.pattern, soft_steps, masks, starved)
         # Experts with few tokens keep their biases, too.
-        fixed_vectors = [
-            None if name.removesuffix("_bias") not in starved else starved[name.removesuffix("_bias")].view(-1, 1)
-            for name in vectors
-        ]
+        fixed_vectors = [self._fixed_bias(name, vector, starved) for name, vector in vectors.items()]
         fixed = self._fixed(None if annealing else masks, starved) + fixed_vectors
         optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed)
@@ -280,10 +277,9 @@ class _Solver:
             # A step reads consecutive micro-batches, so it reads the same sequences on any number of ranks.
             order = order or torch.randperm(steps // settings.epochs, generator=generator).tolist()
             first = order.pop() * self.options.per_step
-            step_batches = range(first, min(first + self.options.per_step, len(self.pruned)))
             with nullcontext() if annealing is None else annealing.collect_sums():
-                for micro_batch in step_batches:
-                    self._backward(micro_batch, 1 / (len(step_batches) * self.options.ranks))
+                for micro_batch in range(first, min(first + self.options.per_step, len(self.pruned))):
+                    self._backward(micro_batch)
             # All ranks take the same step, with the sum of their gradients.
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             self.options.reduce(gradients)
@@ -322,6 +318,14 @@ class _Solver:
             and parameter.dim() == 1
         }
 
+    def _fixed_bias(self, name: str, bias: Tensor, starved: dict[str, Tensor]) -> Tensor | None:
+        """Return which elements of a norm or bias Adam does not move: those of experts with few tokens."""
+        owner, _, leaf = name.rpartition(".")
+        of_weight = f"{owner}.weight" if leaf == "bias" else name.removesuffix("_bias")
+        if of_weight not in starved:
+            return None
+        return starved[of_weight].view(-1, *[1] * (bias.dim() - 1))
+
     def _fixed(self, masks: dict[str, Tensor] | None, starved: dict[str, Tensor]) -> list[Tensor | None]:
         """Return which elements Adam does not move, bool or None, in the order of `weights`."""
         fixed: list[Tensor | None] = []
@@ -333,12 +337,12 @@ class _Solver:
             fixed.append(removed)
         return fixed
 
-    def _backward(self, number: int, share: float) -> None:
-        """Add the gradient of one micro-batch's error, which is `share` of its step's."""
+    def _backward(self, number: int) -> None:
+        """Add the gradient of one micro-batch's error; all count alike, also in a shorter step."""
         with torch.enable_grad():
             output = self.call(number, self.pruned[number].float())
             loss = _relative_errors(output, self.dense[number]).mean()
-            (loss * share).backward()
+            (loss / (self.options.per_step * self.options.ranks)).backward()
         self.options.progress(BACKWARD)
 
     @torch.no_grad()

@@ -182,7 +182,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
         main(arguments)
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and "--help lists all" in error
+    assert error.startswith("error: ") and error.count("\n") == 1 and "--help shows all flags" in error
 
 
 def test_a_flag_that_is_given_twice_is_noted(capsys: pytest.CaptureFixture[str]) -> None:

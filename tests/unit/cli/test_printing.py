@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.cli.printing import require_json_file, require_writable, write_report
 from tests.tiny_folders import write_text
+from tests.tiny_models import tiny_llama
 
 
 def test_a_report_replaces_neither_what_is_read_nor_other_files(
@@ -48,10 +51,28 @@ def test_a_report_goes_through_a_pipe_that_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"] and pipe.is_fifo()
 
 
+def test_standard_output_in_a_file_gets_the_report_behind_the_table(tmp_path: Path) -> None:
+    """Run the command as a shell does with `> FILE`, where /dev/stdout is a regular file; it must stay a link."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    command = [sys.executable, "-m", "sparseforge_ds", "verify", str(tmp_path / "model"), "--json", "/dev/stdout"]
+    with (tmp_path / "out.txt").open("w") as output:
+        assert subprocess.run(command, stdout=output, check=False).returncode == 1
+    printed = (tmp_path / "out.txt").read_text()
+    assert printed.index("NOT OK") < printed.index('"ok": false')
+    assert Path("/dev/stdout").is_symlink()
+
+
 def test_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    report.write_text("{}")
-    require_json_file(str(report), ["stdlib:heldout", None])
+    for content in ("", '{\n  "ok": true\n}\n'):
+        report.write_text(content)
+        require_json_file(str(report), ["stdlib:heldout", None])
+    # A report of any name, through a link: the link stays, and its target is written.
+    link = tmp_path / "latest"
+    link.symlink_to(report)
+    require_json_file(str(link))
+    write_report(str(link), {"ok": False})
+    assert link.is_symlink() and report.read_text() == '{\n  "ok": false\n}\n'
 
 
 def test_a_place_that_allows_no_writing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

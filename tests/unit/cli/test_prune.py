@@ -242,8 +242,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "unknown pattern" in error("--pattern", "2of4")
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
-    expected = "--device meta: cannot be used here (it is neither); use cpu, or cuda with a GPU"
-    assert expected in error("--device", "meta")
+    assert "--device meta: use cpu, or cuda with a GPU" in error("--device", "meta")
     assert "no such folder" in error(model=tmp_path / "nothing")
     # Weights that cannot be pruned: of another dtype, or not finite.
     name = "model.layers.1.mlp.down_proj.weight"

@@ -217,7 +217,6 @@ def test_other_data_is_accepted_only_when_resuming():
         ("seed", "-1", "2^32"),
         ("output_dir", "", "leave the flag out"),
         *((name, "", "leave the flag out") for name in ("dataset", "teacher", "teacher_logits", "eval_dataset")),
-        ("dataset", "stream:", "leave the flag out"),
         ("split", "", "several joined by +"),
         ("split", "train[:10%]", "several joined by +"),
         ("split", "train+", "several joined by +"),

@@ -139,6 +139,8 @@ def test_nothing_is_read_but_the_beginning(folder, name, line, between):
         (["a.jsonl=0.7", "./a.jsonl=0.2"], r"--dataset a.jsonl and ./a.jsonl: both read /.*/a.jsonl; name it once"),
         (["stream:.=0.7", "b.jsonl=0.2"], r"--dataset stream:. and b.jsonl: both read /.*/b.jsonl; name it once"),
         (["a.jsonl=0.7", "none.jsonl=0.3"], "--dataset none.jsonl: no such file"),
+        (["stream:"], "--dataset 'stream:': names no text"),
+        (["stream:=0.5", "b.jsonl=1"], "--dataset 'stream:': names no text"),
     ],
 )
 def test_a_dataset_that_cannot_be_meant_is_one_error(folder, dataset, message):
