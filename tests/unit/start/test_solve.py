@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from sparseforge_ds.mask.pattern import NM, Pattern, parse_pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.start.blocks import capture_inputs, decoder_blocks, run_block
-from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, solve_block
+from sparseforge_ds.start.solve import BETAS, EPS, SolvedBlock, SolveOptions, solve_block
 from sparseforge_ds.zero.layer_hooks import layer_inputs
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_mixture, token_batch
 
@@ -123,6 +124,67 @@ def test_a_start_without_training_is_sparsegpt_by_passes_of_the_whole_model(buil
         torch.testing.assert_close(ours, reference, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("mask", ["wanda", "magnitude"])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_a_first_mask_keeps_the_two_largest_scores_of_four(build: Any, mask: Any) -> None:
+    """|w|, or with Wanda |w| times the length of its input over all tokens (arXiv 2306.11695, eq. 1)."""
+    dense = build(num_hidden_layers=1).eval()
+    weights = prunable_weights(dense, SparseForgeConfig())
+    layers = {weight.name: dense.get_submodule(weight.module) for weight in weights}
+    square_I = {weight.name: torch.zeros(weight.shape[weight.input_axis]) for weight in weights}
+    with layer_inputs(layers, lambda name, input_TI: square_I[name].add_(input_TI.square().sum(0))), torch.no_grad():
+        for seed in range(BATCHES):
+            dense(input_ids=token_batch(seed=seed)["input_ids"])
+    masks = _solve_all(build(num_hidden_layers=1), BlockStartConfig(mask=mask, epochs=0))[0].masks
+    for weight, kept in zip(weights, masks.values(), strict=True):
+        value = dense.get_parameter(weight.name).detach()
+        value_OI, kept_OI = (value.t(), kept.t()) if weight.input_axis == -2 else (value, kept)
+        score_OI = value_OI.abs() * (square_I[weight.name].sqrt() if mask == "wanda" else 1)
+        expected_OG = score_OI.unflatten(1, (-1, 4)).topk(2).indices.sort().values
+        assert torch.equal(kept_OI.unflatten(1, (-1, 4)).int().topk(2).indices.sort().values, expected_OG), weight.name
+
+
+def test_training_is_adam_on_the_relative_errors_of_tokens() -> None:
+    """Repeat it on whole models: inputs are those of the pruned model, targets the outputs of the dense one."""
+    ours, reference = tiny_llama().eval(), tiny_llama().eval()
+    for model in (ours, reference):  # tokens of very different lengths, whose errors count alike
+        model.model.embed_tokens.weight.data.mul_(torch.logspace(-1, 1, model.config.vocab_size)[:, None])
+    dense = copy.deepcopy(reference)
+    epochs = 6
+    _solve_all(ours, BlockStartConfig(mask="magnitude", soft=0, epochs=epochs), batches=1)
+
+    def output(model: Any, layer: int) -> Tensor:
+        outputs: list[Tensor] = []
+        handle = model.model.layers[layer].register_forward_hook(lambda _layer, _inputs, out: outputs.append(out))
+        model(input_ids=token_batch()["input_ids"])
+        handle.remove()
+        return outputs[0]
+
+    for number, layer in enumerate(reference.model.layers):
+        matrices = [parameter for parameter in layer.parameters() if parameter.dim() == 2]
+        # Magnitude keeps two of four. The rate is relative to what is left.
+        masks = []
+        for matrix in matrices:
+            groups = matrix.detach().abs().view(-1, 4)
+            masks.append((groups >= groups.topk(2).values[:, 1:]).view_as(matrix))
+            matrix.data *= masks[-1]
+        mean_square = sum(m.detach().square().sum() for m in matrices) / sum(m.numel() for m in matrices)
+        rate = BlockStartConfig().rate * float(mean_square) ** 0.5
+        target = output(dense, number).detach()
+        optimizer = torch.optim.Adam(layer.parameters(), betas=BETAS, eps=EPS)
+        for step in range(epochs):
+            distance = (output(reference, number) - target).square().sum(-1)
+            optimizer.zero_grad()
+            (distance / target.square().sum(-1)).mean().backward()
+            optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / epochs)) / 2
+            optimizer.step()
+            for matrix, mask in zip(matrices, masks, strict=True):
+                matrix.data *= mask
+    for layer, expected in zip(ours.model.layers, reference.model.layers, strict=True):
+        for value, wanted in zip(layer.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(value, wanted.detach(), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("config", [OlmoeConfig, GptOssConfig])
 @pytest.mark.parametrize("mask", [None, "wanda", "magnitude"])
 def test_experts_are_trained_too_and_their_router_stays(config: Any, mask: Any) -> None:
@@ -204,6 +266,8 @@ def test_every_micro_batch_is_trained_on_where_steps_do_not_divide_them() -> Non
     module = model.get_submodule(block.name)
     solved = solve_block(module, *streams, call, block.weights, pattern, settings, SolveOptions(per_step=2))
     assert sorted(trained) == sorted([*range(5), *range(5)]) and solved.steps == 6
+    # Epochs differ in the order of their steps.
+    assert trained[:5] != trained[5:] and trained[:5] != sorted(trained[:5])
 
 
 def test_ranks_sum_all_that_decides_and_gradients_are_those_of_one_rank() -> None:
