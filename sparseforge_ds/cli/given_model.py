@@ -36,12 +36,10 @@ def require_model(name: str, hub: bool = True) -> None:
 
 def register_packed24(name: str) -> None:
     """Make transformers know the packed24 format if a model is stored in it."""
-    from sparseforge_ds.model.hub_access import why_unreachable
     from sparseforge_ds.model.registration import load_config
     from sparseforge_ds.model.stored_config import is_packed_config
 
-    cached = not Path(name).exists() and why_unreachable() is not None
-    if is_packed_config(vars(load_config(name, name, cached))):
+    if is_packed_config(vars(load_config(name, name))):
         from sparseforge_ds.extras.packed24 import register_format
 
         register_format()

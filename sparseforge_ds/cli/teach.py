@@ -59,13 +59,11 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
         from sparseforge_ds.evaluate.teach import TeachSettings, check_settings, find_texts, teach
-        from sparseforge_ds.model.hub_access import why_unreachable
         from sparseforge_ds.model.registration import load_config
 
     # Check the settings and find all texts before the model is loaded.
     settings = TeachSettings(args.seq_length, args.top_k, args.temperature, args.document_frame, args.batch_size)
-    cached = not Path(args.model).exists() and why_unreachable() is not None
-    check_settings(settings, load_config(args.model, args.model, cached))
+    check_settings(settings, load_config(args.model, args.model))
     sources = find_texts(args.text, args.text_field, args.split, args.sample_by, args.loss_on)
     tokenizer = load_tokenizer(args.model)
     model = load_model(args.model, args.dtype)

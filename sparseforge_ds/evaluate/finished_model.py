@@ -73,7 +73,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     # Check what can be checked without loading; an offline machine looks into the hub's cache.
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; in the checkout pip install '.[peft]'")
-    unreachable = None if Path(name).exists() else why_unreachable()
+    unreachable = why_unreachable(name)
     if unreachable is None:
         _require_known_format(name, load_config(name, name))
     _require_floats(name)
@@ -81,7 +81,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     # Load the weights.
     try:
         if unreachable is not None:
-            _require_known_format(name, load_config(name, name, cached=True))
+            _require_known_format(name, load_config(name, name))
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -100,7 +100,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     # Put the adapter on it.
     if adapter is not None:
         try:
-            cached = not Path(adapter).exists() and why_unreachable() is not None
+            cached = why_unreachable(adapter) is not None
             model.load_adapter(adapter, adapter_kwargs={"local_files_only": True} if cached else {})
         except _UNUSABLE as error:
             raise ValueError(f"--adapter {adapter}: cannot be put on {name} ({reason(error)})") from None

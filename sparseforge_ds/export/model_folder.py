@@ -249,7 +249,7 @@ def _inputs_of_scale(source: Source) -> int | None:
 
 def dense_linears(source: Source) -> list[str]:
     """Return the names of the model's linear layers whose weights are not in the pattern."""
-    config = load_config(source.model_folder, str(source.model_folder), cached=True)
+    config = load_config(source.model_folder, str(source.model_folder))
     with torch.device("meta"):
         model = build_model(config)
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

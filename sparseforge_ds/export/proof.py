@@ -87,7 +87,7 @@ def prove_folder(source: Source, folder: Path, plain: bool, grid: Grid | None = 
         script = _IMPORTS if plain else _IMPORTS + f"import {PACKED24_MODULE}\n"
         script += "import sparseforge_ds\nsparseforge_ds.register_model_classes()\n" if is_own_family else ""
         script += Path(__file__).with_name("loaded.py").read_text()
-        name = model_class(load_config(source.model_folder, str(source.model_folder), cached=True)).__name__
+        name = model_class(load_config(source.model_folder, str(source.model_folder))).__name__
         _run(script, [str(folder.absolute()), name], folder, scratch, ours=not without_ours)
         # The loader complains of nothing.
         loading = read_json_object(Path(scratch) / "loaded.json")

@@ -30,7 +30,7 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
     """
     from sparseforge_ds.transformers_internals import no_init_weights
 
-    config = load_config(source.model_folder, str(source.model_folder), cached=True)
+    config = load_config(source.model_folder, str(source.model_folder))
     try:
         with no_init_weights():
             model = build_model(config, dtype=source.dtype)

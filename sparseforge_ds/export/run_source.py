@@ -147,7 +147,7 @@ class RunSource(Source):
         # A tied head is written if config.json does not tie it.
         tied = self.model_config.get("tie_word_embeddings")
         if tied is None:  # the class of some families ties by itself
-            tied = load_config(self.model_folder, str(self.model_folder), cached=True).tie_word_embeddings
+            tied = load_config(self.model_folder, str(self.model_folder)).tie_word_embeddings
         if not tied:
             aliases = self.checkpoint.aliases.items()
             self._origin |= {alias: name for alias, name in aliases if name in self._origin}

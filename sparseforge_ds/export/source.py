@@ -181,7 +181,7 @@ def buffer_names(folder: Path) -> set[str]:
     Raises:
         ValueError: transformers has no class for the folder's config.json.
     """
-    config = load_config(folder, f"--dtype: {folder}", cached=True)
+    config = load_config(folder, f"--dtype: {folder}")
     try:
         with torch.device("meta"):
             model = build_model(config)
@@ -201,7 +201,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
     if "text_config" in config:
-        loaded = load_config(folder, str(folder), cached=True)
+        loaded = load_config(folder, str(folder))
         return config if loaded.model_type == config.get("model_type") else dict(json.loads(loaded.to_json_string()))
     return config
 

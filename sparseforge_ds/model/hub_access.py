@@ -17,8 +17,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
 """owner/name, perhaps with a part of it."""
 
 
-def why_unreachable() -> str | None:
-    """Return the reason why the hub cannot be asked, or None if it answers anything at all."""
+def why_unreachable(name: str | Path | None = None) -> str | None:
+    """Return the reason why the hub cannot be asked, or None if it answers anything at all.
+
+    For the `name` of a file or folder that exists the hub is not needed, which is None, too.
+    """
+    if name is not None and Path(name).exists():
+        return None
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE says that the hub is not to be asked"
     return ask_hub()

@@ -36,9 +36,9 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
-    unreachable = why_unreachable() if remote else None
+    unreachable = why_unreachable(path)
     try:
-        config = load_config(name if remote else path, f"{flag} {name}", cached=unreachable is not None)
+        config = load_config(name if remote else path, f"{flag} {name}")
     except ValueError as error:
         if not remote:
             raise

@@ -24,21 +24,22 @@ def register_model_classes() -> None:
     import_module("sparseforge_ds.model.deepseek_moe").register()
 
 
-def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
+def load_config(name: str | Path, who: str) -> Any:
     """Load a model's config as `AutoModelForCausalLM` takes it.
 
     For some vision-language models (Qwen3.5, Llama 4) that is the config of the text model alone.
 
     Args:
-        name: a folder, a config.json, or a model on the hub.
+        name: a folder, a config.json, or a model on the hub; its cache answers where the hub does not.
         who: beginning of error messages.
-        cached: True to look into the cache of the hub alone.
 
     Raises:
         ValueError: the config cannot be used.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
+
+    from sparseforge_ds.model.hub_access import why_unreachable
 
     # Whatever transformers raises for a strange config.json becomes one message.
     register_model_classes()
@@ -49,6 +50,7 @@ def load_config(name: str | Path, who: str, cached: bool = False) -> Any:
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
     # Sizes are checked before anything of them is built.
+    cached = why_unreachable(name) is not None
     try:
         if not is_folder:
             check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)

@@ -27,7 +27,7 @@ from transformers import (
 from sparseforge_ds.checkpoint.model_files import check_model_folder
 from sparseforge_ds.model.hub_access import why_unreachable
 from sparseforge_ds.model.loading_error import reason
-from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.registration import BUILD_ERRORS, load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 """Files of a tokenizer; a folder without any of them has none."""
@@ -61,12 +61,11 @@ def tokenizer_errors(beginning: str) -> Iterator[None]:
     The tokenizers library raises `Exception` itself. A panic of its Rust code is not even that, and some come late: a
     regular expression that backtracks too often is known by the first text for which it does.
     """
-    known = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
     try:
         yield
     except BaseException as error:
         of_tokenizers = type(error) is Exception or type(error).__name__ == "PanicException"
-        if not of_tokenizers and not isinstance(error, (*known, StrictDataclassError)):
+        if not of_tokenizers and not isinstance(error, (OSError, ValueError, *BUILD_ERRORS, StrictDataclassError)):
             raise
         raise ValueError(f"{beginning} ({reason(error)})") from None
 
@@ -82,8 +81,9 @@ def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
             LlamaTokenizer.from_pretrained(folder, trust_remote_code=False), folder / "tokenizer.model"
         )
     else:
-        cached = not folder.is_dir() and why_unreachable() is not None
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, local_files_only=why_unreachable(name) is not None, trust_remote_code=False
+        )
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     # Without tokenizer_config.json, the model's config has the tokens that frame a document.
     if bare and (folder / "config.json").is_file():

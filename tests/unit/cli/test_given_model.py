@@ -59,7 +59,7 @@ def test_hub_ids_are_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(ValueError, match="owner/name: no such folder, and no model in the cache of the hub; HF_HUB_"):
         require_model("owner/name")
     asked: list[str] = []
-    monkeypatch.setattr(hub_access, "why_unreachable", lambda: None)
+    monkeypatch.setattr(hub_access, "why_unreachable", lambda *_: None)
     monkeypatch.setattr(registration, "load_config", lambda name, who: asked.append(name))
     require_model("owner/name")
     assert asked == ["owner/name"]

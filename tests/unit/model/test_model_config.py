@@ -14,6 +14,7 @@ from transformers import CLIPConfig, Gemma3Config, PretrainedConfig, T5Config, V
 from sparseforge_ds.model import hub_access
 from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.model.pretrained import find_model
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.tokenizer import read_tokenizer
 
 
@@ -69,6 +70,8 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
             read("nobody/no-such-model", "--model")
     with pytest.raises(ValueError, match="its tokenizer cannot be read"):
         read_tokenizer("nobody/no-such-model")
+    with pytest.raises(ValueError, match="its config.json cannot be used"):
+        load_config("nobody/no-such-model", "it")
     # Beside it, transformers may look up by itself who is calling, once and briefly as well.
     assert [item.recv(6) for item in silent].count(b"HEAD /") == 1 and len(silent) <= 2
     assert read_model_config("Qwen/Qwen3-14B").hidden_size == 5120
@@ -77,3 +80,4 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_briefly(silent: list[socke
 def test_a_hub_that_answers_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in (hub_access.why_unreachable() or "")
+    assert hub_access.why_unreachable(Path(__file__).parent) is None  # a folder needs no hub
