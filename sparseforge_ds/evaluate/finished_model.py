@@ -86,6 +86,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # which the error below names
             trust_remote_code=False,
             local_files_only=unreachable is not None,
             **_without_adapter(name),
@@ -96,6 +97,12 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        weight, stored, built = mismatched[0]
+        raise ValueError(
+            f"{name}: {weight} has the shape {tuple(stored)} in the files, and by config.json {tuple(built)}; bring "
+            "the config.json that the weights were saved with"
+        )
 
     # Put the adapter on it.
     if adapter is not None:

@@ -44,6 +44,19 @@ def snapshot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return Path(shutil.copytree(folder, repository / "snapshots" / REVISION))
 
 
+def test_weights_that_are_not_those_of_the_config_are_errors(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", config | {"intermediate_size": 72})
+    with pytest.raises(
+        ValueError, match=r"down_proj\.weight has the shape \(32, \d+\) .* config\.json \(32, 72\); bring"
+    ):
+        load_model(str(folder))
+    write_json(folder / "config.json", config | {"num_hidden_layers": config["num_hidden_layers"] + 1})
+    with pytest.raises(ValueError, match=r"incomplete, 9 weights are missing, first model\.layers\.2\.input_layernorm"):
+        load_model(str(folder))
+
+
 def test_an_adapter_on_the_hub_is_that_of_a_folder(
     folder: Path, snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
