@@ -1,4 +1,4 @@
-"""Locks of compilers that were killed.
+"""Compilers of extensions: locks of those that were killed, and errors of those that fail.
 
 torch lets one process at a time compile an extension: the file `lock` in the extension's folder exists for as long, and
 all others wait until it is gone. A compiler that is killed leaves it, and every later process waits for ever, without
@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +52,41 @@ def clear_before_training() -> None:
     """Do `clear_extension_locks` once, in the first process of every machine, which the launcher numbers."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         clear_extension_locks()
+
+
+@contextlib.contextmanager
+def extension_errors() -> Iterator[None]:
+    """Turn an extension in the block that cannot be built into a ValueError of one line.
+
+    torch's error is the whole output of the compiler, from DeepSpeed's `FusedAdam` or its reduction over shared memory.
+    Processes that waited for the compiler miss its library instead.
+    """
+    cure = (
+        "it needs a C++ compiler and the headers of Python (Debian and Ubuntu: apt install g++ python3-dev), and on "
+        'GPUs CUDA\'s nvcc; for FusedAdam alone "torch_adam": true in the parameters of the optimizer does without'
+    )
+    try:
+        yield
+    except ImportError as error:
+        if error.path is None or Path(error.path).suffix != ".so" or Path(error.path).exists():
+            raise
+        raise ValueError(
+            f"DeepSpeed's extension {Path(error.path).stem} could not be compiled on this machine, as another process "
+            f"says; {cure}"
+        ) from None
+    except RuntimeError as error:
+        text = str(error)
+        if "Ninja is required" in text:
+            raise ValueError("DeepSpeed compiles extensions with ninja, which is missing; pip install ninja") from None
+        if (header := re.match(r"Error building extension '(.*?)'", text)) is None:
+            raise
+        # The failure is a line of its own; commands stand beside it, whose flags may have any word.
+        lines = [line.strip() for line in text.splitlines()]
+        failures = [line for line in lines if re.search(r"\berror: |: not found$|: No such file", line)]
+        cause = (failures or lines)[0]
+        raise ValueError(
+            f"DeepSpeed's extension {header[1]} cannot be compiled on this machine ({cause:.300}); {cure}"
+        ) from None
 
 
 def _is_own(file: Path) -> bool:

@@ -59,11 +59,12 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
-        from sparseforge_ds.extras.basis.rotation.rotate import rotate
+        from sparseforge_ds.extras.basis.rotation.rotate import require_nm, rotate
         from sparseforge_ds.model.basis import ROTATION
 
     require_model(args.model, hub=False)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
+    require_nm(config.parsed_pattern)
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
     batches = calibration_windows(

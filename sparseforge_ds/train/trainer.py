@@ -20,7 +20,7 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
 from sparseforge_ds.config.run_file import run_file_text
-from sparseforge_ds.extension_locks import clear_before_training
+from sparseforge_ds.extension_locks import clear_before_training, extension_errors
 from sparseforge_ds.forge import ForgeError
 from sparseforge_ds.mask.kernels.fisher import token_squares
 from sparseforge_ds.mask.kernels.fusing import is_compiled
@@ -231,7 +231,7 @@ def main(
     # Run. Errors that the ranks agreed on are printed once; others belong to a single rank.
     try:
         if dry_run is None or not arguments.dry_run:
-            with Preemption() as preemption:
+            with Preemption() as preemption, extension_errors():
                 run_training(arguments, preemption)
         elif rank_from_launcher() == 0:  # the others would print the same
             for section in dry_run(arguments):

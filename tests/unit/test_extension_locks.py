@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import load
 from torch.utils.file_baton import FileBaton
 
 import sparseforge_ds as sf
 from sparseforge_ds import extension_locks
-from sparseforge_ds.extension_locks import clear_extension_locks
+from sparseforge_ds.extension_locks import clear_extension_locks, extension_errors
 from sparseforge_ds.integrations import transformers
 from tests.distributed import PATIENCE
 from tests.tiny_models import tiny_llama
@@ -95,6 +96,28 @@ def test_a_compiler_that_dies_while_others_wait(root, caplog, monkeypatch):
     clear_extension_locks()
     assert not lock.exists()
     assert "removed" in caplog.messages[-1]
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("int wrong = nothing;\n")
+
+    def failure(name: str) -> str:
+        with (
+            pytest.raises(ValueError, match=f"DeepSpeed's extension {name} .* compiled") as refusal,
+            extension_errors(),
+        ):
+            load(name=name, sources=[str(source)], build_directory=str(tmp_path))
+        return str(refusal.value)
+
+    said = failure("broken")
+    assert "error: \u2018nothing\u2019 was not declared" in said
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    assert "another process" in failure("broken")  # which torch does not compile again
+    said = failure("other")
+    assert "/nowhere/g++: not found" in said and "apt install g++" in said and "\n" not in said
+    with pytest.raises(RuntimeError, match="no compiler"), extension_errors():
+        raise RuntimeError("no compiler")
 
 
 def test_training_does_not_wait_for_the_compiler_of_a_packed_product(root, caplog):

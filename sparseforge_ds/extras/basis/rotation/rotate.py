@@ -16,13 +16,20 @@ from sparseforge_ds.extras.basis.rotation.moments import measure_moments
 from sparseforge_ds.extras.basis.rotation.rotation_search import RotationSearch
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, find_stream, untie
 from sparseforge_ds.extras.basis.rotation.transform import rotate_model, rotations_sha256
-from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.model.basis import FORMAT
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.sound_weights import first_not_finite
 
 _KL = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Largest KL divergence in nats a token between the model before and after, by the dtype that both are rounded to."""
+
+
+def require_nm(pattern: Pattern) -> NM:
+    """Return an n:m pattern as it is, and raise ValueError for any other: the search needs groups of inputs."""
+    if not isinstance(pattern, NM):
+        raise ValueError(f"rotate: {pattern} is no n:m pattern, and the search needs one; use one like 2:4")
+    return pattern
 
 
 def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForgeConfig, steps: int) -> dict[str, Any]:
@@ -42,9 +49,7 @@ def rotate(model: PreTrainedModel, batches: Sequence[Tensor], config: SparseForg
             something else; the model is of no use then.
     """
     started = time.monotonic()
-    pattern = config.parsed_pattern
-    if not isinstance(pattern, NM):
-        raise ValueError(f"rotate: {pattern} is no n:m pattern, and the search needs one; use one like 2:4")
+    pattern = require_nm(config.parsed_pattern)
     # The function to keep.
     before_SV = _next_tokens(model, batches[0])
     if not before_SV.isfinite().all():
