@@ -70,7 +70,9 @@ class Conversation:
         text = self.render(tokenizer)
         if self.prompt is None:
             return text, self._assistant_spans(tokenizer, text)
-        prompt = self._render(tokenizer, self.messages[: self.prompt], add_generation_prompt=True)
+        # Without a prompt, all of it is the completion; templates refuse to render no message.
+        messages = self.messages[: self.prompt]
+        prompt = self._render(tokenizer, messages, add_generation_prompt=True) if messages else ""
         if not text.startswith(prompt):
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} renders the prompt differently when its "

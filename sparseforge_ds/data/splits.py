@@ -17,11 +17,17 @@ from sparseforge_ds.data.text_formats import KINDS, file_kind, is_indexed, is_re
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Names of shards on the hub (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
+_MOST_HASHED = 2**35
+"""Bytes of all files up to which every byte is hashed, at some 1 or 2 GB a second; of more, samples are."""
 _SAMPLES = 8
-"""Samples of a long file that are hashed, since there may be thousands of files."""
+"""Samples of a long file among so many bytes."""
 _SAMPLE = 2**15
 """Bytes of a sample."""
-
+_DATA_SUFFIXES = (
+    *(".csv", ".tsv", ".ndjson", ".feather", ".orc", ".avro", ".msgpack", ".npy", ".npz", ".h5", ".pkl"),
+    *(".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".zstd", ".br", ".snappy"),
+)
+"""Ends of names of files that may hold text, and that no reader knows; the banner counts them."""
 _LARGEST_CARD = 2**20
 """Bytes of the largest dataset card that is read."""
 _MOST_STARS = 3
@@ -48,14 +54,15 @@ class Files:
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """Return size, hash and kind of each file by its name. Of a long file, samples from begin to end are hashed.
+        """Return size, hash and kind of each file by its name; beyond `_MOST_HASHED` bytes, samples are hashed.
 
         Raises:
             ValueError: one cannot be read.
         """
         try:
+            whole = self._bytes() <= _MOST_HASHED
             return {
-                name: " and ".join(_digest(part) for part in _parts(path))
+                name: " and ".join(_digest(part, whole) for part in _parts(path))
                 for name, path in zip(self.names, self.paths, strict=True)
             }
         except OSError as error:
@@ -65,11 +72,15 @@ class Files:
 
     def describe(self) -> str:
         """Return the banner's line about the files that are read, and those that are left out."""
-        size = f"{sum(part.stat().st_size for path in self.paths for part in _parts(path)):,} bytes"
+        size = f"{self._bytes():,} bytes"
         if self.paths == (self.root,):
             return f"{self.root.name}, {size}"
         rest = ", ".join(f"{count} {description}" for description, count in self.left_out)
         return f"{describe_files(self.names, self.split)}, {size}" + (f"; left out: {rest}" if rest else "")
+
+    def _bytes(self) -> int:
+        """Return the size of all files, with those that belong to them."""
+        return sum(part.stat().st_size for path in self.paths for part in _parts(path))
 
 
 def describe_files(names: Sequence[str], split: str) -> str:
@@ -105,12 +116,14 @@ def find_files(path: Path, split: str = "train") -> Files:
             if part.exists() and not part.is_file():  # opening a pipe waits for a writer
                 raise ValueError(f"--dataset {part}: is a pipe or a device; write its text into a file")
         return Files(path, (path,), split)
-    names = sorted(file.relative_to(path).as_posix() for file in _text_files(path))
+    unknown = Counter[str]()
+    names = sorted(file.relative_to(path).as_posix() for file in _text_files(path, unknown))
     if not names:
         raise ValueError(f"--dataset {path}: the folder holds no file of {KINDS}")
     card = _splits_of_card(path, names)
     splits = {name: card.get(name) or split_named_in(name) for name in names}
     chosen, left_out = choose_split(splits, split, f"--dataset {path}")
+    left_out.update({f"of a kind that is not read ({suffix})": count for suffix, count in unknown.items()})
     return Files(path, tuple(path / name for name in chosen), split, tuple(sorted(left_out.items())))
 
 
@@ -166,8 +179,13 @@ def _split_words() -> tuple[re.Pattern[str], dict[str, str]]:
     return re.compile(rf"(?:^|{between})({'|'.join(split_by_word)})(?={between}|$)", re.IGNORECASE), split_by_word
 
 
-def _text_files(root: Path) -> Iterator[Path]:
-    """Yield the files below a folder that may be text. Links are followed, each folder is visited once."""
+def _text_files(root: Path, unknown: Counter[str]) -> Iterator[Path]:
+    """Yield the files below a folder that may be text. Links are followed, each folder is visited once.
+
+    Args:
+        root: the folder.
+        unknown: counts of the files that no reader knows and that may be text all the same, by suffix; they are added.
+    """
     from datasets.data_files import FILES_TO_IGNORE
 
     def unreadable(error: OSError) -> NoReturn:
@@ -187,7 +205,11 @@ def _text_files(root: Path) -> Iterator[Path]:
             path = Path(folder, name)
             is_cache = name.startswith("cache-") and path.suffix == ".arrow"  # of `map` and `filter` of `datasets`
             is_description = name in FILES_TO_IGNORE or name == "state.json"
-            if name.startswith(".") or is_cache or is_description or not is_readable(name):
+            if name.startswith(".") or is_cache or is_description:
+                continue
+            if not is_readable(name):
+                if path.suffix.lower() in _DATA_SUFFIXES:
+                    unknown[path.suffix.lower()] += 1
                 continue
             if path.is_symlink() and not path.exists():
                 raise ValueError(f"--dataset {root}: {path} is a link to nothing; bring its file back or remove it")
@@ -259,13 +281,15 @@ def _parts(path: Path) -> list[Path]:
     return [path, path.with_suffix(".bin")] if is_indexed(path.name) else [path]
 
 
-def _digest(path: Path) -> str:
-    """Return size, hash and kind of a file; of a long one, evenly spaced samples are hashed."""
+def _digest(path: Path, whole: bool) -> str:
+    """Return size, hash and kind of a file: the hash of all its bytes, or of evenly spaced samples of a long one."""
     size = path.stat().st_size
-    offsets = [0] if size <= _SAMPLES * _SAMPLE else [(size - _SAMPLE) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        for offset in offsets:
-            file.seek(offset)
-            digest.update(file.read(_SAMPLE if len(offsets) > 1 else size))
+        if whole or size <= _SAMPLES * _SAMPLE:
+            digest = hashlib.file_digest(file, "sha256")
+        else:
+            digest = hashlib.sha256()
+            for number in range(_SAMPLES):
+                file.seek((size - _SAMPLE) * number // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE))
     return f"{size:,} bytes, hash {digest.hexdigest()[:16]}, {''.join(file_kind(path.name))}"

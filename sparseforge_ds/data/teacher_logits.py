@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,7 @@ from sparseforge_ds.checkpoint.disk import name_in_errors, open_own_file, write_
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.model.top_logits import TopLogits
 
+_LOG = logging.getLogger(__name__)
 TOKENS = "tokens"
 """Name of the folder of token caches, beside the logits."""
 
@@ -36,7 +38,7 @@ class LogitsRecord:
     """Settings of stored logits, and how many windows are written."""
 
     key: str
-    """`tokenization.cache_key` of the text."""
+    """`TokenCache.name` of the text."""
     facts: Mapping[str, Any]
     """Settings that the key was hashed from."""
     seq_length: int
@@ -83,7 +85,7 @@ class TeacherLogits:
 
     @classmethod
     def create(cls, folder: Path, record: LogitsRecord) -> TeacherLogits:
-        """Open files for writing; those of a killed process are continued.
+        """Open files for writing; those of a killed process are continued, and damaged ones made again.
 
         Raises:
             ValueError: the folder has logits of this text with other settings.
@@ -96,15 +98,21 @@ class TeacherLogits:
             if changes := differences(asdict(replace(before, written=0)), asdict(record), "logits"):
                 raise ValueError(f"{path}: is of other settings ({shorten(changes)}); give another --output")
             record = before
-        # All room is taken now: a full disk would end a process that writes to a mapped file.
         tokens = record.windows * record.seq_length
         sizes = {"entries": record.top_k * np.dtype(record.entry_dtype).itemsize, "shares": (record.top_k + 1) * 2}
-        for name, size in sizes.items():
-            path = folder / f"{record.key}.{name}"
-            handle = open_own_file(path, os.O_RDWR)
+        files = {folder / f"{record.key}.{name}": tokens * size for name, size in sizes.items()}
+        # What a file has lost would be zeros in the room that is taken below.
+        short = [file for file, size in files.items() if not file.exists() or file.stat().st_size != size]
+        if short and record.written:
+            _LOG.warning("%s is not as it was written: the logits are made again from the first window", short[0])
+            record = replace(record, written=0)
+            write_json(path, asdict(record))
+        # All room is taken now: a full disk would end a process that writes to a mapped file.
+        for file, size in files.items():
+            handle = open_own_file(file, os.O_RDWR)
             try:
-                with name_in_errors(path):
-                    os.posix_fallocate(handle, 0, tokens * size)
+                with name_in_errors(file):
+                    os.posix_fallocate(handle, 0, size)
             finally:
                 os.close(handle)
         return cls(folder, record, "r+")
@@ -123,7 +131,7 @@ class TeacherLogits:
 
         Args:
             folder: value of `--teacher_logits`.
-            key: `tokenization.cache_key` of the text.
+            key: `TokenCache.name` of the text.
             facts: settings that the key was hashed from.
             seq_length: tokens of a window.
             vocabulary: entries of the model's head.
@@ -186,13 +194,16 @@ class TeacherLogits:
 
 
 def remove_unsaved(folder: Path, key: str) -> None:
-    """Remove room for logits of a text of which none are saved, and folders that are empty then; keep its tokens."""
-    if (folder / f"{key}.json").exists():
-        return
-    tokens = folder / TOKENS
-    for path in folder.glob(f"{key}.*"):
-        path.unlink()
-    for emptied in (tokens, folder):
+    """Remove room for logits of a text of which none are saved, and folders that are empty then; keep its tokens.
+
+    Args:
+        folder: of the logits.
+        key: `tokenization.cache_key` of the text, with which the names of its files begin.
+    """
+    for path in folder.glob(f"{key}*"):
+        if not path.with_suffix(".json").exists():
+            path.unlink()
+    for emptied in (folder / TOKENS, folder):
         with contextlib.suppress(OSError):  # it has other files, or is a mounted disk
             emptied.rmdir()
 

@@ -335,14 +335,13 @@ def _iter_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
             raise
         # Some column, perhaps not the text, has a type that `datasets` does not know, like a map.
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
-    fields = _fields(list(rows.features), text_field, file)
-    if fields == _TOKEN_FIELDS[:1]:
-        fields = [name for name in _TOKEN_FIELDS if name in rows.features]
-    elif _TOOLS in rows.features and _TOOLS not in fields:
-        fields = [*fields, _TOOLS]
-    for number, row in enumerate(rows.select_columns(fields)):
+    # A row may have its text by another convention than the next one.
+    conventions = _present(list(rows.features), text_field, file)
+    extra = [_TOOLS, *(_TOKEN_FIELDS if _TOKEN_FIELDS[:1] in conventions else ())]
+    names = [*itertools.chain.from_iterable(conventions), *(name for name in extra if name in rows.features)]
+    for number, row in enumerate(rows.select_columns(list(dict.fromkeys(names)))):
         # Columns give an object the keys of all others, as null.
-        record = row if fields[0] in _TOKEN_FIELDS else {name: _without_nulls(value) for name, value in row.items()}
+        record = {name: value if name in _TOKEN_FIELDS else _without_nulls(value) for name, value in row.items()}
         document = document_from_record(record, text_field, f"{file}, row {number}")
         if len(document) > LARGEST_DOCUMENT:
             raise _too_long(f"{file}, row {number}")
@@ -363,10 +362,14 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
     # 1. Fields by their conventional names.
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
-    fields = _fields(list(record), text_field, where)
+    conventions = _present(list(record), text_field, where)
+    has_text = (fields for fields in conventions if any(record[name] is not None for name in fields))
+    fields = next(has_text, conventions[0])
     if fields == _TOKEN_FIELDS[:1]:
         return parse_token_record(record, where)
-    values: list[Any] = ["" if record[name] is None else record[name] for name in fields]
+    # Null is no text, or no messages beside others.
+    empty: Any = [] if any(isinstance(record[name], list) for name in fields) else ""
+    values: list[Any] = [empty if record[name] is None else record[name] for name in fields]
     # 2. Text, or messages.
     if all(isinstance(value, str) for value in values):
         return PromptAndCompletion(*values) if len(values) > 1 else str(values[0])
@@ -398,11 +401,14 @@ def _is_plain(document: Document) -> bool:
     return isinstance(document, str) and not isinstance(document, PromptAndCompletion) and bool(document.strip())
 
 
-def _fields(names: Sequence[str], text_field: str, where: str) -> list[str]:
-    """Return the fields that make a document, by the conventions of `datasets`."""
-    for fields in ([text_field], ["messages"], ["prompt", "completion"], _TOKEN_FIELDS[:1]):
-        if set(fields) <= set(names):
-            return fields
+def _present(names: Sequence[str], text_field: str, where: str) -> list[list[str]]:
+    """Return the fields that may make a document, by each convention of `datasets` that all `names` allow.
+
+    Merged datasets give every record all fields: its text is in the first of these that are not null.
+    """
+    conventions = ([text_field], ["messages"], ["prompt", "completion"], _TOKEN_FIELDS[:1])
+    if present := [fields for fields in conventions if set(fields) <= set(names)]:
+        return present
     raise ValueError(
         f"{where}: no field {text_field!r}, nor messages, nor prompt and completion, nor input_ids; name the one "
         f"that holds the text with --text_field (there are: {', '.join(map(str, names))})"

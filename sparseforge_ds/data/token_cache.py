@@ -11,13 +11,14 @@ written is made again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ CHECKSUM_BLOCK = 2**20
 """Bytes of a block, which has one checksum."""
 _SAMPLED = 62
 """Blocks that a launch compares, beside the first and the last."""
+_CONTENT = "tokens"
+"""Key in `TokenCache.facts` for a hash of the tokens."""
 _LEFTOVER_SECONDS = 600
 """Age from which a temporary file counts as left by a killed run, since its last write."""
 
@@ -58,7 +61,12 @@ class TokenCache:
     trained: int | None
     """Number of tokens that are trained on; None if all are."""
     facts: Mapping[str, Any]
-    """Settings that the key was hashed from."""
+    """Settings that the key was hashed from, and a hash of the tokens."""
+
+    @property
+    def name(self) -> str:
+        """Name of these tokens: equal settings may give others, as a chat template that prints the date does."""
+        return f"{self.key}-{self.facts[_CONTENT]}"
 
     def open(self) -> np.memmap:
         """Map the (tokens,) into memory, read only; errors as `open_tokens`."""
@@ -139,10 +147,10 @@ def ensure_token_cache(
         largest_id=largest,
         skipped=skipped,
         trained=trained if has_flags else None,
-        facts=facts,
+        facts={**facts, _CONTENT: _hash_of(blocks := checksums.finish())},
     )
     with atomic_file(record) as file:
-        file.write(json.dumps({**asdict(cache), "checksums": checksums.finish()}).encode())
+        file.write(json.dumps({**asdict(cache), "checksums": blocks}).encode())
     return cache
 
 
@@ -181,13 +189,14 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
     try:
         content = json.loads(record.read_bytes())
         checksums = content.pop("checksums", None)
-        cache = TokenCache(**{**content, "path": str(path), "facts": facts})
+        cache = TokenCache(**{**content, "path": str(path)})
         size = cache.tokens * np.dtype(cache.dtype).itemsize
         has_checksums = isinstance(checksums, list) and len(checksums) == -(-size // CHECKSUM_BLOCK)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{record} is damaged ({error!r:.100})") from None
     if not has_checksums:
         raise ValueError(f"{record} has no checksums of {path.name}, or not those of its blocks")
+    cache = replace(cache, facts={**facts, _CONTENT: _hash_of(checksums)})
     actual = path.stat().st_size if path.is_file() else 0
     if actual != size:
         raise ValueError(f"{path} has {actual:,} bytes instead of {size:,}")
@@ -199,6 +208,11 @@ def _read(record: Path, path: Path, facts: Mapping[str, Any]) -> TokenCache:
             if f"{zlib.crc32(file.read(CHECKSUM_BLOCK)):08x}" != checksums[block]:
                 raise ValueError(f"{path} has other bytes in block {block} than were written")
     return cache
+
+
+def _hash_of(checksums: list[Any]) -> str:
+    """Return a hash of all tokens from the checksums of their blocks."""
+    return hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:16]
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -37,6 +37,8 @@ class TokenDocument:
 
     def check_loss(self, loss_on: LossOn) -> None:
         """Raise ValueError if the labels do not say what `--loss_on` needs to know, or say otherwise."""
+        if not len(self):
+            return
         if loss_on == "completion" and self.trained is None:
             raise ValueError(
                 f"{self.where}: has token ids without labels, which --loss_on completion needs; add a field labels "

@@ -271,7 +271,8 @@ def cache_key(
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
-    tokenizer_name = f"{type(tokenizer).__name__}, hash {_hash([vocabulary, tokenizer.chat_template])}"
+    special = sorted(map(str, tokenizer.special_tokens_map.items()))
+    tokenizer_name = f"{type(tokenizer).__name__}, hash {_hash([vocabulary, special, tokenizer.chat_template])}"
     frame_ids = frame_tokens(tokenizer, frame)
     before, after = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in frame_ids)
     facts = {**source.facts, "--document_frame": f"{before} ... {after}".strip(), "tokenizer": tokenizer_name}

@@ -105,7 +105,7 @@ def _write_logits(
     if not windows:
         raise ValueError(f"--text {source.name}: has {cache.tokens} tokens, less than --seq_length; give more text")
     record = LogitsRecord(
-        key=cache.key,
+        key=cache.name,
         facts=cache.facts,
         seq_length=settings.seq_length,
         windows=windows,

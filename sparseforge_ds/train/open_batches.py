@@ -84,7 +84,7 @@ def _open(spec: RunSpec, ranks: Ranks, source: TextSource, at_least: int) -> Win
             raise unknown_token_error(packed.largest_id, vocabulary)
         return CachedWindows(
             packed.open(),
-            packed.key,
+            packed.name,
             arguments.seq_length,
             arguments.seed,
             at_least,

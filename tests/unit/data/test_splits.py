@@ -8,6 +8,7 @@ import shutil
 import datasets
 import pytest
 
+from sparseforge_ds.data import splits
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.splits import find_files, split_named_in
 from sparseforge_ds.data.text_files import TextOptions
@@ -171,9 +172,28 @@ def test_a_long_list_is_shortened_on_the_screen(tmp_path):
     assert find_files(tmp_path / "000.jsonl").describe() == "000.jsonl, 14 bytes"
 
 
+def test_files_that_may_be_text_and_are_not_read_are_counted(tmp_path):
+    write(tmp_path, "a.jsonl", "b.csv", "c.CSV", "d.jsonl.lz4", "README.md", "logo.png")
+    assert find_files(tmp_path).describe() == (
+        "1 file of split train: a.jsonl, 14 bytes; left out: 2 of a kind that is not read (.csv), "
+        "1 of a kind that is not read (.lz4)"
+    )
+
+
+def test_a_file_is_known_by_all_of_its_bytes(tmp_path):
+    path = tmp_path / "a.txt"
+    content = bytearray(os.urandom(1_000_000).hex().encode())
+    path.write_bytes(content)
+    before = find_files(path).contents
+    content[123_456] ^= 1
+    path.write_bytes(content)
+    assert find_files(path).contents != before
+
+
 @pytest.mark.parametrize("position", [0, 700_000, 1_999_999])
-def test_large_files_are_known_by_samples(tmp_path, position):
+def test_files_of_too_many_bytes_are_known_by_samples(tmp_path, position, monkeypatch):
     """Find every change at an end, and one that moves what follows."""
+    monkeypatch.setattr(splits, "_MOST_HASHED", 2**20)
     path = tmp_path / "a.txt"
     content = bytearray(os.urandom(1_000_000).hex().encode())
     path.write_bytes(content)

@@ -246,6 +246,28 @@ def test_null_is_an_empty_document(tmp_path):
     assert list(iter_documents(str(tmp_path / "a.parquet"), "text")) == ["", "x", ""]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_field_that_is_null_hides_no_other_and_is_none_of_its_kind(tmp_path, kind):
+    """Merged datasets give every record all fields; one side of a pair may be missing."""
+    records = [
+        {"text": None, "messages": CHAT, "prompt": None, "completion": None, "input_ids": None},
+        {"text": "a", "messages": None, "prompt": None, "completion": None, "input_ids": None},
+        {"text": None, "messages": None, "prompt": CHAT[:1], "completion": None, "input_ids": None},
+        {"text": None, "messages": None, "prompt": None, "completion": CHAT[1:], "input_ids": None},
+        {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": [3, 4]},
+        {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": None},
+    ]
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    chat, text, prompt, completion, ids, nothing = read(path)
+    assert (list(chat.messages), text, nothing) == (CHAT, "a", "")
+    assert (list(prompt.messages), list(completion.messages)) == (CHAT[:1], CHAT[1:])
+    assert ids.ids.tolist() == [3, 4]
+
+
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?b.jsonl", "a b.jsonl", ".hidden/a.jsonl", "__x/a.jsonl"])
 def test_a_file_of_any_name_is_read(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -275,6 +275,18 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
     assert cache_key(documents(), tokenizer)[0] != packed.key, "another template is another text"
 
 
+def test_other_tokens_of_equal_settings_have_another_name(tmp_path):
+    """A template that prints the time gives them, and positions and a teacher's logits are of one text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%f') }}{{ messages[0].content }}"
+    conversation = Conversation(({"role": "user", "content": "hi"},), "a.jsonl, line 1")
+    first, second = (ensure_token_cache(documents([conversation]), tokenizer, tmp_path / out) for out in "ab")
+    again = ensure_token_cache(documents([conversation]), tokenizer, tmp_path / "a")
+    assert first.key == second.key and first.open().tolist() != second.open().tolist()
+    assert first.name != second.name and first.facts["tokens"] != second.facts["tokens"]
+    assert (again.name, again.facts) == (first.name, first.facts)
+
+
 def test_ids_with_gaps_have_room():
     tokenizer = byte_tokenizer()
     assert token_dtype(tokenizer) == "uint16"

@@ -97,6 +97,13 @@ def test_the_content_of_both_files_of_megatron_is_the_identity(tmp_path):
     assert source.identity != find_source(str(tmp_path / "b.idx")).identity
 
 
+def test_null_ids_are_an_empty_document_whatever_is_trained_on(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"input_ids": null}\n{"input_ids": [1], "labels": [1]}\n')
+    for loss_on in ("all", "completion"):
+        assert [len(document) for document in iter_documents(str(path), "text", loss_on=loss_on)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

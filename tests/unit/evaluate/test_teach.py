@@ -104,6 +104,21 @@ def test_a_killed_process_goes_on_to_the_same_bytes(
     )
 
 
+@pytest.mark.parametrize("damage", [lambda file: os.truncate(file, 100), Path.unlink])
+def test_logits_that_have_lost_a_part_are_made_again(
+    written: Path, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Room for what a file has lost would be filled with zeros, and count as written."""
+    (file,) = (written / "logits").glob("*.shares")
+    before = file.read_bytes()
+    damage(file)
+    with pytest.raises(ValueError, match="cannot be opened .*make it again"):
+        batches_of(written)
+    assert main(command(written, "logits")) == 0
+    assert file.read_bytes() == before
+    assert f"{file} is not as it was written: the logits are made again" in caplog.text
+
+
 def test_other_texts_and_settings_are_refused_before_training(written: Path) -> None:
     write_text(written / "other.jsonl", documents=61)
     hidden = {"distillation": {"hidden": {}}}
