@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, MOST
@@ -352,7 +352,17 @@ class RunArguments:
             ("seed", 0 <= self.seed < 2**32, "use 0 <= seed < 2^32"),
         ):
             _require(is_valid, name, getattr(self, name), cure)
-        # 3. Names that must not be empty, and names of splits.
+        # 3. Flags that others need.
+        defaults = {flag.name: flag.default for flag in fields(self)}
+        for name, needed, is_there in (
+            ("eval_split", "eval_dataset", self.eval_dataset is not None),
+            ("eval_sequences", "eval_dataset", self.eval_dataset is not None),
+            ("eval_every", "eval_dataset", self.eval_dataset is not None),
+            ("gpu_memory", "dry_run", self.dry_run),
+        ):
+            value = getattr(self, name)
+            _require(is_there or value == defaults[name], name, value, f"it belongs to --{needed}; give that too")
+        # 4. Names that must not be empty, and names of splits.
         for name in ("model", "output_dir", "teacher", "teacher_logits", "eval_dataset", "dataset"):
             values = self.dataset if name == "dataset" else [getattr(self, name)]
             _require("" not in values, name, "", "give a value or leave the flag out")

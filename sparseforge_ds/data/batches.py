@@ -100,8 +100,12 @@ class Batches:
 
     def __next__(self) -> Tensor:
         batch_BS = self.batch_at(self.position)
-        self.position += self.layout.sequences_at_once
+        self.advance()
         return batch_BS
+
+    def advance(self) -> None:
+        """Count this rank's next micro-batch, and those of all other ranks, as consumed."""
+        self.position += self.layout.sequences_at_once
 
     def step(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next global batch, without consuming it."""

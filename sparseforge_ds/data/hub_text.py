@@ -32,16 +32,16 @@ class HubText(TextSource):
     @property
     @override
     def facts(self) -> dict[str, Any]:
-        """See `Source`. The revision is not among them: the reader's state has it."""
+        """See `TextSource`. The revision is not among them: the reader's state has it."""
         return {"hub dataset": self.name, **{f"--{name}": value for name, value in vars(self.options).items()}}
 
     @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        """See `Source`. Reads the revision of `state`, or today's without one."""
+        """See `TextSource`. Reads the revision of `state`, or today's without one."""
         if state is None or state["revision"] is None:
             state = {**(state or {}), "revision": self._latest_revision()}
         files = self._find_files(state["revision"])
-        _log.info("--dataset %s: %s", self.name, describe_files(files, self.options.split))
+        _log.info("%s: %s", self.name, describe_files(files, self.options.split))
         return Reader(files, self.options, state)
 
     def _find_files(self, revision: str | None) -> list[str]:

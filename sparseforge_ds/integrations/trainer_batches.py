@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
@@ -163,7 +164,7 @@ class BlockStartBatches:
         self._ranks = trainer.args.world_size
         # Sequences are as long as those of the first micro-batch, on average over the ranks, whose sets may differ.
         largest = trainer.args.per_device_train_batch_size
-        examples = _endless(trainer.train_dataset)
+        examples = endless_examples(trainer.train_dataset)
         first = list(islice(examples, largest * self._ranks))
         self._examples = chain(first, examples)
         token_BS = self._collated(first, largest).token_BS
@@ -188,7 +189,8 @@ class BlockStartBatches:
         return task_micro_batch(inputs, None, self.objective.engine.module)
 
 
-def _endless(dataset: Any) -> Iterator[Any]:
+def endless_examples(dataset: Any) -> Iterator[Any]:
     """Yield the examples of a set, map-style or iterable, again and again."""
     while True:
-        yield from (dataset[i] for i in range(len(dataset))) if hasattr(dataset, "__len__") else dataset
+        is_map = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+        yield from (dataset[i] for i in range(len(dataset))) if is_map else dataset

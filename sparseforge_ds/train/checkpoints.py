@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparseforge_ds.checkpoint.disk import atomic_file, sync, write_json
-from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files
+from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files, read_pointer
 from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
-from sparseforge_ds.sharded_weights import DivergedError
+from sparseforge_ds.sharded_weights import ForgeError
 from sparseforge_ds.train.random_state import random_file, random_state
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class Checkpoints:
             # Have DeepSpeed write its files under a temporary name.
             try:
                 engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
-            except DivergedError:  # found before anything is written
+            except (ForgeError, torch.OutOfMemoryError):  # no fault of the disk
                 raise
             except RuntimeError as error:  # torch's writer of files; anywhere else it would be a rank that is gone
                 raise OSError(str(error)) from error
@@ -139,12 +141,15 @@ class Checkpoints:
         """Write the name of the checkpoint with the lowest of `losses` into `best`, see `save`. Rank 0 only.
 
         Returns:
-            That checkpoint; None where none has a loss.
+            That checkpoint. Where none has a loss, the one that an earlier launch has named, if it is there.
         """
         saved = [folder for folder in list_checkpoints(self.folder) if self._is_intact(folder)]
         scored = {folder: losses[step] for folder in saved if losses and (step := checkpoint_step(folder)) in losses}
         if not scored:
-            return None
+            # A resumed run may score another text, or none: what was the best stays until there is another.
+            named = self.folder / "best"
+            named_before = read_pointer(named) if named.is_file() else None
+            return named_before if named_before in saved else None
         best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
         self._write_name("best", best.name)
         return best

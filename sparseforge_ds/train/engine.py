@@ -50,6 +50,8 @@ class TrainContext:
     device: torch.device
     beginning: Beginning | None = None
     """None before the start, and after a resume from a checkpoint that has none."""
+    rates: float = 0.0
+    """Sum of the learning rates of all steps so far."""
 
 
 def build_context(spec: RunSpec, ranks: Ranks, batches: Batches) -> TrainContext:

@@ -89,7 +89,7 @@ def _train(
         preemption.begin_steps()
         if saved_step is None:
             epochs = 0 if spec.config.start is None else spec.config.start.epochs
-            seconds = round(time.perf_counter() - began, 1)
+            seconds = context.ranks.on_first(lambda: round(time.perf_counter() - began, 1))
             context.beginning = Beginning(probe.tokens_read, max(epochs, 1), seconds, rms)
         saves = spec.arguments.save_every and spec.steps and forge.can_save_start
         if not was_ready and spec.config.start is not None and saves:
@@ -100,8 +100,9 @@ def _train(
 
     while forge.step_count < spec.steps:
         before = forge.step_count
+        rate = spec.learning_rate(before)
         for param_group in engine.basic_optimizer.param_groups:
-            param_group["lr"] = spec.learning_rate(before) * spec.share_of_rate(param_group)
+            param_group["lr"] = rate * spec.share_of_rate(param_group)
 
         # Have the text of this step at hand. Where it cannot be read any further, save the steps until here: all ranks
         # are between two steps, and nothing is half done.
@@ -119,7 +120,7 @@ def _train(
         mask_updated = False
         with ExitStack() as teaching:
             for number, batch in enumerate(micro_batches, 1):
-                next(batches)
+                batches.advance()
                 # The teacher answers for all micro-batches at once, or for each where its hidden states are distilled.
                 if number == 1 or objective.one_at_a_time:
                     teaching.close()
@@ -140,6 +141,7 @@ def _train(
                 with watch.mask_update(before, losses):
                     mask_updated = forge.step(probe=RunProbeBatches(context, batches.position, -1))
         step = forge.step_count
+        context.rates += rate * (step - before)  # none where an overflow skipped the step
 
         # Log the step: at once where something depends on its loss, and otherwise in the next one.
         step_log.add(before, losses, preemption.requested > 0, mask_updated)
@@ -185,10 +187,9 @@ def run_result(
 ) -> dict[str, Any]:
     """Return the content of `result.json` for a finished run; the defaults are for a process that trained nothing.
 
-    `path` says how far weights could travel, in units of their size. It is steps x peak learning rate x mean of the
-    schedule's shape, which is the sum of all steps' learning rates, by the root mean square (RMS) of the weights under
-    a mask before the start. Adam moves a weight by about the learning rate in a step. Training inside the start is no
-    part of it.
+    `path` says how far weights could travel, in units of their size. It is the sum of all steps' learning rates, by
+    the root mean square (RMS) of the weights under a mask before the start. Adam moves a weight by about the learning
+    rate in a step. Training inside the start is no part of it.
     """
     spec = context.spec
     steps = context.forge.step_count
@@ -199,7 +200,7 @@ def run_result(
         "tokens": steps * spec.tokens_per_step,
         "seconds": seconds,
         "start": beginning and asdict(beginning),
-        "path": sum(map(spec.learning_rate, range(steps))) / rms if rms else None,
+        "path": context.rates / rms if rms else None,
         "steps_of_this_launch": steps - first_step,
         "last_step": scalars or {},
         **evaluation.result(),
@@ -215,6 +216,7 @@ def save(context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, eval
         "data": context.batches.state_dict(),
         "evaluations": evaluation.state_dict(),
         "beginning": context.beginning and asdict(context.beginning),
+        "rates": context.rates,
     }
     with monitor.paused_clock():
         saved = checkpoints.save(context.engine, step, {"train": state}, evaluation.ranking())

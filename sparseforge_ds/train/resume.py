@@ -80,8 +80,11 @@ def continue_from(resumption: Resumption, context: TrainContext, evaluation: Eva
     # Restore the scores, and then weights, optimizer and masks, whatever the ranks and the stage were.
     saved = checkpoint.client_state["train"]
     ranks.all_or_raise(lambda: evaluation.load_state_dict(saved.get("evaluations")))
-    where = f"--resume: {manifest.folder}: beginning"
-    context.beginning = ranks.all_or_raise(lambda: convert(saved.get("beginning"), Beginning | None, where))
+    where = f"--resume: {manifest.folder}:"
+    context.beginning = ranks.all_or_raise(
+        lambda: convert(saved.get("beginning"), Beginning | None, f"{where} beginning")
+    )
+    context.rates = ranks.all_or_raise(lambda: convert(saved.get("rates"), float, f"{where} rates"))
     context.forge.restore(checkpoint)
     line = f"resumed from {manifest.folder} at step {manifest.step}"
     same_ranks = checkpoint.world_size == ranks.world_size

@@ -77,7 +77,7 @@ class LearningRate:
         steps = {0, self.warmup_steps, *(self.max_steps * quarter // 4 for quarter in range(1, 4)), self.max_steps - 1}
         try:
             factors = {step: self._factor(step) for step in sorted(steps)}
-        except (ArithmeticError, TypeError, ValueError) as error:
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             example = (
                 """, like --lr_scheduler_kwargs '{"num_decay_steps": 200}'"""
                 if self.kind == "warmup_stable_decay"

@@ -180,7 +180,7 @@ def read_settings(arguments: RunArguments, world_size: int) -> tuple[dict[str, A
     # Check the length of the run, the teacher, the batch, and this machine.
     if arguments.epochs is None:
         config.check_length()
-    if config.max_steps < 1:
+    if arguments.epochs is None and config.max_steps < 1:
         raise ValueError(f"sparseforge.max_steps = {config.max_steps}: nothing to train; set it or give --max_steps")
     if arguments.teacher is not None and config.distillation is None:
         raise ValueError(
@@ -208,6 +208,8 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
         problem = (
             'distillation.hidden compares hidden states, which are not stored; set "hidden" to null, or leave it out'
         )
+    elif arguments.document_attention:
+        problem = "--document_attention needs a teacher in memory: stored logits saw the documents before"
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     if problem is not None:

@@ -5,6 +5,8 @@ All get the same metrics. TensorBoard also gets histograms, and the settings as 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from torch.utils.tensorboard.summary import hparams
 
 from sparseforge_ds.model.loading_error import reason
 
+_LOG = logging.getLogger(__name__)
 NONE = "none"
+_OWN_ERRORS = {"wandb": "wandb.Error", "mlflow": "mlflow.exceptions.MlflowException"}
+"""Base classes of trackers' errors that are none of `OSError`, `ValueError` and `RuntimeError`."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -63,7 +68,7 @@ class Trackers:
                 tracker = _make(name, folder, project, start)
                 tracker.main_process_only = False  # this is rank 0; accelerate would ask its own state
                 tracker.start()
-            except (OSError, ValueError, RuntimeError) as error:
+            except _errors(name) as error:
                 raise ValueError(
                     f"--report_to {name}: it cannot be started ({reason(error)}); log in, or give the key or "
                     "the address that its environment variables take, or leave it out"
@@ -87,9 +92,15 @@ class Trackers:
                 tracker.tracker.file_writer.add_summary(summary)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log scalars of one step."""
-        for tracker in self._trackers:
-            tracker.log(dict(scalars), step=step)
+        """Log scalars of one step; a tracker that fails is left out from then on, and training goes on."""
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(dict(scalars), step=step)
+            except _errors(tracker.name) as error:
+                _LOG.warning(
+                    f"--report_to {tracker.name}: failed at step {step} ({reason(error)}); it gets no more of this run"
+                )
+                self._trackers.remove(tracker)
 
     def histogram(self, step: int, tag: str, counts: Sequence[int], edges: Sequence[float]) -> None:
         """Log a histogram, as counts between edges, to TensorBoard."""
@@ -113,6 +124,13 @@ class Trackers:
         """Write everything out."""
         for tracker in self._trackers:
             tracker.finish()
+
+
+def _errors(name: str) -> tuple[type[Exception], ...]:
+    """Return the classes of errors that a tracker raises, with those of its own package."""
+    module, _, own = _OWN_ERRORS.get(name, "").rpartition(".")
+    classes = (OSError, ValueError, RuntimeError)
+    return (*classes, getattr(sys.modules[module], own)) if module in sys.modules else classes
 
 
 def _make(name: str, folder: Path, project: str, start: int) -> Any:

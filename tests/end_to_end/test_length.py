@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 
+import pytest
+
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.run_source import RunSource
@@ -71,9 +73,14 @@ def test_a_schedule_of_transformers_resumes_to_the_bit_and_goes_on_at_its_last_r
     train(*flags, "--resume")
     assert differences(straight, states(checkpoints / "step_000008")) == []
     capfd.readouterr()
-    train(*flags, "--resume", "--max_steps=10")
-    rates = re.findall(r"lr (\S+)", capfd.readouterr().out)
-    assert len(set(rates)) == 1 and 1e-4 < float(rates[0]) < 1e-3
+    result = tmp_path / "run" / "result.json"
+    path = json.loads(result.read_text())["path"]
+    train(*flags, "--resume", "--max_steps=10", "--learning_rate=0.004")
+    rates = re.findall(r"lr (\d\S+)", capfd.readouterr().out)
+    assert len(set(rates)) == 1 and 4e-4 < float(rates[0]) < 4e-3
+    # The path is that of the rates that every launch has used.
+    used = [float(rate) for rate in re.findall(r"lr (\S+)", output)[:8]]
+    assert json.loads(result.read_text())["path"] / path == pytest.approx(1 + 2 * float(rates[0]) / sum(used), rel=0.02)
     # Where transformers cannot make the schedule, the run ends before it begins.
     short = flags_of(
         tmp_path, deepspeed_json(1), output_dir=tmp_path / "other", lr_scheduler_type="warmup_stable_decay"

@@ -178,6 +178,9 @@ def test_every_alias_stands_for_a_flag_and_is_no_flag():
 
 
 def test_gpus_are_the_launchers_unless_the_run_is_dry():
+    for flag in ("--eval_every 5", "--eval_sequences 8", "--eval_split dev", "--gpu_memory 40"):
+        with pytest.raises(ValueError, match=f"{flag}.* is not valid: it belongs to --(eval_dataset|dry_run); give"):
+            parse_arguments(["--deepspeed", "a.json", *flag.split()])
     with pytest.raises(ValueError, match="--gpus 8 .* belongs to --dry_run"):
         parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
 

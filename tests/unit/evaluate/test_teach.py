@@ -130,6 +130,7 @@ def test_other_texts_and_settings_are_refused_before_training(written: Path) -> 
         ("is a stream, whose windows have no numbers", {"dataset": [f"stream:{written / 'text.jsonl'}"]}),
         ("--teacher .*model would be another teacher", {"teacher": str(written / "model")}),
         ("the sparseforge block says distillation null", {"block": {"distillation": None}}),
+        ("--document_attention needs a teacher in memory", {"document_attention": True}),
         ("distillation.hidden compares hidden states, which are not stored", {"block": hidden}),
     ):
         with pytest.raises(ValueError, match=f"--teacher_logits .*{message}"):

@@ -15,6 +15,7 @@ from typing_extensions import override
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks, all_or_raise
+from sparseforge_ds.sharded_weights import ForgeError
 from sparseforge_ds.train.checkpoints import Checkpoints
 from sparseforge_ds.train.random_state import random_file
 
@@ -260,6 +261,31 @@ def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, ca
     monkeypatch.undo()
     checkpoints.recover()
     assert tags(checkpoints) == ["step_000300"]
+
+
+def test_the_best_stays_where_a_resumed_run_scores_another_text_or_none(checkpoints):
+    checkpoints.keep = 1
+    checkpoints.save(Engine(), 300, {}, {200: 1.0, 300: 2.0})
+    checkpoints.remove_old()
+    for step, losses in ((400, {}), (500, None), (600, {})):
+        checkpoints.save(Engine(), step, {}, losses)
+        checkpoints.remove_old()
+        assert tags(checkpoints) == ["step_000200", f"step_000{step}"]
+        assert (checkpoints.folder / "best").read_text() == "step_000200"
+    checkpoints.save(Engine(), 700, {}, {700: 5.0})
+    checkpoints.remove_old()
+    assert tags(checkpoints) == ["step_000700"] and (checkpoints.folder / "best").read_text() == "step_000700"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ForgeError("step was not called")])
+def test_what_is_no_fault_of_the_disk_is_not_told_as_one(checkpoints, error, monkeypatch):
+    def fail(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(Engine, "save_checkpoint", fail)
+    with pytest.raises(type(error), match=f"^{error}$"):
+        checkpoints.save(Engine(), 300, {})
+    assert tags(checkpoints) == ["step_000100", "step_000200"]
 
 
 @pytest.mark.parametrize("missing", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "random_00001.json"])

@@ -92,6 +92,7 @@ def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
             "10 steps of warm-up and 95 of decay are more than the run's 100",
         ),
         ("warmup_stable_decay", '{"num_decay_steps": "x"}', "correct its settings"),
+        ("linear", '{"last_epoch": 5}', "correct its settings"),
         ("linear", '{"num_cycles": 2}', "unexpected keyword argument 'num_cycles'"),
         ("polynomial", '{"lr_end": 1}', "transformers says lr_end"),
         ("cosine_with_min_lr", '{"min_lr": 0.01}', "settings must keep it within 0 and 1"),

@@ -301,8 +301,8 @@ def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Pa
     model = find_model("stdlib_llama", "--model")
 
     def texts_of(path: Path) -> object:
-        arguments = {flag: [str(path)] if flag == "dataset" else str(path)}
-        return find_texts(RunArguments(deepspeed="zero3", eval_split="train", **arguments), model)
+        arguments = {"dataset": [str(path)]} if flag == "dataset" else {flag: str(path), "eval_split": "train"}
+        return find_texts(RunArguments(deepspeed="zero3", **arguments), model)
 
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text("")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from accelerate.tracking import GeneralTracker, get_available_trackers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
+from sparseforge_ds.train import tracking
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.tracking import Trackers, check_trackers, flatten
 
@@ -88,6 +91,30 @@ def test_a_tracker_that_cannot_be_started_is_named(tmp_path, monkeypatch, notebo
     with pytest.raises(
         ValueError, match=r"--report_to notebook: it cannot be started \(no server at that address\); log"
     ):
+        Trackers(["notebook"], tmp_path / "run", "project", 0)
+
+
+def test_a_trackers_own_errors_are_told_and_end_no_training(tmp_path, monkeypatch, notebook, caplog):
+    """wandb's and mlflow's errors are none of Python's classes."""
+
+    class OwnError(Exception):
+        pass
+
+    def fail(self: Notebook, *_: Any, **__: Any) -> None:
+        raise OwnError("not logged in")
+
+    monkeypatch.setitem(sys.modules, "notebook_package", SimpleNamespace(Error=OwnError))
+    monkeypatch.setitem(tracking._OWN_ERRORS, "notebook", "notebook_package.Error")
+    trackers = Trackers(["notebook", "tensorboard"], tmp_path / "run", "project", 0)
+    monkeypatch.setattr(Notebook, "log", fail)
+    for step in (1, 2):
+        trackers.log(step, {"loss": 1.0})
+    trackers.close()
+    assert caplog.text.count("--report_to notebook: failed at step 1 (not logged in); it gets no more") == 1
+    scalars = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("loss")
+    assert [event.step for event in scalars] == [1, 2]
+    monkeypatch.setattr(Notebook, "start", fail)
+    with pytest.raises(ValueError, match=r"--report_to notebook: it cannot be started \(not logged in\); log in"):
         Trackers(["notebook"], tmp_path / "run", "project", 0)
 
 
