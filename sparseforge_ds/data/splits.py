@@ -17,7 +17,7 @@ from sparseforge_ds.data.text_formats import KINDS, file_kind, is_indexed, is_re
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Names of shards on the hub (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
-_MOST_HASHED = 2**35
+MOST_HASHED = 2**35
 """Bytes of all files up to which every byte is hashed, at some 1 or 2 GB a second; of more, samples are."""
 _SAMPLES = 8
 """Samples of a long file among so many bytes."""
@@ -54,13 +54,13 @@ class Files:
 
     @cached_property
     def contents(self) -> dict[str, str]:
-        """Return size, hash and kind of each file by its name; beyond `_MOST_HASHED` bytes, samples are hashed.
+        """Return size, hash and kind of each file by its name; beyond `MOST_HASHED` bytes, samples are hashed.
 
         Raises:
             ValueError: one cannot be read.
         """
         try:
-            whole = self._bytes() <= _MOST_HASHED
+            whole = self._bytes() <= MOST_HASHED
             return {
                 name: " and ".join(_digest(part, whole) for part in _parts(path))
                 for name, path in zip(self.names, self.paths, strict=True)

@@ -21,7 +21,7 @@ from sparseforge_ds.model.loading_error import reason
 
 _LOG = logging.getLogger(__name__)
 NONE = "none"
-_OWN_ERRORS = {"wandb": "wandb.Error", "mlflow": "mlflow.exceptions.MlflowException"}
+OWN_ERRORS = {"wandb": "wandb.Error", "mlflow": "mlflow.exceptions.MlflowException"}
 """Base classes of trackers' errors that are none of `OSError`, `ValueError` and `RuntimeError`."""
 
 
@@ -128,7 +128,7 @@ class Trackers:
 
 def _errors(name: str) -> tuple[type[Exception], ...]:
     """Return the classes of errors that a tracker raises, with those of its own package."""
-    module, _, own = _OWN_ERRORS.get(name, "").rpartition(".")
+    module, _, own = OWN_ERRORS.get(name, "").rpartition(".")
     classes = (OSError, ValueError, RuntimeError)
     return (*classes, getattr(sys.modules[module], own)) if module in sys.modules else classes
 

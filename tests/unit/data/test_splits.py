@@ -193,7 +193,7 @@ def test_a_file_is_known_by_all_of_its_bytes(tmp_path):
 @pytest.mark.parametrize("position", [0, 700_000, 1_999_999])
 def test_files_of_too_many_bytes_are_known_by_samples(tmp_path, position, monkeypatch):
     """Find every change at an end, and one that moves what follows."""
-    monkeypatch.setattr(splits, "_MOST_HASHED", 2**20)
+    monkeypatch.setattr(splits, "MOST_HASHED", 2**20)
     path = tmp_path / "a.txt"
     content = bytearray(os.urandom(1_000_000).hex().encode())
     path.write_bytes(content)

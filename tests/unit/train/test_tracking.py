@@ -104,7 +104,7 @@ def test_a_trackers_own_errors_are_told_and_end_no_training(tmp_path, monkeypatc
         raise OwnError("not logged in")
 
     monkeypatch.setitem(sys.modules, "notebook_package", SimpleNamespace(Error=OwnError))
-    monkeypatch.setitem(tracking._OWN_ERRORS, "notebook", "notebook_package.Error")
+    monkeypatch.setitem(tracking.OWN_ERRORS, "notebook", "notebook_package.Error")
     trackers = Trackers(["notebook", "tensorboard"], tmp_path / "run", "project", 0)
     monkeypatch.setattr(Notebook, "log", fail)
     for step in (1, 2):
