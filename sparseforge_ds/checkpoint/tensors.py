@@ -80,7 +80,10 @@ def hash_file(path: Path) -> str:
 
 
 class TensorFolder:
-    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read."""
+    """The tensors of a Hugging Face folder (`model.safetensors`, or files with an index). Several threads may read.
+
+    A file of an index may hold tensors that the index does not list; they belong to the model, as for transformers.
+    """
 
     def __init__(self, folder: str | Path, stem: str = "model") -> None:
         self.folder = Path(folder)
@@ -111,6 +114,15 @@ class TensorFolder:
             if name not in specs_of_file[file]:
                 raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
             self.specs[name] = specs_of_file[file][name]
+        # transformers loads every tensor of every file, listed or not.
+        for file, specs in specs_of_file.items():
+            for name, spec in specs.items():
+                if self.files.setdefault(name, file) != file:
+                    raise ValueError(
+                        f"{self.folder}: {name} is in two files, {self.files[name]} and {file}, of which transformers "
+                        "loads the last; save the model again, into a new folder"
+                    )
+                self.specs[name] = spec
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -175,6 +187,8 @@ def unread_weight_files(folder: Path) -> list[str]:
 
 def _cure(folder: Path, stem: str) -> str:
     """Return what to do about a folder without readable tensors, as the end of a message."""
+    if shard := min(folder.glob(f"{stem}-*-of-*.safetensors"), default=None):
+        return f", but {shard.name}: the index is missing, which belongs to such files; copy it there too"
     unread = unread_weight_files(folder) if stem == "model" else []
     if not unread:
         return "; give an exported model"

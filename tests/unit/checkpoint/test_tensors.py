@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.writer import write_tensors
@@ -32,4 +34,26 @@ def test_folders_without_readable_tensors_are_refused(tmp_path: Path) -> None:
         TensorFolder(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
     with pytest.raises(ValueError, match="outside of its folder"):
+        TensorFolder(tmp_path)
+
+
+def test_every_tensor_of_every_shard_counts(tmp_path: Path) -> None:
+    """transformers loads them all, whatever the index says, and of two with one name the last."""
+    write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=60)
+    first, *_, last = sorted(tmp_path.glob("*.safetensors"))
+    stored = load_file(last)
+    save_file({**stored, "more": torch.ones(2)}, last)
+    folder = TensorFolder(tmp_path)
+    assert folder.specs.keys() == SPECS.keys() | {"more"} and folder.files["more"] == last.name
+    assert folder.read("more").tolist() == [1, 1]
+    name, value = next(iter(load_file(first).items()))
+    save_file({**stored, name: value}, last)
+    with pytest.raises(ValueError, match=f"{name} is in two files, {first.name} and {last.name}, .* save the model"):
+        TensorFolder(tmp_path)
+
+
+def test_shards_without_their_index_name_it(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=60)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"but model-00001-of-\d+\.safetensors: the index is missing, .* copy it"):
         TensorFolder(tmp_path)
