@@ -19,20 +19,21 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
-from sparseforge_ds.export.stored import ADAPTER
 from sparseforge_ds.export.writer import write_tensors
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 
-TENSORS = f"{ADAPTER}.safetensors"
-CONFIG = "adapter_config.json"
+ADAPTER_STEM = "adapter_model"
+"""Stem of the file in which PEFT stores the tensors of an adapter."""
+ADAPTER_TENSORS = f"{ADAPTER_STEM}.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def require_adapter(folder: Path) -> None:
     """Raise ValueError unless the adapter of an exported folder lies beside its weights."""
-    if not ((folder / CONFIG).is_file() and (folder / TENSORS).is_file()):
+    if not ((folder / ADAPTER_CONFIG).is_file() and (folder / ADAPTER_TENSORS).is_file()):
         raise ValueError(
-            f"{folder}: its low-rank adapter is missing ({CONFIG}, {TENSORS}), without which the weights compute "
-            "nonsense; copy it there, or export again"
+            f"{folder}: its low-rank adapter is missing ({ADAPTER_CONFIG}, {ADAPTER_TENSORS}), without which "
+            "the weights compute nonsense; copy it there, or export again"
         )
 
 
@@ -98,12 +99,12 @@ def write_adapter(source: Source, folder: Path) -> None:
         p = source.read_branch(p_name) if low_rank.learned else block_sum(inputs[name], low_rank.k, source.dtype)
         return {key_of(p_name): p, key_of(b_name): source.read_branch(b_name)}
 
-    write_tensors(folder, ADAPTER, specs, make, list(source.branches))
-    write_json(folder / CONFIG, config)
+    write_tensors(folder, ADAPTER_STEM, specs, make, list(source.branches))
+    write_json(folder / ADAPTER_CONFIG, config)
 
 
 def adapter_rank(folder: Path) -> int:
     """Return the largest rank in a folder's adapter, which an inference engine must be told."""
-    adapter = read_json_object(folder / CONFIG)
+    adapter = read_json_object(folder / ADAPTER_CONFIG)
     ranks = [adapter.get("r"), *(adapter.get("rank_pattern") or {}).values()]
     return max((rank for rank in ranks if isinstance(rank, int)), default=0)

@@ -18,7 +18,14 @@ from typing_extensions import override
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, branch_of_key, key_of, require_adapter
+from sparseforge_ds.export.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_STEM,
+    ADAPTER_TENSORS,
+    branch_of_key,
+    key_of,
+    require_adapter,
+)
 from sparseforge_ds.export.source import (
     DTYPES,
     HEAD,
@@ -32,7 +39,7 @@ from sparseforge_ds.export.source import (
     recorded_config,
     require_finite,
 )
-from sparseforge_ds.export.stored import ADAPTER, StoredWeights, listed_weights, reads_as
+from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
@@ -118,7 +125,7 @@ class FolderSource(Source):
         shapes = {name: self._weights.specs[name].shape for name in branches}
         if self._sparsity.get("adapter"):
             require_adapter(self.folder)
-            self._adapter = TensorFolder(self.folder, ADAPTER)
+            self._adapter = TensorFolder(self.folder, ADAPTER_STEM)
             learned = BRANCH if self.low_rank.learned else (LOW_RANK,)
             for key, spec in self._adapter.specs.items():
                 branch_name = branch_of_key(key)
@@ -132,7 +139,7 @@ class FolderSource(Source):
         Raises:
             ValueError: the weights are not 2:4, or have an adapter.
         """
-        if (self.folder / CONFIG).is_file():
+        if (self.folder / ADAPTER_CONFIG).is_file():
             raise ValueError(
                 f"{self.folder}: has a PEFT adapter beside its weights, which sparseforge export did not write and "
                 "would be left behind; merge it into the weights, prune those again, or take the adapter out"
@@ -194,8 +201,10 @@ class FolderSource(Source):
     def check_bytes(self, workers: int | None = None) -> None:
         """Compare the adapter with its hash; weights are compared whenever they are read."""
         expected = self._sparsity.get("adapter_sha256")
-        if expected is not None and hash_file(self.folder / TENSORS) != expected:
-            raise ValueError(f"{self.folder / TENSORS}: has not the sha256 that sparsity.json gives; export again")
+        if expected is not None and hash_file(self.folder / ADAPTER_TENSORS) != expected:
+            raise ValueError(
+                f"{self.folder / ADAPTER_TENSORS}: has not the sha256 that sparsity.json gives; export again"
+            )
 
     def _set_branches(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Fill `branches` from the shapes of their tensors in the folder.

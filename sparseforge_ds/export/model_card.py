@@ -20,8 +20,7 @@ from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.checkpoint.tensors import hash_file
-from sparseforge_ds.export.adapter import CONFIG as ADAPTER
-from sparseforge_ds.export.adapter import adapter_rank
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG, adapter_rank
 from sparseforge_ds.export.model_folder import describe_values
 from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights
@@ -114,9 +113,9 @@ def _mismatch(content: dict[str, Any], folder: Path, name: str | None) -> str | 
         return f"its scores are of {model} after --one_shot {content['one_shot']}"
     if not _means_folder(model, folder, name):
         return f"its scores are of {model}, and not of {folder}{'' if name is None else f' or {name}'}"
-    if adapter is None and (folder / ADAPTER).is_file():
+    if adapter is None and (folder / ADAPTER_CONFIG).is_file():
         return f"its scores are of {model} without the low-rank adapter that belongs to it"
-    if adapter is not None and not ((folder / ADAPTER).is_file() and _means_folder(adapter, folder, name)):
+    if adapter is not None and not ((folder / ADAPTER_CONFIG).is_file() and _means_folder(adapter, folder, name)):
         return f"its scores are of {model} with another adapter, {adapter}"
     return None
 
@@ -186,7 +185,7 @@ def make_card(
     # The text, from a template.
     packed = is_packed_config(config)
     settings = recorded_config(folder, sections["config"])
-    branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER).is_file()
+    branched = bool(config["quantization_config"].get("low_rank")) if packed else (folder / ADAPTER_CONFIG).is_file()
     return ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -275,7 +274,7 @@ def push(folder: Path, name: str, private: bool = False) -> str:
     """
     require_hub_name(name)
     check_links(folder, everything=True)
-    if (folder / ADAPTER).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         _name_base(folder, name)
     try:
         api = huggingface_hub.HfApi()
@@ -291,7 +290,7 @@ def push(folder: Path, name: str, private: bool = False) -> str:
 
 def _name_base(folder: Path, name: str) -> None:
     """Write the model's name on the hub into the adapter's config, from which transformers takes the weights there."""
-    path = folder / ADAPTER
+    path = folder / ADAPTER_CONFIG
     record = _record(folder)
     write_json(path, {**read_json_object(path), "base_model_name_or_path": name})
     if "adapter_config_sha256" in record:

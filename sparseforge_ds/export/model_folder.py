@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.model_files import CHAT_TEMPLATES, check_links, is_legal_file
 from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, hash_tensor
-from sparseforge_ds.export.adapter import CONFIG, TENSORS, write_adapter
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, write_adapter
 from sparseforge_ds.export.compressed_tensors import pack_codes, packed_shape, quantization_config
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.verification import check_folder
@@ -35,7 +35,7 @@ Format = Literal["hf", "packed24", "compressed-tensors"]
 
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 """Suffixes of a model's files that belong to every copy of it."""
-_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", CONFIG)
+_WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", ADAPTER_CONFIG)
 
 
 def write_model(
@@ -108,8 +108,8 @@ def write_model(
     adapter: dict[str, Any] = {"adapter": None}
     if source.branches and not packed:
         write_adapter(source, folder)
-        adapter = {"adapter": TENSORS, "adapter_sha256": hash_file(folder / TENSORS)}
-        adapter["adapter_config_sha256"] = hash_file(folder / CONFIG)
+        adapter = {"adapter": ADAPTER_TENSORS, "adapter_sha256": hash_file(folder / ADAPTER_TENSORS)}
+        adapter["adapter_config_sha256"] = hash_file(folder / ADAPTER_CONFIG)
     # Config, tokenizer and the record beside the weights.
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
+from sparseforge_ds.export.adapter import ADAPTER_STEM, ADAPTER_TENSORS
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.families import BRANCH
@@ -27,8 +28,6 @@ from sparseforge_ds.packed_format.packing import (
 )
 
 _DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ADAPTER = "adapter_model"
-"""Stem of the file in which PEFT stores the tensors of an adapter."""
 
 
 class StoredWeights:
@@ -69,8 +68,8 @@ class StoredWeights:
     def size(self) -> Size:
         """Bytes of all tensors; branches count among the weights or in an adapter."""
         branches = {name: spec for name, spec in self._tensors.specs.items() if name.endswith(BRANCH)}
-        has_adapter = (self.folder / f"{ADAPTER}.safetensors").is_file()
-        adapter = TensorFolder(self.folder, ADAPTER).specs if has_adapter else {}
+        has_adapter = (self.folder / ADAPTER_TENSORS).is_file()
+        adapter = TensorFolder(self.folder, ADAPTER_STEM).specs if has_adapter else {}
         return Size(
             weights=sum(spec.nbytes for name, spec in self._tensors.specs.items() if name not in branches),
             branches=sum(spec.nbytes for spec in (*branches.values(), *adapter.values())),

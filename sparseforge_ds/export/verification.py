@@ -21,8 +21,7 @@ from tqdm import tqdm
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.adapter import CONFIG as ADAPTER_CONFIG
-from sparseforge_ds.export.adapter import TENSORS, require_adapter
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, require_adapter
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
@@ -164,7 +163,7 @@ def check_folder(
         except ValueError as error:
             missing.append(str(error))
         else:
-            for key, file in (("adapter_sha256", TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
+            for key, file in (("adapter_sha256", ADAPTER_TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
                 if key in sparsity and sparsity[key] != hash_file(folder / file):
                     changed.append(str(folder / file))
     recorded = tuple(sparsity.get(key) for key in ("values", "group_size"))

@@ -14,7 +14,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, fingerprint_weights
-from sparseforge_ds.export.adapter import CONFIG
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG
 from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
@@ -54,7 +54,7 @@ class DenseModel:
         """
         self.folder = Path(folder)
         self.stored_config = read_config_json(self.folder)
-        for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter")):
+        for file, state in (("sparsity.json", "is sparse"), (ADAPTER_CONFIG, "has an adapter")):
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
         self.config = load_config(self.folder, str(folder))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.adapter import CONFIG
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.export.source import read_config_json
 from sparseforge_ds.export.unused import divide
@@ -37,7 +37,11 @@ class DenseFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.model_type = str(read_config_json(self.folder).get("model_type"))
-        for file, state in (("sparsity.json", "is sparse"), (CONFIG, "has an adapter"), (PERMUTATION, "is permuted")):
+        for file, state in (
+            ("sparsity.json", "is sparse"),
+            (ADAPTER_CONFIG, "has an adapter"),
+            (PERMUTATION, "is permuted"),
+        ):
             if (self.folder / file).exists():
                 raise ValueError(f"{folder}: {state} already ({file}); start from the dense model that it was made of")
         check_family(self.model_type)
