@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ def require_adapter(folder: Path) -> None:
         raise ValueError(
             f"{folder}: its low-rank adapter is missing ({ADAPTER_CONFIG}, {ADAPTER_TENSORS}), without which "
             "the weights compute nonsense; copy it there, or export again"
+        )
+
+
+def reject_foreign_adapter(folder: Path, sparsity: dict[str, Any]) -> None:
+    """Raise ValueError for an adapter beside the weights that the folder's `sparsity.json`, if any, does not name."""
+    if not sparsity.get("adapter") and (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder}: has a PEFT adapter beside its weights ({ADAPTER_CONFIG}), which transformers loads with them "
+            "and sparseforge export did not write; merge it into the weights, prune those again, or take it out"
         )
 
 

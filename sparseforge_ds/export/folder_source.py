@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,11 +20,11 @@ from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_file, hash_tensor
 from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.export.adapter import (
-    ADAPTER_CONFIG,
     ADAPTER_STEM,
     ADAPTER_TENSORS,
     branch_of_key,
     key_of,
+    reject_foreign_adapter,
     require_adapter,
 )
 from sparseforge_ds.export.source import (
@@ -33,10 +34,10 @@ from sparseforge_ds.export.source import (
     buffer_names,
     check_config,
     choose_dtype,
-    configured_dtype,
     origin_sections,
     read_config_json,
     recorded_config,
+    require_dtype,
     require_finite,
 )
 from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
@@ -44,7 +45,7 @@ from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
-from sparseforge_ds.model.stored_config import is_packed_config
+from sparseforge_ds.model.stored_config import configured_dtype, is_packed_config
 
 _KEYS = ("format", "dtype", *HEAD)
 
@@ -76,9 +77,9 @@ class FolderSource(Source):
         else:
             self.model_config = read_config_json(self.model_folder)
         # The record of the folder, or one that is made from its weights.
-        self._sparsity = (
-            read_json_object(self.folder / "sparsity.json") if self._exported else self._infer_record(exclude)
-        )
+        written = read_json_object(self.folder / "sparsity.json") if self._exported else {}
+        reject_foreign_adapter(self.folder, written)
+        self._sparsity = written if self._exported else self._infer_record(exclude)
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
@@ -88,16 +89,7 @@ class FolderSource(Source):
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
         # The dtype of all parameters.
-        stored_dtype = self.record["dtype"]
-        if not isinstance(stored_dtype, str) or stored_dtype not in DTYPES:
-            raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored_dtype!r}; export again")
-        configured = configured_dtype(self.model_config)
-        if dtype == "auto" and not self._exported and configured is not None and configured != stored_dtype:
-            dtype = configured  # transformers computes in the dtype of config.json, whatever the files hold
-        if dtype == "auto":
-            self.dtype = DTYPES[stored_dtype]
-        else:
-            self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
+        self.dtype, casts_from = self._find_dtype(dtype)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
         # Every tensor of the files is listed, with its shape and dtype, and every listed one is there.
         weights, dense, branches = listed_weights(self.folder, self._sparsity)
@@ -107,14 +99,14 @@ class FolderSource(Source):
             raise ValueError(
                 f"{self.folder}: {unmatched} is not in both sparsity.json and the safetensors; export again"
             )
-        uncast = set[str]() if dtype == "auto" else buffer_names(self.model_folder)
+        uncast = set[str]() if casts_from is None else buffer_names(self.model_folder, casts_from)
         self.specs = {}
         for name, spec in self._weights.specs.items():
             if "shape" not in self._listed[name] or not reads_as(spec, self._listed[name]):
                 raise ValueError(
                     f"{self.folder}: {name} has not the shape and dtype that sparsity.json gives it; export again"
                 )
-            casts = dtype != "auto" and spec.dtype.is_floating_point and name not in uncast
+            casts = casts_from is not None and spec.dtype.is_floating_point and name not in uncast
             if name not in branches:
                 self.specs[name] = TensorSpec(spec.shape, self.dtype if casts else spec.dtype)
         where = str(self.folder / "sparsity.json")
@@ -133,17 +125,33 @@ class FolderSource(Source):
                     shapes[branch_name] = spec.shape
         self._set_branches(shapes)
 
+    def _find_dtype(self, dtype: str) -> tuple[torch.dtype, str | None]:
+        """Return the dtype of all parameters, and what sets it if they are cast; None if they stay as they are stored.
+
+        Raises:
+            ValueError: an export has no such dtype.
+        """
+        if dtype != "auto":
+            return choose_dtype(dtype, self.model_folder, self.model_config), "--dtype"
+        stored_dtype = self.record["dtype"]
+        if self._exported:
+            if not isinstance(stored_dtype, str) or stored_dtype not in DTYPES:
+                raise ValueError(f"{self.folder / 'sparsity.json'}: dtype {stored_dtype!r}; export again")
+            return DTYPES[stored_dtype], None
+        # transformers computes in the dtype of config.json, whatever the files hold.
+        configured = configured_dtype(self.model_config)
+        if configured is not None:
+            origin = f"{self.model_folder / 'config.json'}: dtype {configured!r}"
+            return require_dtype(configured, origin), None if configured == stored_dtype else origin
+        first = next(iter(self._sparsity["weights"]))
+        return require_dtype(stored_dtype, f"{self.folder}: {first}: its dtype {stored_dtype!r}"), None
+
     def _infer_record(self, exclude: Sequence[str]) -> dict[str, Any]:
         """Return the content that `sparsity.json` would have in a folder without one.
 
         Raises:
-            ValueError: the weights are not 2:4, or have an adapter.
+            ValueError: the weights are not 2:4.
         """
-        if (self.folder / ADAPTER_CONFIG).is_file():
-            raise ValueError(
-                f"{self.folder}: has a PEFT adapter beside its weights, which sparseforge export did not write and "
-                "would be left behind; merge it into the weights, prune those again, or take the adapter out"
-            )
         pattern = NM(2, 4)
         report = check_folder(self.folder, pattern, exclude=exclude)
         if report.violations or report.missing or not report.rows:
@@ -155,6 +163,8 @@ class FolderSource(Source):
                 f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
                 f"run `sparseforge verify {self.folder}` to see every weight, and --exclude those that are dense"
             )
+        if report.notes:
+            raise ValueError(f"{self.folder}: {report.notes[0]}; run `sparseforge verify {self.folder}` to see all")
         # Everything else about the folder is unknown.
         rows = {name: {"shape": list(spec.shape)} for name, spec in self._weights.specs.items()}
         weights = {row.name: {**rows.pop(row.name), "input_axis": row.input_axis} for row in report.rows}

@@ -17,7 +17,7 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.saved_names import SavedTensor, saved_tensors
+from sparseforge_ds.model.saved_names import names_in_files
 from sparseforge_ds.packed_format.packed_values import Grid
 
 
@@ -37,13 +37,9 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
     except ValueError as error:
         raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()
-    # A source may use saved names, the model's own, or those without the prefix of the base model.
     state = model.state_dict()
     shapes = {name: tuple(value.shape) for name, value in state.items()}
-    tensors = saved_tensors(source.model_config.get("model_type"), shapes)
-    tensors |= {name: SavedTensor(name, 0, shape) for name, shape in shapes.items()}
-    inner = f"{model.base_model_prefix}."
-    tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}
+    tensors = names_in_files(source.model_config.get("model_type"), shapes, model.base_model_prefix)
     # Each tensor is copied to its place, and the elements are counted.
     filled: Counter[int] = Counter()
     about = f"{source.model_folder}/config.json: its {type(model).__name__}"

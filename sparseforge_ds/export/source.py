@@ -26,7 +26,7 @@ from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.stored_config import config_sha256
+from sparseforge_ds.model.stored_config import config_sha256, configured_dtype
 from sparseforge_ds.packed_format.packed_values import Grid
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "config", "run")
@@ -156,37 +156,43 @@ def recorded_config(folder: Path, block: Any) -> SparseForgeConfig | None:
         raise ValueError(f"{folder / 'sparsity.json'}: config is damaged ({error}); export again") from None
 
 
-def configured_dtype(model_config: dict[str, Any]) -> str | None:
-    """Return the dtype in config.json, or None. Vision-language models may keep it under `text_config`."""
-    parts = (model_config, model_config.get("text_config") or {})
-    dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
-    return next((str(dtype) for dtype in dtypes if dtype is not None), None)
-
-
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:
     """Return the dtype of an export: one of `DTYPES`, or for "auto" that of config.json."""
     if dtype == "auto":
-        setting = f"{model_folder / 'config.json'}: dtype"
         dtype = configured_dtype(model_config) or "float32"
-    else:
-        setting = "--dtype"
+        return require_dtype(dtype, f"{model_folder / 'config.json'}: dtype {dtype!r}")
     if dtype not in DTYPES:
-        raise ValueError(f"{setting} {dtype!r}: use one of auto, {', '.join(DTYPES)}")
+        raise ValueError(f"--dtype {dtype!r}: use one of auto, {', '.join(DTYPES)}")
     return DTYPES[dtype]
 
 
-def buffer_names(folder: Path) -> set[str]:
-    """Return the names of a model's buffers, such as the biases of a router, which a chosen dtype does not round.
+def require_dtype(dtype: str, origin: str) -> torch.dtype:
+    """Return the dtype of `DTYPES` that a file names.
+
+    Raises:
+        ValueError: an export has no such dtype; the message begins with its `origin`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{origin} is none that an export has ({', '.join(DTYPES)}); give one, like --dtype float32")
+    return DTYPES[dtype]
+
+
+def buffer_names(folder: Path, origin: str) -> set[str]:
+    """Return the names of a model's buffers, such as the biases of a router, which another dtype does not round.
+
+    Args:
+        folder: with config.json.
+        origin: of the dtype, the beginning of error messages.
 
     Raises:
         ValueError: transformers has no class for the folder's config.json.
     """
-    config = load_config(folder, f"--dtype: {folder}")
+    config = load_config(folder, f"{origin}: {folder}")
     try:
         with torch.device("meta"):
             model = build_model(config)
     except ValueError as error:
-        raise ValueError(f"--dtype: {folder}/config.json: {reason(error)}") from None
+        raise ValueError(f"{origin}: {folder}/config.json: {reason(error)}") from None
     return {name for name, _ in model.named_buffers()}
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.adapter import ADAPTER_STEM, ADAPTER_TENSORS
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
+from sparseforge_ds.export.source import DTYPES
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.families import BRANCH
-from sparseforge_ds.model.stored_config import is_packed_config, is_quantized
+from sparseforge_ds.model.stored_config import configured_dtype, is_packed_config, is_quantized
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, require_grid, values_per_element
 from sparseforge_ds.packed_format.packing import (
     PACKED24,
@@ -27,7 +28,7 @@ from sparseforge_ds.packed_format.packing import (
     unpack24,
 )
 
-_DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {**DTYPES, "float64": torch.float64}
 
 
 class StoredWeights:
@@ -51,7 +52,7 @@ class StoredWeights:
         self._packed = {name.removesuffix(POSITIONS) for name in positions}
         self.grid = _grid(folder, config) if self.packed else None
         """Grid of rounded values, by config.json; or None."""
-        self._dtype = _DTYPES.get(str(config.get("dtype")), torch.float32)
+        self._dtype = _DTYPES.get(configured_dtype(config) or "float32", torch.float32)
         scales = {name + SCALE for name in self._packed} & tensors.specs.keys() if self.grid else set()
         self._quantized = QuantizedWeights(folder, config, tensors) if is_quantized(config) else None
         parts = positions | scales | (self._quantized.belongs if self._quantized else set())

@@ -1,16 +1,22 @@
 """Check that every group of every prunable weight of a model folder is in the pattern: the last step of every recipe.
 
-No model is built. Prunable weights are those that `sparsity.json` lists and those that the family table names, without
+Prunable weights are those that `sparsity.json` lists and those that the family table names, without
 the ones that the run excluded. In a family without rows they are all matrices of numbered layers, along their last
 axis. A group is in the pattern if at most N of its members are not zero. Every weight is read once, for its hash and
 its counts.
+
+A folder without `sparsity.json` has no hashes. So all its other tensors are checked to be finite, and transformers
+builds the model of its config.json, without weights, to see that none is missing. If transformers can build no such
+model, that is a fault in a family of the table; of any other family nothing is known, and nothing is compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,16 +25,18 @@ import torch
 from tqdm import tqdm
 
 from sparseforge_ds.checkpoint.folder import read_json_object
-from sparseforge_ds.checkpoint.tensors import hash_file, tensor_bytes
+from sparseforge_ds.checkpoint.tensors import TensorSpec, hash_file, tensor_bytes
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, require_adapter
-from sparseforge_ds.export.counting import WeightReport, chunk_size
+from sparseforge_ds.export.adapter import ADAPTER_CONFIG, ADAPTER_TENSORS, reject_foreign_adapter, require_adapter
+from sparseforge_ds.export.counting import WeightReport, chunk_size, count_not_finite
 from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
+from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.rules import check_globs, matches
-from sparseforge_ds.model.stored_config import config_sha256, is_only_pruned
+from sparseforge_ds.model.saved_names import names_in_files, saved_tensors
+from sparseforge_ds.model.stored_config import config_sha256, configured_dtype, is_only_pruned
 from sparseforge_ds.packed_format.packed_values import Grid
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -119,9 +127,12 @@ def check_folder(
         del axes[name]  # loaders cast it in silence
         misfits.append(f"{name} (stored as {tensors.specs[name].dtype}, and weights are floating point)")
     # Each of them, and each listed one, is read once.
-    names = [name for name in tensors.specs if name in axes or name in listed]
+    is_float = {name: spec.dtype.is_floating_point for name, spec in tensors.specs.items()}
+    names = [name for name in tensors.specs if name in axes or name in listed or (is_float[name] and not sparsity)]
     total = sum(tensors.specs[name].nbytes for name in names)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=None)
+
+    unsound = set[str]()
 
     def check(name: str) -> tuple[WeightReport | None, bool]:
         """Return the counts of a prunable weight, and True if its bytes, shape and dtype are the listed ones."""
@@ -134,6 +145,8 @@ def check_folder(
                 digest.update(tensor_bytes(chunk))
             if report is not None:
                 report.add(chunk, pattern)
+            elif not sparsity and count_not_finite(chunk):
+                unsound.add(name)
         bar.update(tensors.specs[name].nbytes)
         as_listed = name not in listed or digest.hexdigest() == entry.get("sha256")
         as_listed = as_listed and ("error" not in entry or tensors.scale_sha256(name) == entry.get("scale_sha256"))
@@ -150,10 +163,18 @@ def check_folder(
     notes = [] if rows else ["there is no weight to check"]
     if sparsity and any(row.negative_zeros for row in rows):
         notes.append("weights hold -0.0, which an export writes as +0.0")  # in folders of other tools -0.0 is a zero
+    if unsound:
+        notes.append(f"{_first(name for name in names if name in unsound)} not finite; give a sound model")
+    if not sparsity:
+        notes += _missing_of_model(folder, config, tensors.specs)
+    try:
+        reject_foreign_adapter(folder, sparsity)
+    except ValueError as error:
+        notes.append(str(error))
     ordinary = not tensors.packed and not tensors.quantized
     if "quantization_config" in config and ordinary and not is_only_pruned(config):
         notes.append("config.json has a quantization_config: other tools will misread the weights")
-    if "dtype" in sparsity and config.get("dtype", config.get("torch_dtype")) != sparsity["dtype"]:
+    if "dtype" in sparsity and configured_dtype(config) != sparsity["dtype"]:
         notes.append("config.json gives another dtype than the weights have")
     if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
         notes.append("config.json is not the exported one: the weights may be those of another model")
@@ -184,6 +205,65 @@ def check_folder(
         errors,
         tuple(exclude),
     )
+
+
+def _first(names: Iterable[str]) -> str:
+    """Return the subject of a sentence about one or several tensors, with its verb."""
+    first, *others = names
+    return f"{first} and {len(others)} more are" if others else f"{first} is"
+
+
+def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
+    """Return notes on tensors that the model of config.json has and the files lack.
+
+    Tied weights are there if one of them is. Where transformers puts a tensor of the model together from several of
+    the files, by rules that the family table does not have, one of them is enough.
+    """
+    from sparseforge_ds.model.loading_targets import Targets
+    from sparseforge_ds.transformers_internals import get_model_conversion_mapping
+
+    try:
+        model_config = load_config(folder, str(folder))
+        with torch.device("meta"):
+            model = build_model(model_config)
+    except ValueError as error:
+        model_type = config.get("model_type")
+        is_known = isinstance(model_type, str) and model_type in FAMILIES
+        return [f"nobody knows what is missing, since no model can be made: {error}"] if is_known else []
+    model.tie_weights()
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    tensors = names_in_files(config.get("model_type"), shapes, model.base_model_prefix)
+    targets = Targets(model, get_model_conversion_mapping(model))
+    # Count the elements of each tensor in memory that the files have.
+    filled: Counter[str] = Counter()
+    for name in specs:
+        part = tensors.get(name)
+        if part is None:
+            memory_name = targets.find(name)[0]
+            filled[memory_name] = math.prod(shapes.get(memory_name, ()))
+        else:
+            filled[part.memory_name] += part.stop - part.start
+    complete = {name for name, shape in shapes.items() if filled[name] >= math.prod(shape)}
+    owners = dict(model.named_parameters(remove_duplicate=False))
+    complete_ids = {id(owners[name]) for name in complete & owners.keys()}
+    # The files of a bare model have no head, and some classes make buffers by themselves.
+    is_bare = type(model).__name__ not in (model_config.architectures or [type(model).__name__])
+    required = f"{model.base_model_prefix}." if is_bare else ""
+    optional = model._keys_to_ignore_on_load_missing or ()
+    missing = [
+        name
+        for name in shapes
+        if name not in complete
+        and id(owners.get(name)) not in complete_ids
+        and name.startswith(required)
+        and not any(re.search(pattern, name) for pattern in optional)
+    ]
+    if not missing:
+        return []
+    # Of a tensor that several of the files make up, name the first that is not there.
+    saved = saved_tensors(config.get("model_type"), shapes)
+    absent = [name for name, part in saved.items() if part.memory_name in missing and name not in specs]
+    return [f"{_first(absent)} missing, which the model of config.json needs; download or save it again"]
 
 
 def _prunable(

@@ -56,3 +56,23 @@ def saved_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> 
                 tensors[prefix + part.replace("*", str(expert))] = tensor
                 start = tensor.stop
     return tensors
+
+
+def names_in_files(
+    model_type: object, shapes: Mapping[str, tuple[int, ...]], base_prefix: str
+) -> dict[str, SavedTensor]:
+    """Return the tensors of a model by every name that files have for them.
+
+    Files may use saved names, the model's own, or those without the prefix of the base model.
+
+    Args:
+        model_type: as of `saved_tensors`.
+        shapes: of the model's tensors.
+        base_prefix: `base_model_prefix` of the model.
+    """
+    tensors = {
+        **saved_tensors(model_type, shapes),
+        **{name: SavedTensor(name, 0, shape) for name, shape in shapes.items()},
+    }
+    inner = f"{base_prefix}."
+    return tensors | {name.removeprefix(inner): part for name, part in tensors.items() if name.startswith(inner)}

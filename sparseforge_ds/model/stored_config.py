@@ -34,6 +34,14 @@ def _is_of_library(config: dict[str, Any]) -> bool:
     return isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
 
 
+def configured_dtype(config: dict[str, Any]) -> str | None:
+    """Return the dtype in a config.json, or None. Vision-language models may keep it under `text_config`."""
+    text_config = config.get("text_config")
+    parts = (config, text_config if isinstance(text_config, dict) else {})
+    dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next((str(dtype) for dtype in dtypes if dtype is not None), None)
+
+
 def config_sha256(config: dict[str, Any]) -> str:
     """Return the sha256 of a config.json without the keys about storage and remote code.
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -19,7 +18,7 @@ from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.saved_names import SavedTensor, saved_tensors
+from sparseforge_ds.model.saved_names import names_in_files
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.start.blocks import DecoderBlock
@@ -186,18 +185,10 @@ class DenseModel:
     def _match(self) -> dict[str, StoredPart]:
         """Return the part of the model that each tensor of the files is, by its name there.
 
-        Files may use saved names, the model's own, or those without the prefix of the base model.
-
         Raises:
             ValueError: a tensor has another shape than the model of config.json gives it.
         """
-        model_type: Any = self.stored_config.get("model_type")
-        tensors = {
-            **saved_tensors(model_type, self._shapes),
-            **{name: SavedTensor(name, 0, shape) for name, shape in self._shapes.items()},
-        }
-        inner = f"{self.module.base_model_prefix}."
-        tensors |= {name.removeprefix(inner): tensor for name, tensor in tensors.items() if name.startswith(inner)}
+        tensors = names_in_files(self.stored_config.get("model_type"), self._shapes, self.module.base_model_prefix)
         parts = {}
         for name, spec in self.specs.items():
             if name in tensors:

@@ -126,6 +126,34 @@ def test_auto_is_what_config_json_says_and_not_the_files(tmp_path: Path, key: st
         assert torch.equal(source.read(DOWN), tensors[DOWN].to(dtype))
 
 
+def test_a_dtype_that_no_export_has_is_named_where_it_stands(tmp_path: Path) -> None:
+    """`--dtype` is the cure, also for weights in float64."""
+    write_dense(tmp_path, "llama")
+    tensors = prune(tmp_path, [row.name for row in check_folder(tmp_path, NM(2, 4)).rows])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config_json = tmp_path / "config.json"
+    config_json.write_text(json.dumps(config | {"dtype": "float64"}))
+    with pytest.raises(ValueError, match=f"^{config_json}: dtype 'float64' is none .*give one, like --dtype float32$"):
+        open_source(tmp_path)
+    assert open_source(tmp_path, dtype="float32").dtype == torch.float32
+    save_file({name: value.double() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    config_json.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
+    with pytest.raises(ValueError, match=f"^{tmp_path}: .*_proj.weight: its dtype 'float64' is none .* float32$"):
+        open_source(tmp_path)
+    source = open_source(tmp_path, dtype="float32")
+    assert source.record["dtype"] == "float32" and torch.equal(source.read(DOWN), tensors[DOWN])
+    config_json.write_text('{"model_type": "unheard_of", "dtype": "bfloat16"}')
+    with pytest.raises(ValueError, match=f"^{config_json}: dtype 'bfloat16': {tmp_path}: its config.json cannot be"):
+        open_source(tmp_path)
+
+
+def test_an_adapter_beside_an_export_without_one_is_refused(tmp_path: Path) -> None:
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", "llama"), "llama")
+    (sparse / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has a PEFT adapter beside its weights .* or take it out"):
+        open_source(sparse)
+
+
 def test_a_chosen_dtype_leaves_the_biases_of_a_router_alone(tmp_path: Path) -> None:
     """transformers keeps them in fp32, and so does the export of a run."""
     dense = write_dense(tmp_path / "dense", "glm4_moe")

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import counting
+from sparseforge_ds.export import counting, verification
 from sparseforge_ds.export.counting import WeightReport, chunk_size
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.mask.pattern import NM, Block, top_n
+from tests.sparse_folders import write_dense
 from tests.tiny_models import tiny_gpt2, tiny_llama
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -206,6 +207,69 @@ def test_quantization_config_is_refused(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     assert main(["verify", str(folder)]) == 1
     assert "quantization_config" in check_folder(folder).notes[0]
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_an_adapter_that_nothing_records_is_no_part_of_the_model(folder: Path, foreign: bool) -> None:
+    """transformers would load it with the weights, by itself."""
+    if foreign:
+        (folder / "sparsity.json").unlink()
+    assert check_folder(folder).ok
+    (folder / "adapter_config.json").write_text("{}")
+    report = check_folder(folder)
+    assert not report.ok and "has a PEFT adapter beside its weights" in report.notes[0]
+    assert "merge it into the weights" in report.notes[0]
+
+
+def test_without_hashes_every_tensor_is_looked_at(folder: Path) -> None:
+    (folder / "sparsity.json").unlink()
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        for name in ("model.norm.weight", "model.layers.1.input_layernorm.weight"):
+            tensors[name][3] = torch.nan
+
+    edit(folder, spoil)
+    notes = check_folder(folder).notes
+    assert notes == ["model.layers.1.input_layernorm.weight and 1 more are not finite; give a sound model"]
+
+
+def test_without_a_record_the_model_of_config_json_says_what_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder of ours `sparsity.json` says it, and no model is built."""
+    with monkeypatch.context() as patched:
+        patched.setattr(verification, "build_model", lambda _: pytest.fail("a model was built"))
+        assert check_folder(folder).ok
+    (folder / "sparsity.json").unlink()
+    assert check_folder(folder).ok
+    edit(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    message = "missing, which the model of config.json needs; download or save it again"
+    assert check_folder(folder).notes == [f"model.norm.weight is {message}"]
+    edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1." in name])
+    report = check_folder(folder)
+    assert not report.ok and report.notes == [f"model.layers.1.self_attn.q_proj.weight and 9 more are {message}"]
+    with pytest.raises(ValueError, match=r"q_proj\.weight and 9 more are missing, .*; run `sparseforge verify"):
+        open_source(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": "many"}))
+    assert check_folder(folder).notes[0].startswith("nobody knows what is missing, since no model can be made: ")
+    (folder / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert check_folder(folder).ok
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "qwen3_moe", "gpt_oss"])
+def test_nothing_is_missing_in_what_transformers_saves(tmp_path: Path, family: str) -> None:
+    """Ties, names of one tensor an expert, and the names without that of the inner model."""
+    write_dense(tmp_path, family)
+    assert check_folder(tmp_path).notes == []
+    stored = load_file(tmp_path / "model.safetensors")
+    if family == "qwen3_moe":
+        name = next(name for name in stored if ".experts.1." in name)
+        save_file({key: value for key, value in stored.items() if key != name}, tmp_path / "model.safetensors")
+        assert check_folder(tmp_path).notes[0].startswith(f"{name} is missing")
+    inner = "transformer." if family == "gpt2" else "model."
+    save_file({name.removeprefix(inner): value for name, value in stored.items()}, tmp_path / "model.safetensors")
+    assert check_folder(tmp_path).notes == []
 
 
 def test_unreadable_folders_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
