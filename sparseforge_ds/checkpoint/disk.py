@@ -78,7 +78,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that gets its name at the end of the block; after an error nothing of it stays.
 
-    What a killed process left under the temporary name is removed first.
+    What a killed process left under the temporary name is removed first. With `replace`, the old folder that it moved
+    aside is removed once the new one has its name. Parents that are made here go again after an error.
 
     Args:
         path: final name. No folder may have it by then, or an empty one.
@@ -87,22 +88,26 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    made_parents = [parent for parent in temporary.parents if not parent.exists()]
     try:
         temporary.mkdir(parents=True)
         yield temporary
         sync_tree(temporary)
         # A folder with content cannot be replaced in one step: the old one is moved aside first.
+        previous = path.with_name(f"{path.name}.old")
         if replace and path.exists():
-            previous = path.with_name(f"{path.name}.old")
             shutil.rmtree(previous, ignore_errors=True)
             path.replace(previous)
-            temporary.replace(path)
+        temporary.replace(path)
+        if replace and previous.exists():
             shutil.rmtree(previous)
-        else:
-            temporary.replace(path)
         sync(path.absolute().parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        # The innermost comes first. One with anything in it stays, as after success.
+        with contextlib.suppress(OSError):
+            for parent in made_parents:
+                parent.rmdir()
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

@@ -40,6 +40,33 @@ def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
     assert (final / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_what_a_killed_process_moved_aside_is_removed(tmp_path: Path) -> None:
+    """It may be the only whole one until there is another."""
+    old = written(tmp_path / "final.old", "of a killed process")
+    with atomic_folder(tmp_path / "final", replace=True) as folder:
+        (folder / "file").write_text("new")
+        assert old.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    written(tmp_path / "final.old", "of somebody else")
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "other"):
+        raise RuntimeError
+    assert (tmp_path / "final.old").exists()
+
+
+def test_parents_that_an_error_leaves_empty_go_too(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "mine" / "a" / "b" / "final"):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "mine" / "a" / "b" / "final"):
+        written(tmp_path / "mine" / "a" / "other", "of another process")
+        raise RuntimeError
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "file", "mine", "other"]
+    with atomic_folder(tmp_path / "new" / "final"):
+        pass
+    assert (tmp_path / "new" / "final").is_dir()
+
+
 def test_a_folder_that_exists_is_not_replaced_by_default(tmp_path: Path) -> None:
     final = written(tmp_path / "final", "old")
     with pytest.raises(OSError), atomic_folder(final) as folder:
