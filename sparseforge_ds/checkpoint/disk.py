@@ -113,4 +113,9 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """Write an atomic file of JSON, indented for people to read."""
     with atomic_file(path) as file:
-        file.write((json.dumps(content, indent=indent) + "\n").encode())
+        file.write(json_bytes(content, indent))
+
+
+def json_bytes(content: dict[str, Any], indent: int | None = 2) -> bytes:
+    """Return the bytes that `write_json` writes."""
+    return (json.dumps(content, indent=indent) + "\n").encode()

@@ -5,6 +5,7 @@ Scores that are measured later come from the JSON files of `sparseforge evaluate
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -12,27 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HTTPError
 from yaml import YAMLError
 
-from sparseforge_ds.checkpoint.disk import atomic_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, json_bytes
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.model_files import check_links
-from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.export.adapter import ADAPTER_CONFIG, adapter_rank
 from sparseforge_ds.export.model_folder import describe_values
 from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights
 from sparseforge_ds.mask.pattern import parse_pattern
-from sparseforge_ds.model.hub_access import HUB_ID, public_name
+from sparseforge_ds.model.hub_access import HUB_ID, REPOSITORY, public_name
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
 NAME = "README.md"
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "model_card.md"
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_LINKED = re.compile(rf"{_REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
+_LINKED = re.compile(rf"{REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
 """Names that become links: a repository, perhaps with a part of it."""
 _HARMLESS = re.compile(r"[\w .,:;+=%()/-]*")
 """Text that is not Markdown."""
@@ -156,7 +155,7 @@ def make_card(
     Raises:
         ValueError: `sparsity.json` is missing or damaged, or `base_model` is no name on the hub.
     """
-    if base_model is not None and not _REPOSITORY.fullmatch(base_model):
+    if base_model is not None and not REPOSITORY.fullmatch(base_model):
         raise ValueError(f"--base_model {base_model}: give owner/name, as the hub has it")
     record = _record(folder)
     config = read_json_object(folder / "config.json")
@@ -174,7 +173,7 @@ def make_card(
     texts = run.get("dataset") or []
     data = ModelCardData(
         model_name=title,
-        base_model=model if _REPOSITORY.fullmatch(model or "") else None,
+        base_model=model if REPOSITORY.fullmatch(model or "") else None,
         datasets=sorted({text.partition(":")[0] for text in texts if _LINKED.fullmatch(text)}) or None,
         library_name="transformers",
         license=license,
@@ -235,6 +234,7 @@ def write_card(
     """
     # Leave somebody else's file alone; take from our own what is not given now.
     path = folder / NAME
+    other_bases: list[str] = []
     if path.is_file():
         if _OURS not in (text := path.read_text(errors="replace")):
             return False
@@ -243,9 +243,13 @@ def write_card(
         results = results or previous.eval_results or ()
         if base_model is None and isinstance(previous.base_model, str):
             base_model = previous.base_model
-    content = str(make_card(folder, results, license, name, base_model))
+        elif base_model is None and isinstance(previous.base_model, list):
+            other_bases = previous.base_model
+    card = make_card(folder, results, license, name, base_model)
+    if other_bases:
+        card.data["base_model"] = other_bases
     with atomic_file(path) as file:
-        file.write(content.encode())
+        file.write(str(card).encode())
     return True
 
 
@@ -253,7 +257,7 @@ def _metadata(text: str, path: Path) -> ModelCardData:
     """Return the metadata of a card of ours, which the hub reads."""
     try:
         data = ModelCard(text).data
-    except (ValueError, YAMLError) as error:
+    except (TypeError, ValueError, YAMLError) as error:
         headline = str(error).splitlines()[0]
         raise ValueError(f"{path}: its metadata is damaged ({headline:.200}); delete the file") from None
     assert isinstance(data, ModelCardData)
@@ -262,7 +266,7 @@ def _metadata(text: str, path: Path) -> ModelCardData:
 
 def require_hub_name(name: str) -> None:
     """Reject a value of `--push` that is no name on the hub."""
-    if not HUB_ID.fullmatch(name) or ":" in name:
+    if not REPOSITORY.fullmatch(name):
         raise ValueError(f"--push {name}: give owner/name")
 
 
@@ -274,12 +278,16 @@ def push(folder: Path, name: str, private: bool = False) -> str:
     """
     require_hub_name(name)
     check_links(folder, everything=True)
-    if (folder / ADAPTER_CONFIG).is_file():
-        _name_base(folder, name)
+    changed = _with_base(folder, name) if (folder / ADAPTER_CONFIG).is_file() else {}
+    message = "Upload by sparseforge card"
     try:
         api = huggingface_hub.HfApi()
         address = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by sparseforge card")
+        # The adapter comes before the weights, which compute nonsense without it.
+        if changed:
+            additions = [CommitOperationAdd(file, content) for file, content in changed.items()]
+            api.create_commit(name, additions, commit_message=message)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=list(changed))
     except (HTTPError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -288,13 +296,18 @@ def push(folder: Path, name: str, private: bool = False) -> str:
     return str(address)
 
 
-def _name_base(folder: Path, name: str) -> None:
-    """Write the model's name on the hub into the adapter's config, from which transformers takes the weights there."""
-    path = folder / ADAPTER_CONFIG
+def _with_base(folder: Path, name: str) -> dict[str, bytes]:
+    """Return the files that differ on the hub: its adapter names the model there, where transformers gets the weights.
+
+    The folder itself stays as it is, with the adapter of the weights beside it.
+    """
+    adapter = {**read_json_object(folder / ADAPTER_CONFIG), "base_model_name_or_path": name}
+    files = {ADAPTER_CONFIG: json_bytes(adapter)}
     record = _record(folder)
-    write_json(path, {**read_json_object(path), "base_model_name_or_path": name})
     if "adapter_config_sha256" in record:
-        write_json(folder / "sparsity.json", {**record, "adapter_config_sha256": hash_file(path)})
+        digest = hashlib.sha256(files[ADAPTER_CONFIG]).hexdigest()
+        files["sparsity.json"] = json_bytes({**record, "adapter_config_sha256": digest})
+    return files
 
 
 def _result(task: str, name: str, metric: str, value: float, arguments: dict[str, Any]) -> EvalResult:

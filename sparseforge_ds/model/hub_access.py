@@ -13,7 +13,9 @@ from huggingface_hub.errors import HTTPError
 
 SECONDS = 5.0
 """Time that the hub has to answer."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\S*)?")
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""owner/name."""
+HUB_ID = re.compile(rf"{REPOSITORY.pattern}(:\S*)?", re.ASCII)
 """owner/name, perhaps with a part of it."""
 
 

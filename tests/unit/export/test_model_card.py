@@ -149,6 +149,20 @@ def test_a_damaged_card_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["card", str(folder)]) == 2
     assert "README.md: its metadata is damaged (" in capsys.readouterr().err
+    (folder / "README.md").write_text("---\nmodel-index:\n- name: x\n  results:\n  - task: {}\n---\n" + text)
+    assert main(["card", str(folder)]) == 2
+    assert "README.md: its metadata is damaged (" in capsys.readouterr().err
+
+
+def test_several_base_models_stay_in_a_new_card(folder: Path) -> None:
+    assert main(["card", str(folder)]) == 0
+    card = ModelCard.load(folder / "README.md")
+    card.data.base_model = ["owner/dense-1b", "owner/other"]
+    card.save(folder / "README.md")
+    assert main(["card", str(folder), "--license", "mit"]) == 0
+    assert ModelCard.load(folder / "README.md").data.base_model == ["owner/dense-1b", "owner/other"]
+    assert main(["card", str(folder), "--base_model", "owner/new"]) == 0
+    assert ModelCard.load(folder / "README.md").data.base_model == "owner/new"
 
 
 HOSTILE = (
@@ -352,12 +366,21 @@ def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monke
     write_json(folder / "adapter_config.json", {"r": 4, "base_model_name_or_path": None})
     record = json.loads((folder / "sparsity.json").read_text())
     write_json(folder / "sparsity.json", record | {"adapter_config_sha256": hash_file(folder / "adapter_config.json")})
+    local = {path.name: path.read_bytes() for path in folder.iterdir()}
     with hub_that_takes() as (address, files, _):
         monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         model_card.push(folder, "owner/made")
     assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/made"}
     listed = json.loads(files["sparsity.json"])["adapter_config_sha256"]
     assert listed == hashlib.sha256(files["adapter_config.json"]).hexdigest()
+    assert set(files) == set(local) and files["config.json"] == local["config.json"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == local, "the folder stays as it is"
+    # Also where the hub refuses.
+    with hub_that_takes(refuses=True) as (address, files, _):
+        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        with pytest.raises(ValueError, match="the hub did not take it"):
+            model_card.push(folder, "owner/made")
+    assert not files and {path.name: path.read_bytes() for path in folder.iterdir()} == local
 
 
 def test_a_hub_that_refuses_or_does_not_answer_is_one_line(
