@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sparseforge_ds.checkpoint.folder import MANIFEST, list_checkpoints, list_files
 from sparseforge_ds.checkpoint.inventory import SavedCheckpoint, describe_checkpoint
-from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file
+from sparseforge_ds.checkpoint.manifest import FormatVersionError, Manifest, check_pt_file
 
 
 def check_intact(folder: Path) -> None:
@@ -41,12 +41,17 @@ def verify_checkpoint(folder: Path) -> SavedCheckpoint:
 
 @contextmanager
 def suggest_intact_checkpoint(folder: Path) -> Iterator[None]:
-    """Append the newest intact sibling checkpoint, if there are siblings, to the message of a ValueError inside."""
+    """Append the newest intact sibling, if there are siblings, to a ValueError about a damaged checkpoint.
+
+    The error of a checkpoint that is intact, or of another version, passes unchanged.
+    """
     try:
         yield
+    except FormatVersionError:
+        raise
     except ValueError as error:
         siblings = [sibling for sibling in list_checkpoints(folder.parent) if sibling.name != folder.name]
-        if not siblings:
+        if not siblings or verify_checkpoint(folder).complete:
             raise
         intact = next((sibling for sibling in reversed(siblings) if verify_checkpoint(sibling).complete), None)
         advice = f"the newest intact one beside it is {intact}" if intact else "no other one beside it is intact"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if path.name == "best" and path.is_file():
         return read_pointer(path)
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder; give a run's output folder or one checkpoint in it")
+        kind = "is a file" if path.is_file() else "no such folder"
+        raise ValueError(f"{path}: {kind}; give a run's output folder or one checkpoint in it")
     # A folder of checkpoints, one checkpoint, or the output of a Trainer.
     for parent in (path, path / "checkpoints"):
         if (newest := newest_checkpoint(parent)) is not None:
@@ -122,11 +124,13 @@ def require_saved(path: Path) -> None:
 
 def check_outside_checkpoints(out: Path) -> None:
     """Raise ValueError for a new folder that a run would take for a checkpoint of its own, or would replace."""
-    out = out.absolute()
-    for run in out.parents:
-        own = out.relative_to(run).parts[0]
-        if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():
-            raise ValueError(f"{out}: lies in the folder {own} of the run {run}; give a name outside it")
+    out = Path(os.path.normpath(out.absolute()))
+    # A folder of a run may be a link to elsewhere, and what leads to one too.
+    for path in (out, Path(os.path.realpath(out.parent), out.name)):
+        for run in path.parents:
+            own = path.relative_to(run).parts[0]
+            if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():
+                raise ValueError(f"{out}: lies in the folder {own} of the run {run}; give a name outside it")
     named = _STEP.fullmatch(out.name) or _OF_TRAINER.fullmatch(out.name)
     beside = list_checkpoints(out.parent) or newest_trainer_checkpoint(out.parent) or (out.parent / "latest").is_file()
     if named and beside:
@@ -135,8 +139,9 @@ def check_outside_checkpoints(out: Path) -> None:
 
 def find_run(path: str | Path) -> Path | None:
     """Return the run folder, with `sparseforge.json`, that `path` is or lies in; None if there is none."""
-    path = Path(path).absolute()
-    return next((folder for folder in (path, *path.parents[:2]) if (folder / "sparseforge.json").is_file()), None)
+    paths = (Path(path).absolute(), Path(os.path.realpath(path)))
+    folders = (folder for path in paths for folder in (path, *path.parents[:2]))
+    return next((folder for folder in folders if (folder / "sparseforge.json").is_file()), None)
 
 
 def list_files(folder: Path) -> CheckpointFiles:

@@ -42,7 +42,7 @@ class Inventory:
     entries: list[SavedCheckpoint]
     """All checkpoints, in the order of their steps."""
     leftovers: list[str]
-    """Names of folders that interrupted saves left behind; the next launch of the run removes them."""
+    """Names of folders and files that interrupted saves left behind; the next launch of the run removes them."""
     current: SavedCheckpoint | None
     """Newest checkpoint, from which a run continues and which is exported."""
     problem: str | None

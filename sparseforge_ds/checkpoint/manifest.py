@@ -20,6 +20,10 @@ from sparseforge_ds.checkpoint.tensors import hash_file
 FORMAT = 3
 
 
+class FormatVersionError(ValueError):
+    """A manifest that another version of this package wrote, which is no damage."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """State of a checkpoint folder at the end of its save."""
@@ -45,7 +49,7 @@ class Manifest:
         except ValueError as error:
             raise ValueError(f"{folder} was not written by this trainer, or is damaged: {error}") from None
         if (version := record.get("format")) != FORMAT:
-            raise ValueError(
+            raise FormatVersionError(
                 f"{folder} has format {version!r:.100}, this version of sparseforge_ds reads {FORMAT}; "
                 "resume with the version that wrote it"
             )

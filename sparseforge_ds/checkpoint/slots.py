@@ -75,6 +75,8 @@ def read_slots(files: RankFiles, flat_shapes: FlatShapes) -> dict[str, list[Slot
                 raise ValueError(f"{archive.path}: partitions of {partition} elements, rank 0 has {partitions[0]}")
         slots = zero12_slots(flat_shapes, zero12_alignment(files.optimizer[0], flat_shapes), partitions[0])
     _check_flats(files, slots)
+    if files.stage == 3:
+        _check_lengths(files, flat_shapes)
     return slots
 
 
@@ -182,3 +184,19 @@ def _check_flats(files: RankFiles, slots: dict[str, list[Slot]]) -> None:
                 f"{files.state_file(slot.rank).path}: its partition {slot.flat} has {numel} elements, {name} needs "
                 f"{slot.stop}; the file does not belong to {files.model[0].path.name}"
             )
+
+
+def _check_lengths(files: RankFiles, sub_groups: FlatShapes) -> None:
+    """Raise ValueError for a flat of ZeRO-3 that is longer than its pieces, which DeepSpeed lays end to end.
+
+    A piece is as long on every rank, padding included, and nothing lies between two or behind the last.
+    """
+    for rank, archive in enumerate(files.optimizer):
+        for number, (master, shapes) in enumerate(zip(files.flats(rank).masters or (), sub_groups, strict=True)):
+            length = sum(math.ceil(math.prod(shape) / files.world_size) for shape in shapes.values())
+            if master.numel() != length:
+                raise ValueError(
+                    f"{archive.path}: its partition {number} has {master.numel()} elements, and the weights that "
+                    f"{files.model[0].path.name} names make {length}; the two do not belong together, use another "
+                    "checkpoint"
+                )

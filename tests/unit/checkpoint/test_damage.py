@@ -9,7 +9,7 @@ import torch
 
 from sparseforge_ds.checkpoint.damage import check_intact, suggest_intact_checkpoint, verify_checkpoint
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.checkpoint.folder import MANIFEST
+from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 
 FILE = "mp_rank_00_model_states.pt"
@@ -63,3 +63,14 @@ def test_the_newest_intact_sibling_is_named(tmp_path: Path) -> None:
         suggest_intact_checkpoint(write_checkpoint(tmp_path / "run" / "step_000001")),
     ):
         raise ValueError("alone")
+
+
+def test_only_damage_has_a_sibling_for_a_cure(tmp_path: Path) -> None:
+    """The others would fail alike."""
+    newest, _ = (write_checkpoint(tmp_path / f"step_{step:06d}") for step in (4, 3))
+    with pytest.raises(ValueError, match="^no masks yet$"), suggest_intact_checkpoint(newest):
+        raise ValueError("no masks yet")
+    record = read_json_object(newest / MANIFEST)
+    write_json(newest / MANIFEST, {**record, "format": 99})
+    with pytest.raises(ValueError, match="resume with the version that wrote it$"), suggest_intact_checkpoint(newest):
+        check_intact(newest)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sparseforge_ds.checkpoint.folder import find_checkpoint, newest_trainer_checkpoint, read_json_object
+from sparseforge_ds.checkpoint.folder import (
+    check_outside_checkpoints,
+    find_checkpoint,
+    find_run,
+    newest_trainer_checkpoint,
+    read_json_object,
+)
 from sparseforge_ds.checkpoint.manifest import fingerprint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 
@@ -69,6 +75,32 @@ def test_the_newest_complete_checkpoint_of_a_trainer_is_found(tmp_path: Path) ->
     (tmp_path / "model").mkdir()
     with pytest.raises(ValueError, match="holds no checkpoint .*no checkpoint-N of a Trainer that is complete"):
         find_checkpoint(tmp_path / "model")
+
+
+def test_a_file_in_the_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(ValueError, match="file: is a file; give a run's output folder or one checkpoint in it"):
+        find_checkpoint(tmp_path / "file")
+    with pytest.raises(ValueError, match="none: no such folder; give"):
+        find_checkpoint(tmp_path / "none")
+
+
+def test_links_to_the_folders_of_a_run_are_followed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    elsewhere = tmp_path / "scratch" / "disk"
+    step = run / "checkpoints" / "step_000004"
+    for folder in (step, elsewhere / "step_000002"):
+        folder.mkdir(parents=True)
+    (run / "sparseforge.json").write_text("{}")
+    (run / "data").symlink_to(elsewhere)
+    (tmp_path / "short").symlink_to(run / "checkpoints")
+    (tmp_path / "newest").symlink_to(step)
+    for out in (tmp_path / "short" / "out", run / "data" / "out", run / "gone" / ".." / "model"):
+        with pytest.raises(ValueError, match=r"out: lies in the folder|model: lies in the folder"):
+            check_outside_checkpoints(out)
+    check_outside_checkpoints(run / "checkpoints" / ".." / "export")
+    assert find_run(step) == run == find_run(tmp_path / "newest") and find_run(elsewhere) is None
+    assert find_run(run / "gone" / ".." / "checkpoints") == run
 
 
 @pytest.mark.parametrize("name", [".lock", "sparseforge.json"])

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config
 
+from benchmarks.sharded_checkpoint import write_run
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.slots import Slot, whole_slots, zero3_slots, zero12_slots
 
 shapes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7)), min_size=1, max_size=5)
@@ -51,3 +55,19 @@ def test_groups_without_a_partition_size_are_an_error() -> None:
 def test_stage_0_slots_are_on_rank_0_end_to_end() -> None:
     slots = whole_slots([{"a": (2, 3), "b": (4,)}, {}, {"c": (1,)}])
     assert slots == {"a": [Slot(0, 0, 0, 6)], "b": [Slot(0, 0, 6, 10)], "c": [Slot(0, 2, 0, 1)]}
+
+
+def test_a_partition_of_stage_3_is_as_long_as_its_pieces(tmp_path: Path) -> None:
+    """An element more belongs to another model, or to another number of ranks."""
+    config = Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=12, num_hidden_layers=1, head_dim=8)
+    config.num_attention_heads = config.num_key_value_heads = 1
+    write_run(tmp_path, config, ranks=3)
+    Checkpoint(tmp_path)
+    file = sorted(tmp_path.glob("checkpoints/*/*optim_states.pt"))[1]
+    content = torch.load(file, weights_only=False)
+    flats = content["optimizer_state_dict"]["fp32_flat_groups"]
+    flats[0] = torch.cat([flats[0], torch.zeros(1)])
+    torch.save(content, file)
+    message = rf"{file.name}: its partition 0 has {len(flats[0])} elements, and .* make {len(flats[0]) - 1}; .* another"
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(tmp_path)
