@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -99,11 +100,25 @@ def test_small_negative_values_do_not_become_negative_zero(run: Path, tmp_path: 
 
 
 def test_a_head_that_is_tied_where_config_json_does_not_say_so(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run / "model", tmp_path / "model")
-    assert "lm_head.weight" not in open_source(run, tmp_path / "model").specs
-    edit_json(tmp_path / "model" / "config.json", lambda c: c.pop("tie_word_embeddings"))
-    config = load_config(tmp_path / "model", "it")
-    assert ("lm_head.weight" not in open_source(run, tmp_path / "model").specs) == config.tie_word_embeddings
+    copy = shutil.copytree(run, tmp_path / "run")
+    model = shutil.copytree(run / "model", tmp_path / "model")
+    assert "lm_head.weight" not in open_source(copy, model).specs
+    for folder in (model, copy / "model"):
+        edit_json(folder / "config.json", lambda c: c.pop("tie_word_embeddings"))
+    config = load_config(model, "it")
+    assert ("lm_head.weight" not in open_source(copy, model).specs) == config.tie_word_embeddings
+
+
+def test_a_given_model_is_the_one_that_the_run_trained(run: Path, tmp_path: Path) -> None:
+    """Another base of the rotary embedding has the same shapes, and is another model."""
+    model = Path(shutil.copytree(run / "model", tmp_path / "model"))
+    edit_json(model / "config.json", lambda c: c.update(dtype="float32", use_cache=False, transformers_version="0"))
+    assert open_source(run, model).dtype == torch.float32
+    edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    own = re.escape(str(run / "model" / "config.json"))
+    message = rf"^--model {model}: its config.json has rms_norm_eps 0.5, and .* 1e-06 \({own}\); leave out --model, or"
+    with pytest.raises(ValueError, match=message):
+        open_source(run, model)
 
 
 def test_threads_read_the_same(run: Path) -> None:
