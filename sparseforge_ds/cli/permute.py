@@ -66,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.export.unused import describe_unused
-        from sparseforge_ds.export.writer import check_shard_size, unfinished_folder
+        from sparseforge_ds.export.writer import parse_size, unfinished_folder
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
         from sparseforge_ds.extras.basis.permutation.find import SearchSettings
 
-    check_shard_size(args.max_shard_size)
+    parse_size(args.max_shard_size)  # before work that ends in a file of that size
     for flag in ("workers", "sequences", "rows"):
         if (value := getattr(args, flag)) is not None and value < 1:
             raise ValueError(f"--{flag} {value}: use an integer >= 1")

@@ -42,6 +42,7 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
     tensors = names_in_files(source.model_config.get("model_type"), shapes, model.base_model_prefix)
     # Each tensor is copied to its place, and the elements are counted.
     filled: Counter[int] = Counter()
+    name_at: dict[tuple[int, int], str] = {}
     about = f"{source.model_folder}/config.json: its {type(model).__name__}"
     bar = tqdm(total=sum(spec.nbytes for spec in source.specs.values()), unit="B", unit_scale=True, disable=None)
     bar.set_description("proof")
@@ -55,7 +56,15 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
             raise ValueError(f"{about} has {name} of shape {tensor.shape}, the source {spec.shape}")
         target = state[tensor.memory_name]
         value = source.read(name) if grid is None else read_rounded(source, name, grid)
-        target.view(-1)[tensor.start : tensor.stop].view(spec.shape).copy_(value)
+        place = target.view(-1)[tensor.start : tensor.stop].view(spec.shape)
+        # Of tied weights one is stored, or both with the same values.
+        first = name_at.setdefault((place.data_ptr(), place.numel()), name)
+        if first != name and not torch.equal(place, value.to(place.dtype)):
+            raise ValueError(
+                f"{about} ties {name} to {first}, and the source has other values for each; set tie_word_embeddings "
+                "to false there, or remove the one that the model was not trained with"
+            )
+        place.copy_(value)
         filled[target.data_ptr()] += tensor.stop - tensor.start
     bar.close()
     missing = [name for name, value in state.items() if filled[value.data_ptr()] < value.numel()]

@@ -35,23 +35,38 @@ NO_LIMIT = 1 << 62
 def unfinished_folder(out: str | Path) -> Iterator[Path]:
     """Make a folder beside `out` that becomes `out` at the end of the block, or is removed after an error.
 
-    A killed process leaves its folder behind; the next one that writes `out` on this machine removes it.
+    A killed process leaves its folder behind; the next one that writes `out` on this machine removes it. Errors of the
+    block that name the folder name `out` in its place.
 
     Raises:
-        ValueError: `out` is in use, or cannot be written.
+        ValueError: `out` is in use or cannot be written, or the block cannot read a file.
     """
     require_free(out)
     out = Path(out).absolute()
     name = f".{out.name}.{socket.gethostname()}."
+    temporary = out.parent / f"{name}{os.getpid()}.tmp"
     try:
         for leftover in out.parent.glob(f"{glob.escape(name)}*.tmp"):
             process = leftover.name.removeprefix(name).removesuffix(".tmp")
             if process.isdecimal() and not psutil.pid_exists(int(process)):
                 shutil.rmtree(leftover)
-        with atomic_folder(out, out.parent / f"{name}{os.getpid()}.tmp") as folder:
+        with atomic_folder(out, temporary) as folder:
             yield folder
+    except ValueError as error:
+        if str(temporary) not in str(error):
+            raise
+        raise ValueError(str(error).replace(str(temporary), str(out))) from None
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{out}: cannot be written ({error}); nothing was left behind") from None
+        file = getattr(error, "filename", None)
+        if file is not None and not _is_written(Path(os.fsdecode(file)), out, temporary):
+            raise ValueError(f"{os.fsdecode(file)}: {getattr(error, 'strerror', error)}; nothing was written") from None
+        cause = str(error).replace(str(temporary), str(out))
+        raise ValueError(f"{out}: cannot be written ({cause}); nothing was left behind") from None
+
+
+def _is_written(file: Path, out: Path, temporary: Path) -> bool:
+    """Return True for a file of the folder that gets the name `out`, and for the folders that hold it."""
+    return file.is_relative_to(temporary) or file == out or file in out.parents
 
 
 def require_free(out: str | Path) -> None:
@@ -135,15 +150,6 @@ def parse_size(text: str) -> int:
             f"--max_shard_size {text:.100}: write a number of bytes, or a number with KB, MB, GB or TB, like 5GB"
         )
     return int(number) * units.get(unit, 1)
-
-
-def check_shard_size(text: str) -> None:
-    """Check that a text is a size that `parse_size` takes, before work that ends in a file of that size.
-
-    Raises:
-        ValueError: the errors of `parse_size`.
-    """
-    parse_size(text)
 
 
 def _header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, list[int]]:

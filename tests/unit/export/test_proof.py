@@ -15,6 +15,7 @@ from sparseforge_ds.export import formats, proof
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder, require_provable
+from sparseforge_ds.export.reference import filled_model
 from sparseforge_ds.export.source import Source
 from tests.conftest import ROOT
 from tests.forked_interpreter import run_script
@@ -118,14 +119,34 @@ def test_nothing_is_left_of_an_export_that_fails_its_proof(
         export(source, tmp_path / "out", "packed24")
 
     def spoil(source: Source, folder: Path, plain: bool, grid: str | None) -> None:
-        raise ValueError(f"{folder}: the proof failed: as it should")
+        raise ValueError(f"{folder}: the proof failed: as it should")  # a folder that has a temporary name
 
     monkeypatch.undo()
     for format in ("hf", "packed24"):
         monkeypatch.setattr(formats, "prove_folder", spoil)
-        with pytest.raises(ValueError, match="as it should"):
+        with pytest.raises(ValueError, match=f"^{tmp_path / 'out'}: the proof failed: as it should"):
             export(source, tmp_path / "out", format)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_head_that_differs_from_the_weight_that_it_is_tied_to(tmp_path: Path) -> None:
+    """transformers would compute with one of them."""
+    head = "lm_head.weight"
+    embedding = "model.embed_tokens.weight"
+    folder = write_dense(tmp_path / "dense", "llama-tied")
+    model = ModelSource(tiny_llama(tie_word_embeddings=True), folder, torch.float32)
+    stored = {embedding: model.read(embedding), head: model.read(embedding)}
+
+    class WithHead(ModelSource):
+        def read(self, name: str) -> torch.Tensor:
+            return stored[name].clone() if name in stored else super().read(name)
+
+    source = WithHead(tiny_llama(tie_word_embeddings=True), folder, torch.float32)
+    source.specs = {**source.specs, head: source.specs[embedding]}
+    filled_model(source)
+    stored[head] = stored[head] + 1
+    with pytest.raises(ValueError, match=f"ties {head} to {embedding}, .* set tie_word_embeddings to false there, or"):
+        filled_model(source)
 
 
 def test_a_packed_folder_is_not_loaded_without_us(source: Source, tmp_path: Path) -> None:

@@ -111,3 +111,20 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
             (folder / "a").write_text("a")
             raise error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_name_what_the_folder_is_going_to_be_called(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match=f"^{out}: is bad$"), unfinished_folder(out) as folder:
+        raise ValueError(f"{folder}: is bad")
+    message = f"^{out}: cannot be written .*{out / 'a' / 'b'}"
+    with pytest.raises(ValueError, match=message), unfinished_folder(out) as folder:
+        (folder / "a" / "b").write_text("no folder for it")
+
+
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_folder(tmp_path: Path) -> None:
+    missing = tmp_path / "source" / "tokenizer.json"
+    message = f"^{missing}: No such file or directory; nothing was written$"
+    with pytest.raises(ValueError, match=message), unfinished_folder(tmp_path / "out"):
+        missing.read_text()
+    assert not list(tmp_path.iterdir())
