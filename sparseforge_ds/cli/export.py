@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         )
     compare = None if args.text is None else _comparison(args.text)
     if source.unused:
-        print(describe_unused(source.model_folder, source.unused))
+        print(describe_unused(source.folder, source.unused))
     # Write and prove the folder, then say what it is.
     limits = (args.max_shard_size, args.workers, args.skip_proof)
     record = export(source, args.out, args.format, *limits, grid, compare)

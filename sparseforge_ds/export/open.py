@@ -27,8 +27,13 @@ def open_source(
         ValueError: the path is none of these, or is damaged.
     """
     path = Path(path)
+    if not path.exists():
+        raise ValueError(
+            f"{path}: no such folder; give a run's output folder, one checkpoint in it, or a model's folder"
+        )
     # FolderSource says what is wrong with weights that are pickles.
-    has_weights = any(path.glob("model*.safetensors*")) or "pytorch_model.bin" in unread_weight_files(path)
+    has_pickles = any(name.startswith("pytorch_model") for name in unread_weight_files(path))
+    has_weights = any(path.glob("model*.safetensors*")) or has_pickles
     is_model = (path / "config.json").is_file() and has_weights
     is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
     if (is_model and not is_checkpoint) or (path / "sparsity.json").is_file():

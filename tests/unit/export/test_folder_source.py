@@ -70,6 +70,10 @@ def test_what_transformers_does_not_load_is_neither_checked_nor_exported(
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
     assert "3 tensors that transformers does not load are left out, the first is" in capsys.readouterr().out
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == stored.keys()
+    # The files that they are in are those of the source, whatever --model says.
+    other = write_dense(tmp_path / "other", "llama")
+    assert main(["export", str(folder), str(tmp_path / "again"), "--model", str(other), "--skip_proof"]) == 0
+    assert f"{folder}: 3 tensors that transformers does not load" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("format", ["hf", "packed24"])
@@ -145,6 +149,13 @@ def test_a_dtype_that_no_export_has_is_named_where_it_stands(tmp_path: Path) -> 
     config_json.write_text('{"model_type": "unheard_of", "dtype": "bfloat16"}')
     with pytest.raises(ValueError, match=f"^{config_json}: dtype 'bfloat16': {tmp_path}: its config.json cannot be"):
         open_source(tmp_path)
+
+
+def test_a_source_that_does_not_exist_may_be_any_kind(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="none: no such folder; give a run's .*, one checkpoint in it, or a model's fold"
+    ):
+        open_source(tmp_path / "none")
 
 
 def test_an_adapter_beside_an_export_without_one_is_refused(tmp_path: Path) -> None:

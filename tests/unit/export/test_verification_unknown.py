@@ -137,7 +137,11 @@ def test_pickled_weights_are_refused_with_the_cure(tmp_path: Path, capsys: pytes
     ):
         assert main(command) in (1, 2)
         assert message in capsys.readouterr().err
-    (model / "pytorch_model.bin").rename(model / "consolidated.00.pth")
+    # Also where they are divided.
+    (model / "pytorch_model.bin").rename(model / "pytorch_model-00001-of-00002.bin")
+    assert main(["export", str(model), str(tmp_path / "out")]) == 2
+    assert "but pytorch_model-00001-of-00002.bin, which is not read here" in capsys.readouterr().err
+    (model / "pytorch_model-00001-of-00002.bin").rename(model / "consolidated.00.pth")
     (model / "model.Q4_K_M.gguf").touch()
     assert main(["verify", str(model)]) == 2
     assert "but consolidated.00.pth and 1 more, which is not read here" in capsys.readouterr().err
