@@ -17,15 +17,16 @@ from sparseforge_ds.checkpoint.folder import check_depth, read_json_object
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """Name of the folder of chat templates of a tokenizer that has several."""
-_FOLDERS = (CHAT_TEMPLATES, "permutation")
-"""Names of folders in a model's folder that are read, or copied, with it."""
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 """Names of JSON files that transformers parses, with a RecursionError if one nests too deeply."""
 _LEGAL_WORDS = ("license", "licence", "notice", "copying", "copyright", "policy", "term", "patent", "attribution")
 """Words in the names of files that state terms of use."""
 LEGAL_FILES = tuple(f"*{''.join(f'[{letter.upper()}{letter}]' for letter in word)}*" for word in _LEGAL_WORDS)
 """Glob patterns that match all such files of a repository, and perhaps more."""
-_CODE_OR_WEIGHTS = (".py", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")
+_CODE_OR_WEIGHTS = (
+    *(".py", ".pkl", ".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt"),
+    *(".onnx", ".h5", ".npz", ".msgpack", ".tflite"),
+)
 _AT_LEAST_ONE = (
     *("hidden_size", "n_embd", "d_model", "vocab_size"),
     *("num_attention_heads", "n_head", "num_hidden_layers", "n_layer"),
@@ -132,7 +133,7 @@ def _entries(folder: Path, everything: bool) -> Iterator[Path]:
     """Yield files and links of a folder, and of the folders below that belong to a model, or of all of them."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_folder = path.is_dir()
-        if not is_folder or everything or path.name in _FOLDERS:
+        if not is_folder or everything or path.name == CHAT_TEMPLATES:
             yield path
-        if is_folder and not path.is_symlink() and (everything or path.name in _FOLDERS):
+        if is_folder and not path.is_symlink() and (everything or path.name == CHAT_TEMPLATES):
             yield from _entries(path, everything=True)

@@ -33,7 +33,7 @@ from sparseforge_ds.packed_format.packing import PACKED24, PACKED24_FORMAT, POSI
 
 Format = Literal["hf", "packed24", "compressed-tensors"]
 
-_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+_COPIED = (".json", ".model", ".spm", ".txt", ".jinja", ".tiktoken")
 """Suffixes of a model's files that belong to every copy of it."""
 _WRITTEN = ("trainer_state.json", "config.json", "sparsity.json", ADAPTER_CONFIG)
 
@@ -158,7 +158,10 @@ def copy_model_files(source: Source, folder: Path, quantization_config: dict[str
 
 
 def copy_other_files(model_folder: Path, folder: Path) -> None:
-    """Copy tokenizer, licence and the like: all files but weights, config.json and those that an export writes.
+    """Copy tokenizer, generation settings, chat templates, licence and the like.
+
+    These are the legal files of the model's folder, and its files with one of the suffixes of `_COPIED`. Weights with
+    their index, config.json and what an export writes itself are not copied, nor is code.
 
     Raises:
         ValueError: a link leads out of the model's folder.

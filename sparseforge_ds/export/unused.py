@@ -14,6 +14,10 @@ _OLD = re.compile(r"^mtp\.|\.rotary_emb\.inv_freq$|(?:^|\.)position_ids$|\.attn\
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _TEXT_MODEL = "language_model."
 """Part of the names in the text model of a vision-language model, whose vision model has layers of its own."""
+_HALF = re.compile(r"(?:^|\.)(?:encoder|decoder)\.")
+"""Part of the names in an encoder and a decoder, which may have different numbers of layers."""
+_DEPTHS_OF_HALVES = {"encoder_layers", "decoder_layers"}
+"""Keys of config.json in their place, of which one is read as `num_hidden_layers`."""
 _DEPTH = ("num_hidden_layers", "n_layer", "num_layers")
 """Keys of config.json for the number of layers."""
 
@@ -34,7 +38,12 @@ def divide(tensors: Mapping[str, T], config: dict[str, Any]) -> tuple[dict[str, 
     sizes = text_config if isinstance(text_config, dict) else config
     infix = _TEXT_MODEL if isinstance(text_config, dict) else ""
     depth = next((sizes[key] for key in _DEPTH if isinstance(sizes.get(key), int)), math.inf)
-    unused = [name for name in tensors if _OLD.search(name) or (infix in name and _layer(name) >= depth)]
+    halves = None if _DEPTHS_OF_HALVES.isdisjoint(sizes) else _HALF
+    unused = [
+        name
+        for name in tensors
+        if _OLD.search(name) or (infix in name and not (halves and halves.search(name)) and _layer(name) >= depth)
+    ]
     left_out = set(unused)
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}, unused
 

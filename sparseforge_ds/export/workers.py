@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
@@ -33,8 +34,24 @@ def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int
         raise ValueError(f"workers {workers}: use 1 or more")
     # Each worker has one thread inside of torch: they would wait for each other in torch's own pool.
     threads = torch.get_num_threads()
+    failed = threading.Event()
+
+    def begin(item: Item) -> Result | None:
+        """Apply the function to an item, or do nothing after an error."""
+        if failed.is_set():
+            return None
+        ended = False
+        try:
+            result = function(item)
+            ended = True
+        finally:
+            if not ended:
+                failed.set()
+        return result
+
     try:
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(function, items))
+            results = list(pool.map(begin, items))  # raises the first error
+        return cast(list[Result], results)
     finally:
         torch.set_num_threads(threads)

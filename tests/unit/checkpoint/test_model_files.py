@@ -33,7 +33,10 @@ LEGAL = {
         *("LICENSE", "license.md", "LICENSE-MODEL", "LICENCE", "NOTICE.txt", "THIRD_PARTY_NOTICES", "USE_POLICY.md"),
         *("Acceptable-Use-Policy.pdf", "TERMS_OF_USE", "COPYING"),
     ),
-    False: ("README.md", "modeling_policy.py", "terminal.txt", "policy.safetensors", "merges.txt"),
+    False: (
+        *("README.md", "modeling_policy.py", "terminal.txt", "policy.safetensors", "merges.txt"),
+        *("notice.onnx", "terms.h5", "license.npz", "policy.msgpack", "terms.tflite", "notice.pkl"),
+    ),
 }
 
 
@@ -146,7 +149,7 @@ def test_files_with_terms_of_use_are_known_by_their_names(legal: bool) -> None:
 def test_terms_of_use_travel_with_runs_and_exports(dense: Path, tmp_path: Path) -> None:
     terms = ["LICENSE", "LICENSE-CODE", "NOTICE", "USE_POLICY.md"]
     model = Path(shutil.copytree(dense, tmp_path / "model"))
-    for name in (*terms, "README.md", "code.py"):
+    for name in (*terms, "README.md", "code.py", "source.spm"):
         (model / name).write_text(name)
     block = write_json(tmp_path / "ds.json", deepspeed_json(0))
     run = tmp_path / "run"
@@ -157,7 +160,11 @@ def test_terms_of_use_travel_with_runs_and_exports(dense: Path, tmp_path: Path) 
     write_folder(spec)
     (tmp_path / "out").mkdir()
     copy_other_files(run / "model", tmp_path / "out")
-    for folder in (run / "model", tmp_path / "out"):
+    (tmp_path / "copy").mkdir()
+    copy_other_files(model, tmp_path / "copy")
+    assert (tmp_path / "copy" / "source.spm").exists()
+    (tmp_path / "copy" / "source.spm").unlink()
+    for folder in (run / "model", tmp_path / "out", tmp_path / "copy"):
         assert {path.name for path in folder.iterdir() if path.suffix != ".json"} == set(terms)
 
 

@@ -15,3 +15,12 @@ def test_layers_behind_the_last_one_are_those_of_the_half_that_has_so_many() -> 
     )
     assert divide({"h.11.w": 0, "h.12.w": 0}, {"n_layer": 12})[1] == ["h.12.w"]
     assert divide(names, {}) == (names, [])
+
+
+def test_halves_of_a_model_have_numbers_of_layers_of_their_own() -> None:
+    """transformers reads the encoder's as num_hidden_layers."""
+    names = {f"model.{half}.layers.{number}.w": number for half in ("encoder", "decoder") for number in range(4)}
+    config = {"num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 4}
+    assert divide(names, config) == (names, [])
+    assert divide({**names, "layers.2.w": 0}, config)[1] == ["layers.2.w"]
+    assert len(divide(names, {"num_hidden_layers": 3})[1]) == 2, "a decoder alone, like OPT's"
