@@ -229,7 +229,7 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     except ValueError as error:
         model_type = config.get("model_type")
         is_known = isinstance(model_type, str) and model_type in FAMILIES
-        return [f"nobody knows what is missing, since no model can be made: {error}"] if is_known else []
+        return [f"the model of config.json cannot be built to see what is missing: {error}"] if is_known else []
     model.tie_weights()
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     tensors = names_in_files(config.get("model_type"), shapes, model.base_model_prefix)
@@ -248,7 +248,8 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     complete_ids = {id(owners[name]) for name in complete & owners.keys()}
     # The files of a bare model have no head, and some classes make buffers by themselves.
     is_bare = type(model).__name__ not in (model_config.architectures or [type(model).__name__])
-    required = f"{model.base_model_prefix}." if is_bare else ""
+    inner = f"{model.base_model_prefix}."
+    required = inner if is_bare else ""
     optional = model._keys_to_ignore_on_load_missing or ()
     missing = [
         name
@@ -262,7 +263,8 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
         return []
     # Of a tensor that several of the files make up, name the first that is not there.
     saved = saved_tensors(config.get("model_type"), shapes)
-    absent = [name for name, part in saved.items() if part.memory_name in missing and name not in specs]
+    parts = [name for name, part in saved.items() if part.memory_name in missing]
+    absent = [name for name in parts if name not in specs and name.removeprefix(inner) not in specs]
     return [f"{_first(absent)} missing, which the model of config.json needs; download or save it again"]
 
 

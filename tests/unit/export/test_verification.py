@@ -252,7 +252,7 @@ def test_without_a_record_the_model_of_config_json_says_what_is_missing(
         open_source(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": "many"}))
-    assert check_folder(folder).notes[0].startswith("nobody knows what is missing, since no model can be made: ")
+    assert check_folder(folder).notes[0].startswith("the model of config.json cannot be built to see what is missing: ")
     (folder / "config.json").write_text('{"model_type": "unheard_of"}')
     assert check_folder(folder).ok
 
