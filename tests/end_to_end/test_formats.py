@@ -15,6 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as users do
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
