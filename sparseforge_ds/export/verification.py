@@ -265,7 +265,7 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     saved = saved_tensors(config.get("model_type"), shapes)
     parts = [name for name, part in saved.items() if part.memory_name in missing]
     absent = [name for name in parts if name not in specs and name.removeprefix(inner) not in specs]
-    return [f"{_first(absent)} missing, which the model of config.json needs; download or save it again"]
+    return [f"{_first(absent or missing)} missing, which the model of config.json needs; download or save it again"]
 
 
 def _prunable(
