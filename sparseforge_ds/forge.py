@@ -167,6 +167,9 @@ class SparseForge:
         """
         # Return at once if no step was made: gradients still accumulate, or fp16 overflowed.
         steps_begun = self._hooks.steps_begun
+        # Refuse a call without its probe before anything is counted, so that it can be repeated with one.
+        if steps_begun == 1 and self.ready and self.method.measures(self.step_count + 1):
+            self.curvature.require_probe(probe, "step")
         self._hooks.steps_begun = 0
         self._require_engine_step()
         if steps_begun == 0:

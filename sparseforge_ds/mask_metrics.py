@@ -5,8 +5,9 @@ mask/kept                 mean m
 mask/flip_rate            share of weights whose place in the target changed since the last update
 mask/disagreement         share of groups whose top N is not the paper's 1[m > theta]; of soft masks
 curvature/mean            bias-corrected mean of H
-curvature/negative_share  share of weights with H < 0
-curvature/signal          cosine between the newest sample and the running mean before it: 0 is pure noise
+curvature/negative_share  share of weights with H < 0; of row and column sums where these are kept
+curvature/signal          cosine between the newest sample and the running mean before it, of elements or of sums: 0 is
+                          pure noise
 """
 
 from __future__ import annotations

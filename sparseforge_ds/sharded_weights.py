@@ -26,6 +26,9 @@ from sparseforge_ds.zero.state import ShardState
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+_ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+"""Classes of torch and DeepSpeed with the moments and the step of Adam; relatives have the same settings."""
+
 
 class ForgeError(RuntimeError):
     """The run cannot go on as it is: a call is missing, or a mask would be formed without its curvature."""
@@ -78,12 +81,14 @@ class ShardedWeights:
     def require_adam(self, method: str) -> None:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
         inner = self.layout.inner
+        name = type(inner).__name__
         for group in inner.param_groups:
-            named = {"betas", "eps", "weight_decay"} <= set(group)
-            if not named or group.get("amsgrad") or isinstance(inner, torch.optim.Adamax):
+            changed = next((key for key in ("amsgrad", "maximize") if group.get(key)), None)
+            if name not in _ADAM or changed:
                 raise ValueError(
-                    f'method "{method}" works on the moments of Adam, which {type(inner).__name__} does not keep; '
-                    'use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
+                    f'method "{method}" works on the moments of Adam, which {name} does not keep'
+                    + (f" with {changed}" if changed else "")
+                    + '; use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
                 )
 
     def require_gradients(self, what: str) -> None:
@@ -171,8 +176,8 @@ class ShardedWeights:
         lost = [name for name, count in zip(layout.shards, layout.all_reduce(lost_W).tolist(), strict=True) if count]
         if lost:
             raise DivergedError(
-                f"{len(lost)} of {len(lost_W)} weights or their optimizer states are infinite or NaN after step "
-                f"{self.step}, {lost[0]} among them: the run has diverged; {cure}"
+                f"{len(lost)} of {len(lost_W)} weights or their optimizer states are infinite, NaN or beyond their "
+                f"dtype after step {self.step}, {lost[0]} among them: the run has diverged; {cure}"
             )
 
     @torch.no_grad()

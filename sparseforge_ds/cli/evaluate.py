@@ -218,6 +218,11 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         for name in models:
             register_packed24(name)
         adapter = find_adapter(args.model, args.adapter)
+        if pattern is not None and adapter is not None:
+            raise ValueError(
+                f"--one_shot {pattern}: {args.model} is measured with its adapter, which has no 2:4 weights; give "
+                "--adapter none, or leave --one_shot out"
+            )
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         tasks = None

@@ -136,8 +136,9 @@ class RunningCurvature:
             names = list(self.weights.prunable)
             raise ForgeError(
                 f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {step}: "
-                "none was due, or every probe overflowed; use bf16, or lower fp16.initial_scale_power or "
-                "method.update_every"
+                + ("none was due, or " if self.weights.config.soft else "")
+                + "every probe overflowed; use bf16, or lower fp16.initial_scale_power"
+                + (" or method.update_every" if self.weights.config.soft else "")
             )
 
     # -- in the training step -----------------------------------------------------------------------------------------
@@ -170,6 +171,15 @@ class RunningCurvature:
 
     # -- in passes of its own -----------------------------------------------------------------------------------------
 
+    def require_probe(self, probe: Closure | ProbeBatches | None, call: str) -> None:
+        """Raise ValueError if `refresh` would lack its probe; `call` is the method of the forge that takes it."""
+        config = self.weights.config
+        if probe is None and self.is_needed and not config.from_training_step:
+            raise ValueError(
+                f'importance "{config.importance}" is measured in passes of its own here: '
+                f"call forge.{call}(probe=lambda: engine(**batch).loss)"
+            )
+
     @torch.no_grad()
     def refresh(self, probe: Closure | ProbeBatches | None, write_masters: Callable[[], None]) -> None:
         """Take a new sample into the running mean, unless training steps have given it. Collective.
@@ -182,11 +192,8 @@ class RunningCurvature:
         settings = weights.config.curvature
         if not self.is_needed or weights.config.from_training_step:
             return
-        if probe is None:
-            raise ValueError(
-                f'importance "{weights.config.importance}" is measured in passes of its own here: '
-                "call forge.step(probe=lambda: engine(**batch).loss)"
-            )
+        self.require_probe(probe, "step" if weights.step else "start")
+        assert probe is not None
         batches = batches_of(probe)
         probes = settings.probes if self.refreshes else settings.first_probes
         if self.sums is not None:
@@ -256,8 +263,10 @@ class RunningCurvature:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is not per element, as plain JSON types. Collective."""
-        experts = {"experts": self.expert_load.state_dict()} if self.expert_load.names else {}
-        return experts if self.running is None else {**experts, "curvature_sums": self.running.state_dict()}
+        state: dict[str, Any] = {"without_gradient": self.without_gradient}
+        if self.expert_load.names:
+            state["experts"] = self.expert_load.state_dict()
+        return state if self.running is None else {**state, "curvature_sums": self.running.state_dict()}
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ValueError where a saved state is not of these weights."""
@@ -269,6 +278,8 @@ class RunningCurvature:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with a state that `check` has passed."""
         self.refreshes = state["refreshes"]
+        self.without_gradient = state.get("without_gradient") is True
+        self.unseen_matrices.zero_()  # of steps that are undone, where a loop goes back
         if self.expert_load.names:
             self.expert_load.load_state_dict(state["experts"])
         if self.running is not None:

@@ -25,6 +25,11 @@ class Answer(NamedTuple):
     """True if neither came, so that the limit ended the answer."""
 
 
+def request_key(request: Sequence[Any]) -> str:
+    """Return the key of a request in `AnswerLog`: its prompt and its settings, as two tasks may share prompts."""
+    return repr(tuple(request))
+
+
 class AnswerLog:
     """Log of the answers of a model that the harness runs; it takes the place of the model's cache hook.
 
@@ -33,8 +38,8 @@ class AnswerLog:
     """
 
     def __init__(self, wrapped: Any) -> None:
-        self.by_prompt: dict[str, list[Answer]] = defaultdict(list)
-        """Answers by the text of their prompt, in the order in which they were generated."""
+        self.by_request: dict[str, list[Answer]] = defaultdict(list)
+        """Answers by `request_key`, in the order in which they were generated."""
         self._wrapped = wrapped
         self._generate = wrapped._model_generate
         self._untold: deque[Answer] = deque()
@@ -44,7 +49,7 @@ class AnswerLog:
     def add_partial(self, kind: str, request: Sequence[Any], response: str) -> None:
         """Take the answer to a request, as the harness' cache hook."""
         if kind == "generate_until":
-            self.by_prompt[request[0]].append(self._untold.popleft())
+            self.by_request[request_key(request)].append(self._untold.popleft())
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, and note the answers."""

@@ -6,9 +6,10 @@ name that is no column for a text. In a user's own tasks such rows are refused b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,11 +74,7 @@ def load_tasks(
         own_folders = [] if include_path is None else [folder, include_path]
         if include_path is not None:
             _write_task_files(names, Path(include_path), task_files, num_fewshot != 0)
-        loaded = _load(names, own_folders, limit, num_fewshot)
-    for name, task in loaded.by_name.items():
-        if getattr(task, "UNSAFE_CODE", False):
-            _require_confirmed(name, confirm_run_unsafe_code)
-    return loaded
+        return _load(names, own_folders, limit, num_fewshot, confirm_run_unsafe_code)
 
 
 def runs_code(file: Path) -> bool:
@@ -96,18 +93,23 @@ def _require_confirmed(task: str, is_confirmed: bool) -> None:
         )
 
 
-def _load(names: Sequence[str], own_folders: Sequence[str], limit: int | None, num_fewshot: int | None) -> LoadedTasks:
+def _load(
+    names: Sequence[str],
+    own_folders: Sequence[str],
+    limit: int | None,
+    num_fewshot: int | None,
+    confirm_run_unsafe_code: bool,
+) -> LoadedTasks:
     """Load the tasks from the harness' files and those in `own_folders`, and check their rows."""
-    from jinja2 import TemplateError
-
     manager = _task_manager(names, own_folders)
-
-    # Load each task. Prompts, templates and readers of the harness raise these errors on rows of another form.
-    misfit = (LookupError, TypeError, ValueError, AttributeError, SyntaxError, TemplateError, DatasetsError)
     by_name = {}
     for name in names:
-        try:
+        with _task_errors(name):
             loaded = manager.load([name])["tasks"]
+        # The check of the scoring runs code already.
+        if getattr(loaded.get(name), "UNSAFE_CODE", False):
+            _require_confirmed(name, confirm_run_unsafe_code)
+        with _task_errors(name):
             if name in loaded and loaded[name].OUTPUT_TYPE == "generate_until":
                 if num_fewshot is not None:
                     loaded[name].set_config("num_fewshot", num_fewshot)
@@ -116,19 +118,29 @@ def _load(names: Sequence[str], own_folders: Sequence[str], limit: int | None, n
                 loaded[name].set_config("num_fewshot", 0)
                 if own_folders:
                     _check_answers(loaded[name], limit)
-        except ImportError as error:
-            raise ValueError(
-                f"--tasks {name}: {error}; install it (pip install 'lm-eval[{name}]' where lm-eval has such an extra)"
-            ) from error
-        except (OSError, *misfit) as error:
-            lines = filter(re.compile(r"[^\s*]").search, str(error).splitlines())
-            cause = f"{type(error).__name__}: {next(lines, '').strip()}"[:300]
-            problem = "its data cannot be read" if isinstance(error, OSError) else f"the data does not fit {name}"
-            raise ValueError(f"--tasks {name}: {problem} ({cause})") from error
         if name not in loaded:
             raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(list(loaded)[:3])}")
         by_name[name] = loaded[name]
     return LoadedTasks(manager, by_name)
+
+
+@contextlib.contextmanager
+def _task_errors(name: str) -> Iterator[None]:
+    """Turn what prompts, templates and readers of the harness raise on rows of another form into a ValueError."""
+    from jinja2 import TemplateError
+
+    misfit = (LookupError, TypeError, ValueError, AttributeError, SyntaxError, TemplateError, DatasetsError)
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"--tasks {name}: {error}; install it (pip install 'lm-eval[{name}]' where lm-eval has such an extra)"
+        ) from error
+    except (OSError, *misfit) as error:
+        lines = filter(re.compile(r"[^\s*#]").search, str(error).splitlines())
+        cause = f"{type(error).__name__}: {next(lines, '').strip()}"[:300]
+        problem = "its data cannot be read" if isinstance(error, OSError) else f"the data does not fit {name}"
+        raise ValueError(f"--tasks {name}: {problem} ({cause})") from error
 
 
 def _check_answers(task: Any, limit: int | None) -> None:

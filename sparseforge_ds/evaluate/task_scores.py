@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.answers import Answer, AnswerLog
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog, request_key
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.harness import LoadedTasks
 from sparseforge_ds.evaluate.paper_accuracies import CUT, GAINED, KL, LOST, SAME, TOKENS, with_ending
@@ -28,6 +28,8 @@ _ANSWER_LIMIT = 256
 """Most tokens of an answer where neither a task nor a user says how many: the harness' own number."""
 _ALIASES_OF_LIMIT = {"max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"}
 """Other names of `max_gen_toks`, which the harness would prefer or ignore without a word."""
+_DRAWS = 100
+"""Draws for standard errors that have no formula, such as that of F1; those of a mean have one."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
             wrapped,
             tasks=list(tasks.by_name.values()),
             limit=settings.limit,
-            bootstrap_iters=1,  # switches standard errors on; those of a mean have a formula
+            bootstrap_iters=_DRAWS,
             task_manager=tasks.manager,
             gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
             apply_chat_template=settings.apply_chat_template,
@@ -152,8 +154,8 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
         }
         scores.is_right[name] = _right_items(samples)
         if task.OUTPUT_TYPE == "generate_until":
-            prompts = {arguments[0]: None for sample in samples for arguments in sample["arguments"]}
-            answers = [answer for prompt in prompts for answer in log.by_prompt[prompt]]
+            keys = {request_key(arguments): None for sample in samples for arguments in sample["arguments"]}
+            answers = [answer for key in keys for answer in log.by_request[key]]
             scores.generated[name] = answers
             scores.metrics[name][TOKENS] = sum(len(answer.tokens) for answer in answers) / len(answers)
             scores.metrics[name][CUT] = sum(answer.is_cut for answer in answers) / len(answers)

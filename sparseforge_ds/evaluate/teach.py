@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.data.mixture import find_source
 from sparseforge_ds.data.teacher_logits import TOKENS, LogitsRecord, TeacherLogits, remove_unsaved
@@ -134,11 +135,7 @@ def _write_logits(
 
 def _hash_weights(model: PreTrainedModel) -> str:
     """Return a hash of the names, shapes and values of all tensors of a model."""
-    # Python reads no uint64 of torch whose first bit is set.
-    entries = [
-        (name, tuple(value.shape), int(torch.hash_tensor(value).view(torch.int64)))
-        for name, value in model.state_dict().items()
-    ]
+    entries = [(name, tuple(value.shape), hash_tensor(value.cpu())) for name, value in model.state_dict().items()]
     return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 

@@ -59,7 +59,7 @@ def reconstruct(
 
 def _factor(gram_II: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error."""
-    hessian_II = gram_II.double()
+    hessian_II = gram_II.to(torch.float64, copy=True)
     diagonal = hessian_II.diagonal()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * diagonal.mean()

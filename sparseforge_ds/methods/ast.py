@@ -25,6 +25,15 @@ class Ast(PeriodicMagnitudeMask):
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
         weights.require_adam("ast")
+        inner = weights.layout.inner
+        for group in inner.param_groups:
+            is_decoupled = group.get("decoupled_weight_decay", getattr(inner, "adam_w_mode", False))
+            if group["weight_decay"] and not is_decoupled:
+                raise ValueError(
+                    f'method "ast" decays weights as AdamW does, and {type(inner).__name__} adds weight_decay '
+                    f'{group["weight_decay"]:g} to gradients; use "optimizer": {{"type": "AdamW"}} in the '
+                    "DeepSpeed JSON"
+                )
 
     @override
     def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:

@@ -56,6 +56,10 @@ class MaskMethod:
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Choose the masks that the first step of a fresh run sees. Collective."""
 
+    def measures(self, step: int) -> bool:
+        """Return True if `update` takes a new curvature after optimizer step `step`."""
+        return False
+
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """Do what is due after optimizer step `step`. Collective. Return metrics of the masks if they were updated."""
         return None

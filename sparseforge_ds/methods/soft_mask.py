@@ -70,6 +70,11 @@ class SoftMask(MaskMethod):
             self._find_kept()
 
     @override
+    def measures(self, step: int) -> bool:
+        """Return True if the step has an update."""
+        return self.schedule.is_update(step)
+
+    @override
     def update(self, step: int, probe: Closure | ProbeBatches | None) -> dict[str, float] | None:
         """Take a new curvature and move the masks, or freeze them, where that is due."""
         if self.schedule.is_update(step):

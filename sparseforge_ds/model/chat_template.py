@@ -53,8 +53,7 @@ def render_chat(
     with _limits((messages, tools)) as most_characters:
         schemas = None if tools is None else list(tools)
         text = str(tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False, **options))
-        if len(text) > most_characters:
-            raise ValueError(f"it makes more than {most_characters:,} characters of them")
+        _require_short(text, most_characters)
     return text
 
 
@@ -70,7 +69,7 @@ def render_turns(
     """
     # Keys that are null are left out, as `apply_chat_template` does it.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    with _limits((present, tools)):
+    with _limits((present, tools)) as most_characters:
         texts, spans = render_jinja_template(
             [present],
             tools=None if tools is None else list(tools),
@@ -78,7 +77,13 @@ def render_turns(
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
+        _require_short(texts[0], most_characters)
     return texts, [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+def _require_short(text: str, most_characters: int) -> None:
+    if len(text) > most_characters:
+        raise ValueError(f"it makes more than {most_characters:,} characters of them")
 
 
 @contextlib.contextmanager

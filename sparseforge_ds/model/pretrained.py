@@ -110,7 +110,8 @@ def find_model(name: str, flag: str) -> Pretrained:
     try:
         tensors = TensorFolder(folder)
     except ValueError as error:
-        raise ValueError(f"{flag} {name}: {error}; copy or download it again") from None
+        cure = "" if ";" in str(error) else "; copy or download it again"
+        raise ValueError(f"{flag} {name}: {error}{cure}") from None
     require_float_weights({key: spec.dtype for key, spec in tensors.specs.items()}, folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 
@@ -262,6 +263,7 @@ def _folder(name: str, flag: str) -> Path:
     if name == EMBEDDED_MODEL:
         return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
     # A folder that is there, or a name that can only be a folder.
+    name = str(Path(name).expanduser()) if name.startswith("~") else name
     if Path(name).exists():
         if not Path(name).is_dir():
             raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")

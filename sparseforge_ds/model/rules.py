@@ -74,7 +74,7 @@ def contracting(model: Any) -> dict[str, Row]:
         name: Row(name, axis, experts=_EXPERT.search(name) is not None) for name, axis in linear_layers(model).items()
     }
     for module_name, module in model.named_modules():
-        if getattr(module, "is_transposed", None) is None or not module.has_gate:
+        if getattr(module, "is_transposed", None) is None:
             continue
         if getattr(module, "has_post_expert_norm", False):  # older releases of transformers have no such experts
             continue

@@ -47,7 +47,6 @@ class Teacher:
             ValueError: a partitioned model that is to be replicated, or a dtype that is still "auto".
         """
         model.requires_grad_(False)
-        self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.model = model
         self._layers = compared_layers(model, config.hidden) if config.hidden else []
         # An engine of its own partitions the weights, or every rank keeps them all.
@@ -199,6 +198,10 @@ def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
         for key, value in ds_config.get("zero_optimization", {}).items()
         if key in _ZERO3_KEYS and value != "auto"
     }
+    # DeepSpeed empties the folder of swapped weights when it begins, which would be the student's.
+    offload = zero.get("offload_param") or {}
+    if offload.get("nvme_path") is not None:
+        zero["offload_param"] = {**offload, "nvme_path": str(Path(offload["nvme_path"]) / "teacher")}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
     dtype = _dtype(ds_config)
     if dtype != torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,14 @@ def misuses() -> dict[str, str]:
     engine.set_gradient_accumulation_boundary(False)  # as accelerate, which then does not call engine.step
     messages["own boundary"] = str((forge.step(None), forge.step_count))
 
+    engine, forge = build(case)
+    # An update without its probe changes nothing, and is made by the same call with one.
+    train_step(engine, case, 0)
+    forge.step()
+    train_step(engine, case, 1)
+    messages["no probe"] = message_of(forge.step)
+    messages["with it"] = str((forge.step_count, forge.step(probe_of(engine, case, 1)), forge.step_count))
+
     engine = build_engine(case)
     # States in 8 bits.
     engine.basic_optimizer.register_step_post_hook(in_bytes)
@@ -158,6 +167,9 @@ def test_misuse_is_named() -> None:
         "never refreshed" in messages["finish early"] and "layers.0.self_attn.q_proj.weight" in messages["finish early"]
     )
     assert messages["twice"].startswith("ValueError") and "make a new engine" in messages["twice"]
+    assert messages["no probe"].startswith("ValueError") and "call forge.step(probe=" in messages["no probe"]
+    assert messages["with it"] == "(1, True, 2)"
+    assert "call forge.start(probe=" in messages["start without probe"]
     assert messages["accumulating"] == messages["own boundary"] == "(False, 0)"
     assert messages["before engine.step"].startswith("ForgeError: forge.step was called before engine.step")
     for name in ("never called", "saved without"):
@@ -241,6 +253,41 @@ def without_gradient(config: dict[str, Any], silent_steps: int) -> tuple[str, li
                 kept.append(forge.metrics["mask/kept"])
 
     return message_of(train), kept
+
+
+def goes_back(folder: str) -> tuple[str, str, str]:
+    """What is said after a layer was missing, of the same step after going back, and of a run resumed without a
+    gradient."""
+    case = Case(stage=2, config=TRAINING)
+    engine, forge = build(case)
+
+    def train(first: int, stop: int, scale: float = 1.0) -> None:
+        for step in range(first, stop):
+            engine.backward(engine(**my_part(batch_at(step))).loss * scale)
+            engine.step()
+            forge.step()
+
+    train(0, 3)
+    engine.save_checkpoint(folder, "good")
+    mlp = engine.module.model.layers[0].mlp
+    mlp.forward = torch.zeros_like
+    missing = message_of(lambda: train(3, 4))
+    del mlp.forward
+    engine.load_checkpoint(folder, "good")
+    back = message_of(lambda: train(3, 4))
+    # Masks that were moved by magnitude alone do not freeze after a resume either.
+    engine, forge = build(case)
+    train(0, 6, 0.0)
+    engine.save_checkpoint(folder, "silent")
+    engine, forge = build(case)
+    engine.load_checkpoint(folder, "silent")
+    return missing, back, message_of(lambda: train(6, 8, 0.0))
+
+
+def test_what_the_curvature_lacks_is_known_after_a_resume_and_forgotten_by_going_back(tmp_path: Path) -> None:
+    missing, back, silent = run_distributed(goes_back, 1, str(tmp_path))[0]
+    assert "no usable curvature for 3 of 7 matrices" in missing and back == "no error"
+    assert "masks were moved by the size of the weights alone up to step 7" in silent
 
 
 def unused_all() -> tuple[list[str], list[str], list[str], list[tuple[str, list[float]]]]:

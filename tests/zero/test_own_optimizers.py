@@ -83,8 +83,14 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
         largest[name] = {key: dense[key][mask[key] == 0].abs().max().item() for key in mask}
     # Optimizers under which it would not.
     refused = []
-    for kind, method in (("Adamax", WORN), ("Adafactor", "naive_retrain")):
-        more = {"optimizer": {"type": kind, "params": {"lr": 3e-3}}}
+    coupled = {"torch_adam": True, "adam_w_mode": False, "weight_decay": 0.1}
+    for kind, method, params in (
+        ("Adamax", WORN, {}),
+        ("Adafactor", "naive_retrain", {}),
+        ("NAdam", WORN, {}),
+        ("Adam", "ast", coupled),
+    ):
+        more = {"optimizer": {"type": kind, "params": {"lr": 3e-3, **params}}}
         case = Case(model="llama_24", config={"method": method, "importance": "magnitude"}, more=more)
         try:
             engine, forge = build(case)
@@ -104,7 +110,9 @@ def test_every_weight_is_worn_away_and_what_no_checkpoint_holds_is_refused() -> 
     for name, weights in largest.items():
         assert len(weights) == 7 and set(weights.values()) == {0.0}, (name, weights)
     assert decays == [0.3, 0.3, 0.0], "the JSON's, but for norms"
-    adamax, adafactor = refused
+    adamax, adafactor, nadam, adam = refused
+    assert "works on the moments of Adam, which NAdam does not keep" in nadam
+    assert 'method "ast" decays weights as AdamW does, and Adam adds weight_decay 0.1 to gradients; use' in adam
     assert 'method "cast" works on the moments of Adam, which Adamax does not keep' in adamax
     assert "optimizer Adafactor keeps row_var of shape" in adafactor and "which cannot be cut into shards" in adafactor
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import finished_model, harness, task_scores
-from sparseforge_ds.evaluate.answers import Answer, AnswerLog
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog, request_key
 from sparseforge_ds.evaluate.paper_accuracies import SUITES
 from sparseforge_ds.mask.pattern import parse_pattern
 from tests.task_files import GENERATION_LIMIT as LIMIT
@@ -281,8 +281,12 @@ def test_tasks_that_run_code_need_leave_and_are_tried_first(
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
     write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}], unsafe_code=True)
     command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    plain = (tmp_path / "openings.yaml").read_text()
+    (tmp_path / "run.py").write_text("def score(doc, results):\n    raise SystemExit('code of an answer has run')\n")
+    (tmp_path / "openings.yaml").write_text(f"process_results: !function run.score\n{yaml_of(plain)}")
     assert main(command) == 2
     assert "--tasks openings: runs the code that the model writes, on this machine" in capsys.readouterr().err
+    (tmp_path / "openings.yaml").write_text(plain)
     assert main([*command, "--confirm_run_unsafe_code"]) == 0
     # A package that scoring needs is asked for before an hour of generation.
     (tmp_path / "score.py").write_text("import no_such_package\n\ndef score(doc, results):\n    return {}\n")
@@ -295,6 +299,22 @@ def test_tasks_that_run_code_need_leave_and_are_tried_first(
 def yaml_of(text: str) -> str:
     """Return the keys of a JSON object as lines of YAML."""
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in json.loads(text).items())
+
+
+def test_answers_belong_to_their_task_where_two_have_the_same_prompts(stories: Path, tmp_path: Path) -> None:
+    """One of the two may give longer answers; a metric that has no formula for its error has draws."""
+    pytest.importorskip("lm_eval")
+    write_generation_task(tmp_path, [{"opening": "Once upon", "ending": "."}, {"opening": "Lily and", "ending": "."}])
+    task = json.loads((tmp_path / "openings.yaml").read_text())
+    longer = {"until": ["no such text"], "max_gen_toks": 40, "do_sample": False}
+    metric = {"metric": "chrf", "aggregation": "chrf", "higher_is_better": True}
+    more = {**task, "task": "longer", "generation_kwargs": longer, "metric_list": [metric]}
+    (tmp_path / "longer.yaml").write_text(json.dumps(more))
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings,longer"]
+    assert main([*command, f"--json={tmp_path / 'report.json'}"]) == 0
+    metrics = json.loads((tmp_path / "report.json").read_text())["generation"]["tasks"]
+    assert metrics["openings"]["answer_tokens"] <= LIMIT < metrics["longer"]["answer_tokens"]
+    assert metrics["longer"]["chrf_stderr"] >= 0
 
 
 class _VLLM:
@@ -319,7 +339,10 @@ def test_answers_of_vllm_are_counted_too() -> None:
     for prompt in ("two", "three"):
         wrapped.cache_hook.add_partial("loglikelihood", (prompt, {}), "")
         wrapped.cache_hook.add_partial("generate_until", (prompt, {}), "text")
-    assert log.by_prompt == {"two": [Answer([1, 2], [7, 7], True)], "three": [Answer([1, 2, 3], [7] * 3, False)]}
+    assert log.by_request == {
+        request_key(("two", {})): [Answer([1, 2], [7, 7], True)],
+        request_key(("three", {})): [Answer([1, 2, 3], [7] * 3, False)],
+    }
 
 
 @pytest.fixture
