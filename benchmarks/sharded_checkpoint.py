@@ -63,6 +63,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
         "param_groups": [list(stored) for stored in shapes],
         "step": STEPS,
         "refreshes": 1,
+        "without_gradient": False,
         "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
         "versions": VERSIONS,
         "started": True,

@@ -50,7 +50,8 @@ class _Batches:
         ids = self.batch_at(0)
         return [MicroBatch(ids, ids)]
 
-    def __next__(self) -> None:
+    def advance(self) -> None:
+        """Count a micro-batch as consumed."""
         self.position += 1
 
     def scalars(self) -> dict[str, float]:
@@ -133,8 +134,9 @@ def waits() -> dict[str, Any]:
             context: Any = SimpleNamespace(
                 spec=spec, engine=engine, forge=forge, batches=batches, objective=_Objective(model), device=CUDA
             )
-            context.ranks = SimpleNamespace(world_size=3)
+            context.ranks = SimpleNamespace(world_size=3, on_first=lambda work: work())
             context.beginning = None
+            context.rates = 0.0
             nothing: Any = mock.MagicMock(requested=0)
             nothing.due.return_value = False
             monitor = Monitor(None, 0, STEPS, 6, 1)
