@@ -151,7 +151,8 @@ def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
     assert main(command(written, "rounded", dtype="bfloat16")) == 0
     file = written / "model" / "model.safetensors"
     tensors = load_file(file)
-    next(iter(tensors.values())).mul_(1.5)
+    name, value = next((name, value) for name, value in tensors.items() if value.dim() == 2)
+    tensors[name] = value.flip(0).contiguous()  # the same values in another order
     save_file(tensors, file, {"format": "pt"})
     assert main(command(written, "moved")) == 0
     for folder, change in (("rounded", "dtype was"), ("moved", "teacher_hash was")):
