@@ -112,7 +112,10 @@ class TensorFolder:
         """Shape and dtype of every tensor, in the order of the files."""
         for name, file in files.items():
             if name not in specs_of_file[file]:
-                raise ValueError(f"{self.folder / file}: does not hold {name}, which {index.name} promises")
+                raise ValueError(
+                    f"{self.folder / file}: does not hold {name}, which {index.name} promises; copy or download "
+                    "both again"
+                )
             self.specs[name] = specs_of_file[file][name]
         # transformers loads every tensor of every file, listed or not.
         for file, specs in specs_of_file.items():
@@ -209,7 +212,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: not a readable safetensors file ({str(error)[:200]})") from None
+        raise ValueError(
+            f"{path}: not a readable safetensors file ({str(error)[:200]}); copy or download it again"
+        ) from None
 
 
 def _read_specs(path: Path) -> dict[str, TensorSpec]:

@@ -134,11 +134,11 @@ class RunningCurvature:
             raise ForgeError(f"masks were moved by the size of the weights alone up to step {step}. {NO_GRADIENT}")
         if not self.has_sample:
             names = list(self.weights.prunable)
+            why = "every probe overflowed; use bf16, or lower fp16.initial_scale_power"
+            if self.weights.config.soft is not None:
+                why = f"none was due, or {why} or method.update_every"
             raise ForgeError(
-                f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {step}: "
-                + ("none was due, or " if self.weights.config.soft else "")
-                + "every probe overflowed; use bf16, or lower fp16.initial_scale_power"
-                + (" or method.update_every" if self.weights.config.soft else "")
+                f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {step}: {why}"
             )
 
     # -- in the training step -----------------------------------------------------------------------------------------

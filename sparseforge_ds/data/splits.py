@@ -60,9 +60,9 @@ class Files:
             ValueError: one cannot be read.
         """
         try:
-            whole = self._bytes() <= MOST_HASHED
+            hashes_all = self._bytes() <= MOST_HASHED
             return {
-                name: " and ".join(_digest(part, whole) for part in _parts(path))
+                name: " and ".join(_digest(part, hashes_all) for part in _parts(path))
                 for name, path in zip(self.names, self.paths, strict=True)
             }
         except OSError as error:
@@ -281,11 +281,11 @@ def _parts(path: Path) -> list[Path]:
     return [path, path.with_suffix(".bin")] if is_indexed(path.name) else [path]
 
 
-def _digest(path: Path, whole: bool) -> str:
+def _digest(path: Path, hashes_all: bool) -> str:
     """Return size, hash and kind of a file: the hash of all its bytes, or of evenly spaced samples of a long one."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        if whole or size <= _SAMPLES * _SAMPLE:
+        if hashes_all or size <= _SAMPLES * _SAMPLE:
             digest = hashlib.file_digest(file, "sha256")
         else:
             digest = hashlib.sha256()

@@ -56,15 +56,15 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
             raise ValueError(f"{about} has {name} of shape {tensor.shape}, the source {spec.shape}")
         target = state[tensor.memory_name]
         value = source.read(name) if grid is None else read_rounded(source, name, grid)
-        place = target.view(-1)[tensor.start : tensor.stop].view(spec.shape)
+        target_part = target.view(-1)[tensor.start : tensor.stop].view(spec.shape)
         # Of tied weights one is stored, or both with the same values.
-        first = name_at.setdefault((place.data_ptr(), place.numel()), name)
-        if first != name and not torch.equal(place, value.to(place.dtype)):
+        first = name_at.setdefault((target_part.data_ptr(), target_part.numel()), name)
+        if first != name and not torch.equal(target_part, value.to(target_part.dtype)):
             raise ValueError(
                 f"{about} ties {name} to {first}, and the source has other values for each; set tie_word_embeddings "
                 "to false there, or remove the one that the model was not trained with"
             )
-        place.copy_(value)
+        target_part.copy_(value)
         filled[target.data_ptr()] += tensor.stop - tensor.start
     bar.close()
     missing = [name for name, value in state.items() if filled[value.data_ptr()] < value.numel()]

@@ -319,14 +319,14 @@ class RunSource(Source):
 
 def _require_same_model(folder: Path, own_folder: Path) -> None:
     """Raise ValueError unless the config.json of `--model` describes the model in the run's own folder."""
-    given = _model_settings(load_config(folder, f"--model {folder}").to_dict())
-    own = _model_settings(load_config(own_folder, str(own_folder)).to_dict())
-    for key in sorted(given.keys() | own.keys()):
-        if given.get(key) != own.get(key):
+    settings = _model_settings(load_config(folder, f"--model {folder}").to_dict())
+    trained_settings = _model_settings(load_config(own_folder, str(own_folder)).to_dict())
+    for key in sorted(settings.keys() | trained_settings.keys()):
+        if settings.get(key) != trained_settings.get(key):
             raise ValueError(
-                f"--model {folder}: its config.json has {key} {given.get(key)!r:.100}, and the run was trained with "
-                f"{own.get(key)!r:.100} ({own_folder / 'config.json'}); leave out --model, or give the model that the "
-                "run began with"
+                f"--model {folder}: its config.json has {key} {settings.get(key)!r:.100}, and the run was trained with "
+                f"{trained_settings.get(key)!r:.100} ({own_folder / 'config.json'}); leave out --model, "
+                "or give the model that the run began with"
             )
 
 

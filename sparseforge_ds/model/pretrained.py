@@ -110,8 +110,7 @@ def find_model(name: str, flag: str) -> Pretrained:
     try:
         tensors = TensorFolder(folder)
     except ValueError as error:
-        cure = "" if ";" in str(error) else "; copy or download it again"
-        raise ValueError(f"{flag} {name}: {error}{cure}") from None
+        raise ValueError(f"{flag} {name}: {error}") from None
     require_float_weights({key: spec.dtype for key, spec in tensors.specs.items()}, folder, f"{flag} {name}")
     return Pretrained(name, folder, config)
 

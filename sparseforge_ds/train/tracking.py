@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,12 @@ class Trackers:
         plain = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value) for name, value in values.items()
         }
-        for tracker in self._trackers:
+
+        def write(tracker: Any) -> None:
+            """Give the settings to one tracker."""
             if not isinstance(tracker, TensorBoardTracker):
                 tracker.store_init_configuration(plain)
-                continue
+                return
             lines = "\n".join(f"    {line}" for line in text.splitlines())
             table = "\n".join(f"| {name} | {value} |" for name, value in plain.items()).replace("||", "| |")
             tracker.tracker.add_text("run", f"{lines}\n\n| setting | value |\n|---|---|\n{table}", step)
@@ -91,16 +93,11 @@ class Trackers:
             for summary in hparams(plain, {"loss/total": 0.0, "eval/perplexity": 0.0}):
                 tracker.tracker.file_writer.add_summary(summary)
 
+        self._for_each("with the settings", write)
+
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log scalars of one step; a tracker that fails is left out from then on, and training goes on."""
-        for tracker in list(self._trackers):
-            try:
-                tracker.log(dict(scalars), step=step)
-            except _errors(tracker.name) as error:
-                _LOG.warning(
-                    f"--report_to {tracker.name}: failed at step {step} ({reason(error)}); it gets no more of this run"
-                )
-                self._trackers.remove(tracker)
+        """Log scalars of one step."""
+        self._for_each(f"at step {step}", lambda tracker: tracker.log(dict(scalars), step=step))
 
     def histogram(self, step: int, tag: str, counts: Sequence[int], edges: Sequence[float]) -> None:
         """Log a histogram, as counts between edges, to TensorBoard."""
@@ -122,8 +119,18 @@ class Trackers:
 
     def close(self) -> None:
         """Write everything out."""
-        for tracker in self._trackers:
-            tracker.finish()
+        self._for_each("at the end", lambda tracker: tracker.finish())
+
+    def _for_each(self, moment: str, call: Callable[[Any], object]) -> None:
+        """Call a function with each tracker; one that fails is named, and left out from then on: training goes on."""
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except _errors(tracker.name) as error:
+                _LOG.warning(
+                    f"--report_to {tracker.name}: failed {moment} ({reason(error)}); it gets no more of this run"
+                )
+                self._trackers.remove(tracker)
 
 
 def _errors(name: str) -> tuple[type[Exception], ...]:

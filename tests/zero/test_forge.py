@@ -256,8 +256,7 @@ def without_gradient(config: dict[str, Any], silent_steps: int) -> tuple[str, li
 
 
 def goes_back(folder: str) -> tuple[str, str, str]:
-    """What is said after a layer was missing, of the same step after going back, and of a run resumed without a
-    gradient."""
+    """Return three messages: of a step without a layer, of one after going back, and of a resume without a gradient."""
     case = Case(stage=2, config=TRAINING)
     engine, forge = build(case)
 

@@ -236,7 +236,7 @@ def test_without_hashes_every_tensor_is_looked_at(folder: Path) -> None:
 def test_without_a_record_the_model_of_config_json_says_what_is_missing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder of ours `sparsity.json` says it, and no model is built."""
+    """Build the model of a folder without `sparsity.json` alone, as that file lists what an export has."""
     with monkeypatch.context() as patched:
         patched.setattr(verification, "build_model", lambda _: pytest.fail("a model was built"))
         assert check_folder(folder).ok

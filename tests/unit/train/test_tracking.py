@@ -113,6 +113,14 @@ def test_a_trackers_own_errors_are_told_and_end_no_training(tmp_path, monkeypatc
     assert caplog.text.count("--report_to notebook: failed at step 1 (not logged in); it gets no more") == 1
     scalars = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload().Scalars("loss")
     assert [event.step for event in scalars] == [1, 2]
+    # Its settings and its end are told alike.
+    for name, moment in (("store_init_configuration", "with the settings"), ("finish", "at the end")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Notebook, name, fail)
+            trackers = Trackers(["notebook"], tmp_path / "run", "project", 0)
+            trackers.settings({"seed": 1}, "text", 0)
+            trackers.close()
+        assert f"--report_to notebook: failed {moment} (not logged in)" in caplog.text
     monkeypatch.setattr(Notebook, "start", fail)
     with pytest.raises(ValueError, match=r"--report_to notebook: it cannot be started \(not logged in\); log in"):
         Trackers(["notebook"], tmp_path / "run", "project", 0)
