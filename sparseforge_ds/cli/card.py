@@ -44,7 +44,9 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the card, upload the folder with --push, and print what was done."""
-    from sparseforge_ds.export.model_card import NAME, push, read_results, require_hub_name, write_card
+    from sparseforge_ds.export.card_scores import read_results
+    from sparseforge_ds.export.model_card import NAME, write_card
+    from sparseforge_ds.export.upload import push, require_hub_name
 
     folder = Path(args.model)
     if args.private and args.push is None:

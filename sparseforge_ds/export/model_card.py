@@ -1,31 +1,28 @@
 """Model card (README.md) of an exported folder: the content of its `sparsity.json`, its run and its scores.
 
-Scores that are measured later come from the JSON files of `sparseforge evaluate`.
+Scores that are measured later come from `sparseforge_ds.export.card_scores.read_results`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
-from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from yaml import YAMLError
 
-from sparseforge_ds.checkpoint.disk import atomic_file, json_bytes
+from sparseforge_ds.checkpoint.disk import atomic_file
 from sparseforge_ds.checkpoint.folder import read_json_object
-from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.export.adapter import ADAPTER_CONFIG, adapter_rank
+from sparseforge_ds.export.card_scores import result_of_run
 from sparseforge_ds.export.model_folder import describe_values
 from sparseforge_ds.export.source import origin_sections, recorded_config
-from sparseforge_ds.export.stored import listed_weights
+from sparseforge_ds.export.stored import listed_weights, read_sparsity
 from sparseforge_ds.mask.pattern import parse_pattern
-from sparseforge_ds.model.hub_access import HUB_ID, REPOSITORY, public_name
+from sparseforge_ds.model.hub_access import REPOSITORY
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
@@ -35,105 +32,10 @@ _LINKED = re.compile(rf"{REPOSITORY.pattern}(:[\w./-]+)?", re.ASCII)
 """Names that become links: a repository, perhaps with a part of it."""
 _HARMLESS = re.compile(r"[\w .,:;+=%()/-]*")
 """Text that is not Markdown."""
-KL = "KL to dense, nats a token"
-"""Metric of a text on which a model was compared with the dense one."""
 _LONGEST = 200
 """Most characters of a value."""
-_LARGEST_LOSS = 88.0
-"""Nats per token. The perplexity of a larger loss overflows fp32."""
 _OURS = "<!-- made by `sparseforge card`; without this line it is left alone -->"
 """Line that marks a card as ours."""
-
-
-def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = None) -> list[EvalResult]:
-    """Read scores from files that `sparseforge evaluate` wrote by `--json`.
-
-    Args:
-        paths: of the files.
-        folder: with the model that was measured.
-        name: of that model on the hub.
-
-    Raises:
-        ValueError: a file is missing, damaged, or has the scores of another model.
-    """
-    results = []
-    for path in paths:
-        if not Path(path).exists():
-            raise ValueError(f"--results {path}: no such file; give what sparseforge evaluate writes by --json")
-        content = read_json_object(Path(path))
-        try:
-            results += _results_in(content)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
-        if not {"perplexity", "zero_shot", "generation"} & content.keys():
-            raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")
-        if (mismatch := _mismatch(content, folder, name)) is not None:
-            raise ValueError(f"--results {path}: {mismatch}; give what sparseforge evaluate {folder} writes by --json")
-    return results
-
-
-def _results_in(content: dict[str, Any]) -> list[EvalResult]:
-    """Return the scores in one file of `sparseforge evaluate`."""
-    results = []
-    # Perplexities, of one text or of several.
-    single_text = [] if content.get("perplexity") is None else [content["perplexity"]]
-    for row in content.get("texts", single_text):
-        conditions = {"dtype": content.get("dtype"), **row}
-        arguments = {
-            key: conditions[key]
-            for key in ("protocol", "seq_length", "stride", "limit", "max_tokens", "dtype")
-            if conditions.get(key)
-        }
-        text = public_name(row["text"])
-        results.append(_result("text-generation", text, "perplexity", row["perplexity"], arguments))
-        if row.get("kl") is not None:
-            results.append(_result("text-generation", text, KL, row["kl"], arguments))
-    # Accuracies of tasks, and lengths of generated answers.
-    for part, kind in (("zero_shot", "multiple-choice"), ("generation", "text-generation")):
-        section = content.get(part) or {"tasks": {}}
-        limit = {"limit": section["limit"]} if section.get("limit") else {}
-        for task, row in section["tasks"].items():
-            chosen = ("acc", "acc_norm") if part == "zero_shot" else [key for key in row if _is_of_answers(key, row)]
-            results += [_result(kind, task, metric, row[metric], limit) for metric in chosen if metric in row]
-    return results
-
-
-def _is_of_answers(key: str, row: dict[str, Any]) -> bool:
-    """Return whether a number of a task is a metric, which has a standard error, or about the length of answers."""
-    name, comma, answer_filter = key.partition(",")
-    return key in ("answer_tokens", "cut_at_limit") or f"{name}_stderr{comma}{answer_filter}" in row
-
-
-def _mismatch(content: dict[str, Any], folder: Path, name: str | None) -> str | None:
-    """Return the reason why scores are not those of the model in a folder, or None if they are."""
-    model = content.get("model")
-    adapter = content.get("adapter")
-    if content.get("one_shot") is not None:
-        return f"its scores are of {model} after --one_shot {content['one_shot']}"
-    if not _means_folder(model, folder, name):
-        return f"its scores are of {model}, and not of {folder}{'' if name is None else f' or {name}'}"
-    if adapter is None and (folder / ADAPTER_CONFIG).is_file():
-        return f"its scores are of {model} without the low-rank adapter that belongs to it"
-    if adapter is not None and not ((folder / ADAPTER_CONFIG).is_file() and _means_folder(adapter, folder, name)):
-        return f"its scores are of {model} with another adapter, {adapter}"
-    return None
-
-
-def _means_folder(model: Any, folder: Path, name: str | None) -> bool:
-    """Return True if the model of a result is the one in a folder, which is `name` on the hub.
-
-    A path that does not exist here may have been moved, or be another machine's. Its last part decides then, unless the
-    dense model has the same.
-    """
-    if not isinstance(model, str):
-        return False
-    if model == name:
-        return True
-    if Path(model).exists():
-        return Path(model).resolve() == folder.resolve()
-    run = _record(folder).get("run")
-    dense = run.get("model") if isinstance(run, dict) else None
-    return Path(model).name == folder.resolve().name and dense not in (model, Path(model).name)
 
 
 def make_card(
@@ -157,14 +59,14 @@ def make_card(
     """
     if base_model is not None and not REPOSITORY.fullmatch(base_model):
         raise ValueError(f"--base_model {base_model}: give owner/name, as the hub has it")
-    record = _record(folder)
+    record = read_sparsity(folder)
     config = read_json_object(folder / "config.json")
     weights, _, _ = listed_weights(folder, record)
     sections = origin_sections(folder / "sparsity.json", record)
     run = sections["run"]
     pattern = str(parse_pattern(str(record.get("pattern"))))
     # The run's own score comes first, and only once.
-    of_run = _run_result(run.get("evaluation"))
+    of_run = result_of_run(run.get("evaluation"))
     measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
     all_results = [*of_run, *measured_later]
     # Metadata that the hub reads.
@@ -206,13 +108,6 @@ def make_card(
         link=_link,
         mark=_OURS,
     )
-
-
-def _record(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `sparsity.json`."""
-    if not (folder / "sparsity.json").is_file():
-        raise ValueError(f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote")
-    return read_json_object(folder / "sparsity.json")
 
 
 def write_card(
@@ -262,78 +157,6 @@ def _metadata(text: str, path: Path) -> ModelCardData:
         raise ValueError(f"{path}: its metadata is damaged ({headline:.200}); delete the file") from None
     assert isinstance(data, ModelCardData)
     return data
-
-
-def require_hub_name(name: str) -> None:
-    """Reject a value of `--push` that is no name on the hub."""
-    if not REPOSITORY.fullmatch(name):
-        raise ValueError(f"--push {name}: give owner/name")
-
-
-def push(folder: Path, name: str, private: bool = False) -> str:
-    """Upload a folder to the hub as a model, which is created if it does not exist, and return its address.
-
-    Raises:
-        ValueError: the hub refuses, or a link leads out of the folder.
-    """
-    require_hub_name(name)
-    check_links(folder, everything=True)
-    changed = _with_base(folder, name) if (folder / ADAPTER_CONFIG).is_file() else {}
-    message = "Upload by sparseforge card"
-    try:
-        api = huggingface_hub.HfApi()
-        address = api.create_repo(name, private=private, exist_ok=True)
-        # The adapter comes before the weights, which compute nonsense without it.
-        if changed:
-            additions = [CommitOperationAdd(file, content) for file, content in changed.items()]
-            api.create_commit(name, additions, commit_message=message)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=list(changed))
-    except (HTTPError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"--push {name}: the hub did not take it ({reason[0][:300]}); check name, network and token (hf auth login)"
-        ) from None
-    return str(address)
-
-
-def _with_base(folder: Path, name: str) -> dict[str, bytes]:
-    """Return the files that differ on the hub: its adapter names the model there, where transformers gets the weights.
-
-    The folder itself stays as it is, with the adapter of the weights beside it.
-    """
-    adapter = {**read_json_object(folder / ADAPTER_CONFIG), "base_model_name_or_path": name}
-    files = {ADAPTER_CONFIG: json_bytes(adapter)}
-    record = _record(folder)
-    if "adapter_config_sha256" in record:
-        digest = hashlib.sha256(files[ADAPTER_CONFIG]).hexdigest()
-        files["sparsity.json"] = json_bytes({**record, "adapter_config_sha256": digest})
-    return files
-
-
-def _result(task: str, name: str, metric: str, value: float, arguments: dict[str, Any]) -> EvalResult:
-    """Return one score as the hub's metadata has it."""
-    if not math.isfinite(float(value)):
-        raise ValueError(f"{metric} is {value}")
-    kind = name if HUB_ID.fullmatch(name) else re.sub(r"[^\w.-]+", "-", name)
-    return EvalResult(
-        task_type=task,
-        dataset_type=kind,
-        dataset_name=name,
-        metric_type="accuracy" if metric.startswith("acc") else "kl" if metric == KL else metric,
-        metric_name=metric,
-        metric_value=round(float(value), 6),
-        dataset_args=arguments or None,
-    )
-
-
-def _run_result(score: Any) -> list[EvalResult]:
-    """Return the score of the exported step that the run itself measured, if there is one."""
-    loss = score.get("loss") if isinstance(score, dict) else None
-    if not isinstance(loss, (int, float)) or not 0 <= loss <= _LARGEST_LOSS:  # a run may have diverged
-        return []
-    arguments = {key: score[key] for key in ("sequences", "seq_length") if isinstance(score.get(key), int)}
-    text = public_name(str(score.get("text")))
-    return [_result("text-generation", text, "perplexity", math.exp(loss), arguments)]
 
 
 def _quantization(settings: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorFolder, TensorSpec, hash_tensor
 from sparseforge_ds.export.adapter import ADAPTER_STEM, ADAPTER_TENSORS
 from sparseforge_ds.export.compressed_tensors import QuantizedWeights
@@ -162,6 +163,17 @@ class Size:
         stored = self.weights + self.branches
         parts = f" ({self.branches:,} of them low-rank branches)" if self.branches else ""
         return f"{stored:,} bytes{parts}, {stored / max(1, self.dense):.4f} of the dense model's {self.dense:,}"
+
+
+def read_sparsity(folder: Path) -> dict[str, Any]:
+    """Return the content of a folder's `sparsity.json`.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    if not (folder / "sparsity.json").is_file():
+        raise ValueError(f"{folder}: has no sparsity.json; give a folder that consolidate or export wrote")
+    return read_json_object(folder / "sparsity.json")
 
 
 def listed_weights(folder: Path, sparsity: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

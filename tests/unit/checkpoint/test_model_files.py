@@ -18,7 +18,7 @@ from sparseforge_ds.checkpoint.model_files import check_model_folder, is_legal_f
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.export import model_card
+from sparseforge_ds.export import upload
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.model_folder import copy_other_files
 from sparseforge_ds.model.pretrained import find_model
@@ -80,7 +80,7 @@ def _readers(folder: Path, out: Path) -> dict[str, Callable[[], Any]]:
 def test_a_link_out_of_the_folder_is_refused_everywhere(
     cloned: Path, tmp_path: Path, link: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
     out = tmp_path / "out"
     out.mkdir()
     (cloned / link).parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard
 
 from sparseforge_ds.checkpoint.tensors import hash_file
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.export import model_card
+from sparseforge_ds.export import model_card, upload
 from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.packed_format.packing import PACKED24
 from tests.tiny_folders import write_json
@@ -132,7 +132,7 @@ def test_scores_and_license_stay_in_a_new_card(folder: Path, tmp_path: Path, mon
         scored = {"text": "wikitext2", "perplexity": value, "protocol": "windows"}
         return str(write_json(tmp_path / "result.json", {"model": str(folder), "perplexity": scored}))
 
-    monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
+    monkeypatch.setattr("sparseforge_ds.export.upload.push", lambda *_: "there")
     assert main(["card", str(folder), "--results", result(12.5), "--license", "apache-2.0"]) == 0
     of_run, added = ("held_out.jsonl", 7.389056), ("wikitext2", 12.5)
     for again in ((), ("--push", "owner/made"), ("--license", "mit")):
@@ -229,7 +229,7 @@ def test_scores_of_another_model_are_refused(
     # this folder, by any path; before it was moved, or from elsewhere; or as what it is called on the hub
     for model in (str(folder), "made", "./made/", "link", "../gone/made", "/gone/made", "owner/made"):
         assert card_of(model=model) == "", model
-    monkeypatch.setattr("sparseforge_ds.export.model_card.push", lambda *_: "there")
+    monkeypatch.setattr("sparseforge_ds.export.upload.push", lambda *_: "there")
     assert card_of("--push", "owner/sparse-1b", model="owner/sparse-1b") == ""
     for model in ("owner/sparse-1b", "owner/dense-1b", "other/made", "/gone/other", ".", None):
         message = (
@@ -353,7 +353,7 @@ def test_folder_and_card_are_uploaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hub_that_takes() as (address, files, asked):
-        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         assert main(["card", str(folder), "--push", "owner/made"]) == 0
     assert f"uploaded: {address}/owner/made" in capsys.readouterr().out
     assert set(files) == {path.name for path in folder.iterdir()} == {"README.md", "config.json", "sparsity.json"}
@@ -368,8 +368,8 @@ def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monke
     write_json(folder / "sparsity.json", record | {"adapter_config_sha256": hash_file(folder / "adapter_config.json")})
     local = {path.name: path.read_bytes() for path in folder.iterdir()}
     with hub_that_takes() as (address, files, _):
-        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
-        model_card.push(folder, "owner/made")
+        monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        upload.push(folder, "owner/made")
     assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/made"}
     listed = json.loads(files["sparsity.json"])["adapter_config_sha256"]
     assert listed == hashlib.sha256(files["adapter_config.json"]).hexdigest()
@@ -377,9 +377,9 @@ def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monke
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == local, "the folder stays as it is"
     # Also where the hub refuses.
     with hub_that_takes(refuses=True) as (address, files, _):
-        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         with pytest.raises(ValueError, match="the hub did not take it"):
-            model_card.push(folder, "owner/made")
+            upload.push(folder, "owner/made")
     assert not files and {path.name: path.read_bytes() for path in folder.iterdir()} == local
 
 
@@ -387,7 +387,7 @@ def test_a_hub_that_refuses_or_does_not_answer_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with hub_that_takes(refuses=True) as (address, files, _):
-        monkeypatch.setattr(model_card.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
         assert main(["card", str(folder), "--push", "owner/made"]) == 2
         assert not files
     assert "--push owner/made: the hub did not take it (" in capsys.readouterr().err
