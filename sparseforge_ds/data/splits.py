@@ -184,7 +184,7 @@ def _text_files(root: Path, unknown: Counter[str]) -> Iterator[Path]:
 
     Args:
         root: the folder.
-        unknown: counts of the files that no reader knows and that may be text all the same, by suffix; they are added.
+        unknown: counter by suffix, to which files are added that may hold text and have no reader.
     """
     from datasets.data_files import FILES_TO_IGNORE
 
@@ -208,8 +208,8 @@ def _text_files(root: Path, unknown: Counter[str]) -> Iterator[Path]:
             if name.startswith(".") or is_cache or is_description:
                 continue
             if not is_readable(name):
-                if path.suffix.lower() in _DATA_SUFFIXES:
-                    unknown[path.suffix.lower()] += 1
+                suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]  # .csv.gz has both
+                unknown.update([suffix for suffix in suffixes if suffix in _DATA_SUFFIXES][-1:])
                 continue
             if path.is_symlink() and not path.exists():
                 raise ValueError(f"--dataset {root}: {path} is a link to nothing; bring its file back or remove it")

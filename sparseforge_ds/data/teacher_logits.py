@@ -85,7 +85,7 @@ class TeacherLogits:
 
     @classmethod
     def create(cls, folder: Path, record: LogitsRecord) -> TeacherLogits:
-        """Open files for writing; those of a killed process are continued, and damaged ones made again.
+        """Open files for writing. Continue those of a killed process, and begin damaged ones anew.
 
         Raises:
             ValueError: the folder has logits of this text with other settings.
@@ -102,9 +102,9 @@ class TeacherLogits:
         sizes = {"entries": record.top_k * np.dtype(record.entry_dtype).itemsize, "shares": (record.top_k + 1) * 2}
         files = {folder / f"{record.key}.{name}": tokens * size for name, size in sizes.items()}
         # What a file has lost would be zeros in the room that is taken below.
-        short = [file for file, size in files.items() if not file.exists() or file.stat().st_size != size]
-        if short and record.written:
-            _LOG.warning("%s is not as it was written: the logits are made again from the first window", short[0])
+        damaged_files = [file for file, size in files.items() if not file.exists() or file.stat().st_size != size]
+        if damaged_files and record.written:
+            _LOG.warning("%s is not as it was written: the logits are made again", damaged_files[0])
             record = replace(record, written=0)
             write_json(path, asdict(record))
         # All room is taken now: a full disk would end a process that writes to a mapped file.
@@ -112,6 +112,7 @@ class TeacherLogits:
             handle = open_own_file(file, os.O_RDWR)
             try:
                 with name_in_errors(file):
+                    os.ftruncate(handle, min(size, os.fstat(handle).st_size))  # others may have been of more entries
                     os.posix_fallocate(handle, 0, size)
             finally:
                 os.close(handle)
@@ -194,7 +195,7 @@ class TeacherLogits:
 
 
 def remove_unsaved(folder: Path, key: str) -> None:
-    """Remove room for logits of a text of which none are saved, and folders that are empty then; keep its tokens.
+    """Remove files of a text's logits that have no record, and folders that are then empty. Its tokens stay.
 
     Args:
         folder: of the logits.

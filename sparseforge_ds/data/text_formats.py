@@ -6,7 +6,6 @@ Only the text of a record is used. Therefore lines of JSON are parsed here, one 
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import gzip
 import itertools
@@ -16,14 +15,15 @@ import lzma
 import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
 from sparseforge_ds.config.arguments import LossOn, SampleBy
-from sparseforge_ds.data.documents import Conversation, Document, PromptAndCompletion
+from sparseforge_ds.data.documents import Document, PromptAndCompletion
 from sparseforge_ds.data.local_rows import load_rows
-from sparseforge_ds.data.token_documents import TokenDocument, iter_megatron, parse_token_record
+from sparseforge_ds.data.text_records import TOKEN_FIELDS, TOOLS, document_from_record, present_conventions
+from sparseforge_ds.data.token_documents import TokenDocument, iter_megatron
 
 _LINES = (".txt", ".jsonl", ".json")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -34,10 +34,6 @@ KINDS = f"{', '.join(_LINES)} (each also with {', '.join(_COMPRESSED)}), {', '.j
 """Kinds of files that can be read, for messages."""
 PIECE_CHARACTERS = 2**18
 """Characters that are read at a time. They are few, since the first record of every file of a folder is checked."""
-_TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
-"""Fields of a record that is tokenized already; the first one is required."""
-_TOOLS = "tools"
-"""Field beside messages with the JSON schemas of functions, as a list, or as text in which columns can hold it."""
 _SPACE = re.compile(r"\s*")
 LARGEST_DOCUMENT = 2**24
 """Most bytes of a .txt file that is one document, and most characters of a record. A document is tokenized at once,
@@ -146,6 +142,10 @@ def _unreadable(file: str, done: int, error: Exception) -> ValueError:
     cure = "check the network and continue with --resume" if "://" in file else "repair the file or leave it out"
     where = f"{file}, after {done} documents" if done else file
     return ValueError(f"{where}: not readable ({error}); {cure}")
+
+
+def _is_plain(document: Document) -> bool:
+    return isinstance(document, str) and not isinstance(document, PromptAndCompletion) and bool(document.strip())
 
 
 def iter_documents_once(file: str, text_field: str, sample_by: SampleBy, longest_text: int) -> Iterator[Document]:
@@ -336,130 +336,16 @@ def _iter_columns(file: str, kind: str, text_field: str) -> Iterator[Document]:
         # Some column, perhaps not the text, has a type that `datasets` does not know, like a map.
         raise ValueError(f"{file}: {error.args[0]}; write the columns with text to a file of their own") from None
     # A row may have its text by another convention than the next one.
-    conventions = _present(list(rows.features), text_field, file)
-    extra = [_TOOLS, *(_TOKEN_FIELDS if _TOKEN_FIELDS[:1] in conventions else ())]
-    names = [*itertools.chain.from_iterable(conventions), *(name for name in extra if name in rows.features)]
+    conventions = present_conventions(list(rows.features), text_field, file)
+    optional_fields = [TOOLS, *(TOKEN_FIELDS if TOKEN_FIELDS[:1] in conventions else ())]
+    names = [*itertools.chain.from_iterable(conventions), *(name for name in optional_fields if name in rows.features)]
     for number, row in enumerate(rows.select_columns(list(dict.fromkeys(names)))):
         # Columns give an object the keys of all others, as null.
-        record = {name: value if name in _TOKEN_FIELDS else _without_nulls(value) for name, value in row.items()}
+        record = {name: value if name in TOKEN_FIELDS else _without_nulls(value) for name, value in row.items()}
         document = document_from_record(record, text_field, f"{file}, row {number}")
         if len(document) > LARGEST_DOCUMENT:
             raise _too_long(f"{file}, row {number}")
         yield document
-
-
-def document_from_record(record: object, text_field: str, where: str) -> Document:
-    """Return the document of a record, "" where its text is null.
-
-    Args:
-        record: an object with fields.
-        text_field: see `iter_documents`.
-        where: file and record, for errors.
-
-    Raises:
-        ValueError: the record is no object, lacks the fields, or they hold something else than text or messages.
-    """
-    # 1. Fields by their conventional names.
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
-    conventions = _present(list(record), text_field, where)
-    has_text = (fields for fields in conventions if any(record[name] is not None for name in fields))
-    fields = next(has_text, conventions[0])
-    if fields == _TOKEN_FIELDS[:1]:
-        return parse_token_record(record, where)
-    # Null is no text, or no messages beside others.
-    empty: Any = [] if any(isinstance(record[name], list) for name in fields) else ""
-    values: list[Any] = [empty if record[name] is None else record[name] for name in fields]
-    # 2. Text, or messages.
-    if all(isinstance(value, str) for value in values):
-        return PromptAndCompletion(*values) if len(values) > 1 else str(values[0])
-    if all(map(_is_conversation, values)):
-        prompt = len(values[0]) if len(values) > 1 else None
-        messages = itertools.chain.from_iterable(values)
-        tools = None if _TOOLS in fields else _parse_tools(record.get(_TOOLS), where)
-        return Conversation(tuple(_with_text(message, where) for message in messages), where, prompt, tools)
-    # 3. Anything else is an error.
-    for name, value in zip(fields, values, strict=True):
-        if not isinstance(value, str) and not _is_conversation(value):
-            problem = (
-                f"is {type(value).__name__}, not text nor a list of messages with a role, and content or tool_calls"
-            )
-            cure = "make it one of these, or name another field by --text_field"
-            if _is_sharegpt(value):
-                cure = (
-                    "its messages have from and value, as ShareGPT's: write them as role (user for human, assistant "
-                    "for gpt) and content"
-                )
-            raise ValueError(f"{where}: field {name!r} {problem}; {cure}")
-    raise ValueError(
-        f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
-        "messages"
-    )
-
-
-def _is_plain(document: Document) -> bool:
-    return isinstance(document, str) and not isinstance(document, PromptAndCompletion) and bool(document.strip())
-
-
-def _present(names: Sequence[str], text_field: str, where: str) -> list[list[str]]:
-    """Return the fields that may make a document, by each convention of `datasets` that all `names` allow.
-
-    Merged datasets give every record all fields: its text is in the first of these that are not null.
-    """
-    conventions = ([text_field], ["messages"], ["prompt", "completion"], _TOKEN_FIELDS[:1])
-    if present := [fields for fields in conventions if set(fields) <= set(names)]:
-        return present
-    raise ValueError(
-        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion, nor input_ids; name the one "
-        f"that holds the text with --text_field (there are: {', '.join(map(str, names))})"
-    )
-
-
-def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Join the text parts of a message's content, since most chat templates print a list as it is. Keep null."""
-    if "content" not in message:
-        return message
-    content = message["content"]
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text") or "") for part in content)
-    if content is not None and not isinstance(content, str):
-        raise ValueError(
-            f"{where}: the content of a message is {type(content).__name__} with more than text; remove the rest, or "
-            "name another field by --text_field"
-        )
-    return {**message, "content": content}
-
-
-def _is_sharegpt(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict) and {"from", "value"} <= message.keys() for message in value
-    )
-
-
-def _is_conversation(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and ("content" in message or message.get("tool_calls"))
-        for message in value
-    )
-
-
-def _parse_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
-    """Return the tools of a record, or None for null or none.
-
-    Raises:
-        ValueError: they are no list of objects, nor JSON of one.
-    """
-    with contextlib.suppress(ValueError, RecursionError):  # other text than JSON is refused below
-        value = json.loads(value) if isinstance(value, str) else value
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ValueError(
-            f"{where}: field 'tools' is no list of JSON schemas, nor JSON of one; repair it, or remove the field"
-        )
-    return tuple(value)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -65,7 +65,7 @@ class TokenCache:
 
     @property
     def name(self) -> str:
-        """Name of these tokens: equal settings may give others, as a chat template that prints the date does."""
+        """Name of these tokens. It has their hash: equal settings give others where a chat template prints the date."""
         return f"{self.key}-{self.facts[_CONTENT]}"
 
     def open(self) -> np.memmap:
@@ -138,6 +138,7 @@ def ensure_token_cache(
         if not tokens:
             raise no_text_error(source.name, skipped)
     # 3. The record appears last, so a cache without one is unfinished.
+    block_checksums = checksums.finish()
     cache = TokenCache(
         path=str(path),
         key=key,
@@ -147,10 +148,10 @@ def ensure_token_cache(
         largest_id=largest,
         skipped=skipped,
         trained=trained if has_flags else None,
-        facts={**facts, _CONTENT: _hash_of(blocks := checksums.finish())},
+        facts={**facts, _CONTENT: _hash_of(block_checksums)},
     )
     with atomic_file(record) as file:
-        file.write(json.dumps({**asdict(cache), "checksums": blocks}).encode())
+        file.write(json.dumps({**asdict(cache), "checksums": block_checksums}).encode())
     return cache
 
 

@@ -173,9 +173,9 @@ def test_a_long_list_is_shortened_on_the_screen(tmp_path):
 
 
 def test_files_that_may_be_text_and_are_not_read_are_counted(tmp_path):
-    write(tmp_path, "a.jsonl", "b.csv", "c.CSV", "d.jsonl.lz4", "README.md", "logo.png")
+    write(tmp_path, "a.jsonl", "b.csv", "c.CSV", "e.csv.gz", "d.jsonl.lz4", "README.md", "logo.png")
     assert find_files(tmp_path).describe() == (
-        "1 file of split train: a.jsonl, 14 bytes; left out: 2 of a kind that is not read (.csv), "
+        "1 file of split train: a.jsonl, 14 bytes; left out: 3 of a kind that is not read (.csv), "
         "1 of a kind that is not read (.lz4)"
     )
 

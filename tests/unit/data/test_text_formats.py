@@ -266,6 +266,8 @@ def test_a_field_that_is_null_hides_no_other_and_is_none_of_its_kind(tmp_path, k
     assert (list(chat.messages), text, nothing) == (CHAT, "a", "")
     assert (list(prompt.messages), list(completion.messages)) == (CHAT[:1], CHAT[1:])
     assert ids.ids.tolist() == [3, 4]
+    # A field that the user names has the text alone.
+    assert list(iter_documents(str(path), "prompt"))[:2] == ["", ""]
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "a*.jsonl", "a?b.jsonl", "a b.jsonl", ".hidden/a.jsonl", "__x/a.jsonl"])
