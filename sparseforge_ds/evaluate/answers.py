@@ -1,14 +1,12 @@
 """Answers that a model generates for the harness: their tokens, and where they end.
 
 The harness keeps the text of an answer alone. Both of its classes, for transformers and for vLLM, generate in
-`_model_generate` and then tell their cache hook each answer in the same order: this is where tokens are counted.
+`_model_generate`: tokens are counted there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,42 +23,35 @@ class Answer(NamedTuple):
     """True if neither came, so that the limit ended the answer."""
 
 
-def request_key(request: Sequence[Any]) -> str:
-    """Return the key of a request in `AnswerLog`: its prompt and its settings, as two tasks may share prompts."""
-    return repr(tuple(request))
-
-
 class AnswerLog:
-    """Log of the answers of a model that the harness runs; it takes the place of the model's cache hook.
+    """Log of the answers that a model of the harness generates from now on.
 
     Args:
         wrapped: a model of the harness, `HFLM` or `VLLM`.
     """
 
     def __init__(self, wrapped: Any) -> None:
-        self.by_request: dict[str, list[Answer]] = defaultdict(list)
-        """Answers by `request_key`, in the order in which they were generated."""
+        self._answers: list[Answer] = []
         self._wrapped = wrapped
         self._generate = wrapped._model_generate
-        self._untold: deque[Answer] = deque()
         wrapped._model_generate = self._model_generate
-        wrapped.cache_hook = self
 
-    def add_partial(self, kind: str, request: Sequence[Any], response: str) -> None:
-        """Take the answer to a request, as the harness' cache hook."""
-        if kind == "generate_until":
-            self.by_request[request_key(request)].append(self._untold.popleft())
+    def take(self) -> list[Answer]:
+        """Return the answers since the last call, in the order in which they were generated."""
+        answers = self._answers
+        self._answers = []
+        return answers
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the model does, and note the answers."""
         output = self._generate(*args, **kwargs)
         if isinstance(output, Tensor):
-            self._untold.extend(self._padded_answers(output, kwargs))
+            self._answers.extend(self._padded_answers(output, kwargs))
         elif kwargs.get("generate"):  # vLLM takes this way for likelihoods too
             for request in output:
                 completion = request.outputs[0]
                 is_cut = completion.finish_reason == "length"
-                self._untold.append(Answer(list(request.prompt_token_ids), list(completion.token_ids), is_cut))
+                self._answers.append(Answer(list(request.prompt_token_ids), list(completion.token_ids), is_cut))
         return output
 
     def _padded_answers(self, output_BS: Tensor, inputs: dict[str, Any]) -> list[Answer]:

@@ -100,8 +100,8 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     if mismatched := sorted(report["mismatched_keys"]):
         weight, stored, built = mismatched[0]
         raise ValueError(
-            f"{name}: {weight} has the shape {tuple(stored)} in the files, and by config.json {tuple(built)}; bring "
-            "the config.json that the weights were saved with"
+            f"{name}: {weight} has the shape {tuple(stored)} in the files, and by config.json {tuple(built)}; put "
+            "back the config.json that the weights were saved with"
         )
 
     # Put the adapter on it.

@@ -126,7 +126,7 @@ def _load(
 
 @contextlib.contextmanager
 def _task_errors(name: str) -> Iterator[None]:
-    """Turn what prompts, templates and readers of the harness raise on rows of another form into a ValueError."""
+    """Turn the harness's errors about rows that do not fit a task into a ValueError that names the task."""
     from jinja2 import TemplateError
 
     misfit = (LookupError, TypeError, ValueError, AttributeError, SyntaxError, TemplateError, DatasetsError)

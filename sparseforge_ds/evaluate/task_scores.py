@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.answers import Answer, AnswerLog, request_key
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
 from sparseforge_ds.evaluate.harness import LoadedTasks
 from sparseforge_ds.evaluate.paper_accuracies import CUT, GAINED, KL, LOST, SAME, TOKENS, with_ending
@@ -123,43 +123,45 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
             assert model is not None
             check_embeddings_for(model, [int(inputs[0].max())])
 
-    # Run. Only a hook sees the tokens, which the harness makes itself.
+    # Only a hook sees the tokens, which the harness makes itself.
     hook = None if model is None else model.get_input_embeddings().register_forward_pre_hook(check)
+    scores = TaskScores({}, {}, {}, {})
     try:
-        output = simple_evaluate(
-            wrapped,
-            tasks=list(tasks.by_name.values()),
-            limit=settings.limit,
-            bootstrap_iters=_DRAWS,
-            task_manager=tasks.manager,
-            gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
-            apply_chat_template=settings.apply_chat_template,
-            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-        )
+        # Tasks run one after another, since two may have the same prompts.
+        for name, task in tasks.by_name.items():
+            output = simple_evaluate(
+                wrapped,
+                tasks=[task],
+                limit=settings.limit,
+                bootstrap_iters=_DRAWS,
+                task_manager=tasks.manager,
+                gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
+                apply_chat_template=settings.apply_chat_template,
+                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            )
+            _add_scores(scores, name, task, output, log.take())
     finally:
         if hook is not None:
             hook.remove()
-
-    # Take metrics and answers out of the harness' records.
-    scores = TaskScores({}, {}, {}, {})
-    for name, task in tasks.by_name.items():
-        samples = output["samples"][name]
-        metrics = {key.removesuffix(",none"): value for key, value in output["results"][name].items()}
-        scores.metrics[name] = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
-        scores.metrics[name]["items"] = output["n-samples"][name]["effective"]
-        scores.choices[name] = {
-            (sample["doc_id"], sample["filter"]): _choice(task, sample)
-            for sample in samples
-            if task.OUTPUT_TYPE != "loglikelihood_rolling"
-        }
-        scores.is_right[name] = _right_items(samples)
-        if task.OUTPUT_TYPE == "generate_until":
-            keys = {request_key(arguments): None for sample in samples for arguments in sample["arguments"]}
-            answers = [answer for key in keys for answer in log.by_request[key]]
-            scores.generated[name] = answers
-            scores.metrics[name][TOKENS] = sum(len(answer.tokens) for answer in answers) / len(answers)
-            scores.metrics[name][CUT] = sum(answer.is_cut for answer in answers) / len(answers)
     return scores
+
+
+def _add_scores(scores: TaskScores, name: str, task: Any, output: dict[str, Any], answers: list[Answer]) -> None:
+    """Add the metrics and answers of a task, from the harness' records of its run."""
+    samples = output["samples"][name]
+    metrics = {key.removesuffix(",none"): value for key, value in output["results"][name].items()}
+    scores.metrics[name] = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+    scores.metrics[name]["items"] = output["n-samples"][name]["effective"]
+    scores.choices[name] = {
+        (sample["doc_id"], sample["filter"]): _choice(task, sample)
+        for sample in samples
+        if task.OUTPUT_TYPE != "loglikelihood_rolling"
+    }
+    scores.is_right[name] = _right_items(samples)
+    if task.OUTPUT_TYPE == "generate_until":
+        scores.generated[name] = answers
+        scores.metrics[name][TOKENS] = sum(len(answer.tokens) for answer in answers) / len(answers)
+        scores.metrics[name][CUT] = sum(answer.is_cut for answer in answers) / len(answers)
 
 
 def compare_answers(result: TaskScores, dense: TaskScores) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import finished_model, harness, task_scores
-from sparseforge_ds.evaluate.answers import Answer, AnswerLog, request_key
+from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.paper_accuracies import SUITES
 from sparseforge_ds.mask.pattern import parse_pattern
 from tests.task_files import GENERATION_LIMIT as LIMIT
@@ -302,7 +302,7 @@ def yaml_of(text: str) -> str:
 
 
 def test_answers_belong_to_their_task_where_two_have_the_same_prompts(stories: Path, tmp_path: Path) -> None:
-    """One of the two may give longer answers; a metric that has no formula for its error has draws."""
+    """One may give longer answers, another name its settings in another order; chrF has no formula for its error."""
     pytest.importorskip("lm_eval")
     write_generation_task(tmp_path, [{"opening": "Once upon", "ending": "."}, {"opening": "Lily and", "ending": "."}])
     task = json.loads((tmp_path / "openings.yaml").read_text())
@@ -310,10 +310,13 @@ def test_answers_belong_to_their_task_where_two_have_the_same_prompts(stories: P
     metric = {"metric": "chrf", "aggregation": "chrf", "higher_is_better": True}
     more = {**task, "task": "longer", "generation_kwargs": longer, "metric_list": [metric]}
     (tmp_path / "longer.yaml").write_text(json.dumps(more))
-    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings,longer"]
+    swapped = dict(reversed(task["generation_kwargs"].items()))
+    (tmp_path / "swapped.yaml").write_text(json.dumps({**task, "task": "swapped", "generation_kwargs": swapped}))
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings,longer,swapped"]
     assert main([*command, f"--json={tmp_path / 'report.json'}"]) == 0
     metrics = json.loads((tmp_path / "report.json").read_text())["generation"]["tasks"]
     assert metrics["openings"]["answer_tokens"] <= LIMIT < metrics["longer"]["answer_tokens"]
+    assert metrics["openings"]["answer_tokens"] == metrics["swapped"]["answer_tokens"]
     assert metrics["longer"]["chrf_stderr"] >= 0
 
 
@@ -336,13 +339,8 @@ def test_answers_of_vllm_are_counted_too() -> None:
     log = AnswerLog(wrapped)
     wrapped._model_generate([[1]])  # a likelihood
     wrapped._model_generate(requests=[[1, 2], [1, 2, 3]], generate=True)
-    for prompt in ("two", "three"):
-        wrapped.cache_hook.add_partial("loglikelihood", (prompt, {}), "")
-        wrapped.cache_hook.add_partial("generate_until", (prompt, {}), "text")
-    assert log.by_request == {
-        request_key(("two", {})): [Answer([1, 2], [7, 7], True)],
-        request_key(("three", {})): [Answer([1, 2, 3], [7] * 3, False)],
-    }
+    assert log.take() == [Answer([1, 2], [7, 7], True), Answer([1, 2, 3], [7] * 3, False)]
+    assert log.take() == []
 
 
 @pytest.fixture
