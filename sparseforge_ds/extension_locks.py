@@ -56,7 +56,7 @@ def clear_before_training() -> None:
 
 @contextlib.contextmanager
 def extension_errors() -> Iterator[None]:
-    """Turn an extension in the block that cannot be built into a ValueError of one line.
+    """Turn the failed build of an extension in the block into a ValueError of one line.
 
     torch's error is the whole output of the compiler, from DeepSpeed's `FusedAdam` or its reduction over shared memory.
     Processes that waited for the compiler miss its library instead.
@@ -71,13 +71,16 @@ def extension_errors() -> Iterator[None]:
         if error.path is None or Path(error.path).suffix != ".so" or Path(error.path).exists():
             raise
         raise ValueError(
-            f"DeepSpeed's extension {Path(error.path).stem} could not be compiled on this machine, as another process "
-            f"says; {cure}"
+            f"DeepSpeed's extension {Path(error.path).stem} is missing: another process of this machine could not "
+            f"compile it, and has printed why; {cure}"
         ) from None
     except RuntimeError as error:
         text = str(error)
-        if "Ninja is required" in text:
-            raise ValueError("DeepSpeed compiles extensions with ninja, which is missing; pip install ninja") from None
+        if "Ninja is required" in text or "ninja not being installed" in text:
+            raise ValueError(
+                "DeepSpeed compiles extensions with ninja, which is not on PATH; activate the environment that has it, "
+                "or pip install ninja"
+            ) from None
         if (header := re.match(r"Error building extension '(.*?)'", text)) is None:
             raise
         # The failure is a line of its own; commands stand beside it, whose flags may have any word.

@@ -82,13 +82,16 @@ class ShardedWeights:
         """Refuse an optimizer that is not Adam or AdamW, whose moments the method uses."""
         inner = self.layout.inner
         name = type(inner).__name__
-        for group in inner.param_groups:
-            changed = next((key for key in ("amsgrad", "maximize") if group.get(key)), None)
-            if name not in _ADAM or changed:
+        if name not in _ADAM:
+            raise ValueError(
+                f'method "{method}" works on the moments of Adam, which {name} does not keep; use "optimizer": '
+                '{"type": "AdamW"} in the DeepSpeed JSON'
+            )
+        for setting in ("amsgrad", "maximize"):
+            if any(group.get(setting) for group in inner.param_groups):
                 raise ValueError(
-                    f'method "{method}" works on the moments of Adam, which {name} does not keep'
-                    + (f" with {changed}" if changed else "")
-                    + '; use "optimizer": {"type": "AdamW"} in the DeepSpeed JSON'
+                    f'method "{method}" repeats the step of Adam without {setting}; leave {setting} out of the '
+                    "parameters of the optimizer"
                 )
 
     def require_gradients(self, what: str) -> None:

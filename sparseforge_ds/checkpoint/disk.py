@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def name_in_errors(path: Path) -> Iterator[None]:
-    """Give the path of a file that is written to an error of the block about a full disk, which names none."""
+    """Name the file that is written in an error of the block about a full disk, which carries no path."""
     try:
         yield
     except OSError as error:
@@ -78,8 +78,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder that gets its name at the end of the block; after an error nothing of it stays.
 
-    What a killed process left under the temporary name is removed first. With `replace`, the old folder that it moved
-    aside is removed once the new one has its name. Parents that are made here go again after an error.
+    What a killed process left under the temporary name is removed first. With `replace`, `path.old` is removed once the
+    new folder has its name, even one that a killed process left. Parents that are made here go again after an error.
 
     Args:
         path: final name. No folder may have it by then, or an empty one.

@@ -124,9 +124,10 @@ def require_saved(path: Path) -> None:
 
 def check_outside_checkpoints(out: Path) -> None:
     """Raise ValueError for a new folder that a run would take for a checkpoint of its own, or would replace."""
+    # `out` may reach a run's folder through a link, and .. behind a link leads elsewhere than its text says.
+    real = Path(os.path.realpath(out.absolute().parent), out.name)
     out = Path(os.path.normpath(out.absolute()))
-    # A folder of a run may be a link to elsewhere, and what leads to one too.
-    for path in (out, Path(os.path.realpath(out.parent), out.name)):
+    for path in (out, real):
         for run in path.parents:
             own = path.relative_to(run).parts[0]
             if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():

@@ -17,11 +17,11 @@ from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.tensors import hash_file
 
-FORMAT = 3
+FORMAT = 4
 
 
 class FormatVersionError(ValueError):
-    """A manifest that another version of this package wrote, which is no damage."""
+    """Error about a manifest that another version of this package wrote, which is no damage."""
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def _check_flats(files: RankFiles, slots: dict[str, list[Slot]]) -> None:
 def _check_lengths(files: RankFiles, sub_groups: FlatShapes) -> None:
     """Raise ValueError for a flat of ZeRO-3 that is longer than its pieces, which DeepSpeed lays end to end.
 
-    A piece is as long on every rank, padding included, and nothing lies between two or behind the last.
+    Every rank's piece of a weight has one length, padding included, and pieces follow each other without gaps.
     """
     for rank, archive in enumerate(files.optimizer):
         for number, (master, shapes) in enumerate(zip(files.flats(rank).masters or (), sub_groups, strict=True)):

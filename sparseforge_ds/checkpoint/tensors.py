@@ -191,7 +191,7 @@ def unread_weight_files(folder: Path) -> list[str]:
 def _cure(folder: Path, stem: str) -> str:
     """Return what to do about a folder without readable tensors, as the end of a message."""
     if shard := min(folder.glob(f"{stem}-*-of-*.safetensors"), default=None):
-        return f", but {shard.name}: the index is missing, which belongs to such files; copy it there too"
+        return f"; it has {shard.name}, which needs {stem}.safetensors.index.json: copy that file there too"
     unread = unread_weight_files(folder) if stem == "model" else []
     if not unread:
         return "; give an exported model"

@@ -11,6 +11,9 @@ from typing import Any
 
 from sparseforge_ds.checkpoint.disk import write_json
 
+_REPORT_KEYS = ({"model", "one_shot", "dtype"}, {"ok", "pattern", "violations"})
+"""Keys by which reports of `evaluate` and `verify` are known."""
+
 
 def printable(text: str) -> str:
     """Return a text with escapes for line breaks and for all characters that a terminal would obey."""
@@ -36,31 +39,40 @@ def require_json_file(name: str | None, inputs: Iterable[str | None] = ()) -> No
         raise ValueError(f"--json {name}: is a folder; give a file")
     if path.exists() and not _may_be_replaced(path):
         raise ValueError(f"--json {name}: is there already, and is no report; give another name")
-    for given in inputs:
-        if given and Path(given).exists() and (path == Path(given).resolve() or Path(given).resolve() in path.parents):
-            raise ValueError(f"--json {name}: belongs to {given}, which is read; give a name elsewhere")
+    for input_path in inputs:
+        if input_path and Path(input_path).exists() and Path(input_path).resolve() in (path, *path.parents):
+            raise ValueError(f"--json {name}: belongs to {input_path}, which is read; give a name elsewhere")
     require_writable(path.parent, f"--json {name}")
 
 
 def write_report(name: str, report: dict[str, Any]) -> None:
-    """Write the file of `--json`; it appears when it is complete, where it is a file."""
-    if _is_stream(Path(name)):
-        sys.stdout.flush()  # what was printed comes first, where both go to one file
-        with Path(name).open("a") as stream:
-            stream.write(json.dumps(report, indent=2) + "\n")
-    else:
-        write_json(Path(name).resolve(), report)
+    """Write the file of `--json`. A regular file appears once it is complete."""
+    path = Path(name)
+    if not _is_stream(path):
+        write_json(path.resolve(), report)
+        return
+    text = json.dumps(report, indent=2) + "\n"
+    # Our own output may be a file, in which a second opening would write over what is printed later.
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        if os.path.samestat(path.stat(), os.fstat(descriptor)):
+            stream.write(text)
+            return
+    with path.open("a") as stream:
+        stream.write(text)
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return whether a file is empty or begins as our reports do."""
-    with path.open("rb") as file:
-        return file.read(2) in (b"", b"{\n")
+    """Return True if a file is empty or holds a report of `evaluate` or `verify`."""
+    try:
+        text = path.read_text()
+        return not text or any(keys <= json.loads(text).keys() for keys in _REPORT_KEYS)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _is_stream(path: Path) -> bool:
-    """Return whether a path is a terminal, a pipe or a device, or /dev/stdout whatever that is: no file replaces it."""
-    is_device = path.absolute().parts[1:2] == ("dev",)
+    """Return True if a report is written into this path, a terminal, pipe or device, instead of replacing it."""
+    is_device = path.absolute().parent in (Path("/dev"), Path("/dev/fd"))  # /dev/shm has files like any other folder
     return path.exists() and not path.is_dir() and (is_device or not path.is_file())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -101,9 +102,9 @@ class RunArguments:
     text_field: str = _flag(
         "text",
         "field of a record that holds the text, or the messages of a conversation, which the tokenizer's chat template "
-        "turns into text; null or empty records are skipped. Without that field a record may have messages, or prompt "
-        "and completion, as in datasets, or input_ids, the tokens themselves; --loss_on says which of its tokens are "
-        "trained on",
+        "turns into text; null or empty records are skipped. Without that field, or where `text` is null, a record may "
+        "have messages, or prompt and completion, as in datasets, or input_ids, the tokens themselves; --loss_on says "
+        "which of its tokens are trained on",
         "NAME",
     )
     loss_on: LossOn = _flag(
@@ -373,7 +374,12 @@ class RunArguments:
                 split,
                 "use the name of a split, or several joined by +, like train+validation",
             )
-        # 4. Defaults of lists.
+        # 5. A home folder, which a shell leaves alone behind `=` and a run file never sees.
+        for name in ("model", "output_dir", "teacher", "teacher_logits", "eval_dataset"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _expand_home(path))
+        object.__setattr__(self, "dataset", list(map(_expand_home, self.dataset)))
+        # 6. Defaults of lists.
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
         if not self.report_to:
@@ -383,6 +389,11 @@ class RunArguments:
 def flags(arguments: RunArguments) -> dict[str, object]:
     """Return the flags as plain JSON types, without this process's rank and those of a dry run."""
     return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
+
+
+def _expand_home(path: str) -> str:
+    """Return a path, or that of a stream, with the home folder in place of ~ at its beginning."""
+    return re.sub(r"^(stream:)?(~[^/]*)", lambda match: f"{match[1] or ''}{os.path.expanduser(match[2])}", path)
 
 
 def _is_object(text: str) -> bool:

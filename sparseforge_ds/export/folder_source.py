@@ -39,6 +39,7 @@ from sparseforge_ds.export.source import (
     recorded_config,
     require_dtype,
     require_finite,
+    require_same_model,
 )
 from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.verification import check_folder
@@ -88,6 +89,8 @@ class FolderSource(Source):
         self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
+        else:
+            require_same_model(self.model_folder, self.folder)
         # The dtype of all parameters.
         self.dtype, casts_from = self._find_dtype(dtype)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -126,7 +129,7 @@ class FolderSource(Source):
         self._set_branches(shapes)
 
     def _find_dtype(self, dtype: str) -> tuple[torch.dtype, str | None]:
-        """Return the dtype of all parameters, and what sets it if they are cast; None if they stay as they are stored.
+        """Return the dtype of all parameters, and the setting that casts them to it, or None without a cast.
 
         Raises:
             ValueError: an export has no such dtype.

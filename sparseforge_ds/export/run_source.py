@@ -30,6 +30,7 @@ from sparseforge_ds.export.source import (
     origin_sections,
     read_config_json,
     require_finite,
+    require_same_model,
 )
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.kernels.codes import values_of
@@ -40,9 +41,7 @@ from sparseforge_ds.model.family_table import BRANCH, LOW_RANK, SCALE
 from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.saved_names import saved_tensors
-
-_NOT_OF_MODEL = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache", "architectures")
-"""Entries of a config that may differ between two copies of one model."""
+from sparseforge_ds.model.stored_config import config_sha256
 
 
 def read_masked(checkpoint: Checkpoint, name: str, released: bool, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -102,10 +101,14 @@ class RunSource(Source):
         self.model_config = read_config_json(self.model_folder)
         self.dtype = choose_dtype(dtype, self.model_folder, self.model_config)
         description = read_json_object(run / "sparseforge.json") if run else {}
+        config_hash = description.get("config_sha256")
         if model is None:
-            check_config(self.model_folder, self.model_config, description.get("config_sha256"))
-        elif run is not None and (run / "model" / "config.json").is_file():
-            _require_same_model(self.model_folder, run / "model")
+            check_config(self.model_folder, self.model_config, config_hash)
+        elif run is not None and config_sha256(self.model_config) != config_hash:
+            own_folder = run / "model"
+            if (own_folder / "config.json").is_file():
+                check_config(own_folder, read_config_json(own_folder), config_hash)
+                require_same_model(self.model_folder, own_folder)
         # Its tensors by saved names, and the branches beside them.
         self._name_tensors()
         self._specify(masked)
@@ -315,25 +318,6 @@ class RunSource(Source):
         columns = self.checkpoint.shapes[stored_name][-1]
         output = index // columns if weight.input_axis == -1 else index % columns
         return self.checkpoint.weight(scale_name).float()[output]
-
-
-def _require_same_model(folder: Path, own_folder: Path) -> None:
-    """Raise ValueError unless the config.json of `--model` describes the model in the run's own folder."""
-    settings = _model_settings(load_config(folder, f"--model {folder}").to_dict())
-    trained_settings = _model_settings(load_config(own_folder, str(own_folder)).to_dict())
-    for key in sorted(settings.keys() | trained_settings.keys()):
-        if settings.get(key) != trained_settings.get(key):
-            raise ValueError(
-                f"--model {folder}: its config.json has {key} {settings.get(key)!r:.100}, and the run was trained with "
-                f"{trained_settings.get(key)!r:.100} ({own_folder / 'config.json'}); leave out --model, "
-                "or give the model that the run began with"
-            )
-
-
-def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that decide what a model computes, in sections too."""
-    settings = {key: value for key, value in config.items() if key not in _NOT_OF_MODEL}
-    return {key: _model_settings(value) if isinstance(value, dict) else value for key, value in settings.items()}
 
 
 def describe_run(description: dict[str, Any], train: object, step: int) -> dict[str, Any]:

@@ -33,6 +33,11 @@ HEAD = ("pattern", "finished", "step", "source", "coverage", "config", "run")
 """Keys of `sparsity.json` about the origin of a model."""
 
 
+_NOT_OF_MODEL = (
+    *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache", "architectures"),
+    *("auto_map", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+"""Entries of a config that may differ between two copies of one model."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """Dtypes of an export, by their names in config.json."""
 
@@ -173,7 +178,7 @@ def require_dtype(dtype: str, origin: str) -> torch.dtype:
         ValueError: an export has no such dtype; the message begins with its `origin`.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"{origin} is none that an export has ({', '.join(DTYPES)}); give one, like --dtype float32")
+        raise ValueError(f"{origin} cannot be exported; use one of {', '.join(DTYPES)}, such as --dtype float32")
     return DTYPES[dtype]
 
 
@@ -219,6 +224,25 @@ def check_config(folder: Path, config: dict[str, Any], expected: object) -> None
     """
     if expected is not None and config_sha256(config) != expected:
         raise ValueError(f"{folder / 'config.json'}: was changed or damaged since the model was written; restore it")
+
+
+def require_same_model(folder: Path, own_folder: Path) -> None:
+    """Raise ValueError unless config.json of `folder`, a value of `--model`, describes the model of `own_folder`."""
+    settings = _model_settings(load_config(folder, f"--model {folder}").to_dict())
+    own_settings = _model_settings(load_config(own_folder, str(own_folder)).to_dict())
+    for key in sorted(settings.keys() | own_settings.keys()):
+        if settings.get(key) != own_settings.get(key):
+            raise ValueError(
+                f"--model {folder}: its config.json has {key} {settings.get(key)!r:.100}, and the model was trained "
+                f"with {own_settings.get(key)!r:.100} ({own_folder / 'config.json'}); leave out --model, or give the "
+                "model that the weights belong to"
+            )
+
+
+def _model_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config that decide what a model computes, in sections too."""
+    settings = {key: value for key, value in config.items() if key not in _NOT_OF_MODEL}
+    return {key: _model_settings(value) if isinstance(value, dict) else value for key, value in settings.items()}
 
 
 def require_finite(value: Tensor, name: str, where: Path) -> None:

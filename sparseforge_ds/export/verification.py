@@ -6,8 +6,8 @@ axis. A group is in the pattern if at most N of its members are not zero. Every 
 its counts.
 
 A folder without `sparsity.json` has no hashes. So all its other tensors are checked to be finite, and transformers
-builds the model of its config.json, without weights, to see that none is missing. If transformers can build no such
-model, that is a fault in a family of the table; of any other family nothing is known, and nothing is compared.
+builds the model of its config.json, without weights, to see that none is missing and that shapes fit. For a family of
+the table, a config.json that makes no model is a fault. For other families, nothing is compared then.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def check_folder(
     if sparsity and any(row.negative_zeros for row in rows):
         notes.append("weights hold -0.0, which an export writes as +0.0")  # in folders of other tools -0.0 is a zero
     if unsound:
-        notes.append(f"{_first(name for name in names if name in unsound)} not finite; give a sound model")
+        notes.append(f"{_subject(name for name in names if name in unsound)} not finite; give a sound model")
     if not sparsity:
         notes += _missing_of_model(folder, config, tensors.specs)
     try:
@@ -207,7 +207,7 @@ def check_folder(
     )
 
 
-def _first(names: Iterable[str]) -> str:
+def _subject(names: Iterable[str]) -> str:
     """Return the subject of a sentence about one or several tensors, with its verb."""
     first, *others = names
     return f"{first} and {len(others)} more are" if others else f"{first} is"
@@ -216,8 +216,8 @@ def _first(names: Iterable[str]) -> str:
 def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, TensorSpec]) -> list[str]:
     """Return notes on tensors that the model of config.json has and the files lack.
 
-    Tied weights are there if one of them is. Where transformers puts a tensor of the model together from several of
-    the files, by rules that the family table does not have, one of them is enough.
+    One of several tied weights is enough. Where transformers merges stored tensors by its own conversions, one of those
+    is enough, too.
     """
     from sparseforge_ds.model.loading_targets import Targets
     from sparseforge_ds.transformers_internals import get_model_conversion_mapping
@@ -236,8 +236,13 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     targets = Targets(model, get_model_conversion_mapping(model))
     # Count the elements of each tensor in memory that the files have.
     filled: Counter[str] = Counter()
-    for name in specs:
+    for name, spec in specs.items():
         part = tensors.get(name)
+        if part is not None and spec.shape != part.shape:
+            return [
+                f"{name} has the shape {spec.shape} in the files, and {part.shape} by config.json; put back the "
+                "config.json that the weights were saved with"
+            ]
         if part is None:
             memory_name = targets.find(name)[0]
             filled[memory_name] = math.prod(shapes.get(memory_name, ()))
@@ -265,7 +270,7 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     saved = saved_tensors(config.get("model_type"), shapes)
     parts = [name for name, part in saved.items() if part.memory_name in missing]
     absent = [name for name in parts if name not in specs and name.removeprefix(inner) not in specs]
-    return [f"{_first(absent or missing)} missing, which the model of config.json needs; download or save it again"]
+    return [f"{_subject(absent or missing)} missing, which the model of config.json needs; download or save it again"]
 
 
 def _prunable(

@@ -40,14 +40,11 @@ def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int
         """Apply the function to an item, or do nothing after an error."""
         if failed.is_set():
             return None
-        ended = False
         try:
-            result = function(item)
-            ended = True
-        finally:
-            if not ended:
-                failed.set()
-        return result
+            return function(item)
+        except BaseException:
+            failed.set()
+            raise
 
     try:
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:

@@ -35,8 +35,8 @@ NO_LIMIT = 1 << 62
 def unfinished_folder(out: str | Path) -> Iterator[Path]:
     """Make a folder beside `out` that becomes `out` at the end of the block, or is removed after an error.
 
-    A killed process leaves its folder behind; the next one that writes `out` on this machine removes it. Errors of the
-    block that name the folder name `out` in its place.
+    A killed process leaves its folder behind; the next one that writes `out` on this machine removes it. An error that
+    mentions the temporary folder is raised with the path of `out` instead.
 
     Raises:
         ValueError: `out` is in use or cannot be written, or the block cannot read a file.
@@ -57,9 +57,11 @@ def unfinished_folder(out: str | Path) -> Iterator[Path]:
             raise
         raise ValueError(str(error).replace(str(temporary), str(out))) from None
     except (OSError, SafetensorError) as error:
-        file = getattr(error, "filename", None)
-        if file is not None and not _is_written(Path(os.fsdecode(file)), out, temporary):
-            raise ValueError(f"{os.fsdecode(file)}: {getattr(error, 'strerror', error)}; nothing was written") from None
+        # An error of a copy names its source first, and its target too.
+        paths = (getattr(error, "filename", None), getattr(error, "filename2", None))
+        files = [Path(os.fsdecode(path)) for path in paths if path is not None]
+        if files and not any(_is_written(file, out, temporary) for file in files):
+            raise ValueError(f"{files[0]}: {getattr(error, 'strerror', error)}; nothing was written") from None
         cause = str(error).replace(str(temporary), str(out))
         raise ValueError(f"{out}: cannot be written ({cause}); nothing was left behind") from None
 

@@ -275,7 +275,7 @@ def _rows(model: nn.Module, names: Iterable[str]) -> dict[str, Row]:
     """Return rows of all weights that can be in a pattern: those of the model's family, and of layers that say so."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     by_table = table_rule(FAMILIES[model_type]) if model_type in FAMILIES else lambda name: None
-    by_layer = contracting(model)
+    by_layer = contracting(model, ungated=True)
     rows = {name: row if isinstance(row := by_table(name), Row) else by_layer.get(name) for name in names}
     return {name: row for name, row in rows.items() if row is not None}
 

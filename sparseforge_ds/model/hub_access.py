@@ -22,7 +22,7 @@ HUB_ID = re.compile(rf"{REPOSITORY.pattern}(:\S*)?", re.ASCII)
 def why_unreachable(name: str | Path | None = None) -> str | None:
     """Return the reason why the hub cannot be asked, or None if it answers anything at all.
 
-    For the `name` of a file or folder that exists the hub is not needed, which is None, too.
+    An existing file or folder needs no hub, so its `name` gives None too.
     """
     if name is not None and Path(name).exists():
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -26,7 +27,7 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     Raises:
         ValueError: there is no such config, it cannot be used, or it is of no causal language model.
     """
-    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(name).expanduser()
+    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(os.path.expanduser(name))
     if not path.exists() and name.count("/") == 1 and ".." not in name:
         hub_config = _ASSETS / "hub_configs" / name
         path = hub_config if hub_config.is_dir() else path
@@ -36,14 +37,13 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     remote = not path.exists()
     if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
         raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
-    unreachable = why_unreachable(path)
     try:
         config = load_config(name if remote else path, f"{flag} {name}")
     except ValueError as error:
         if not remote:
             raise
         cause = str(error)
-        if unreachable is not None:
+        if (unreachable := why_unreachable()) is not None:
             cause = f"{flag} {name}: neither a folder nor in the cache; {unreachable}"
         raise ValueError(
             f"{cause}; check the name and the network, or give a model folder or its config.json"

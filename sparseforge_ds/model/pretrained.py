@@ -262,7 +262,6 @@ def _folder(name: str, flag: str) -> Path:
     if name == EMBEDDED_MODEL:
         return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
     # A folder that is there, or a name that can only be a folder.
-    name = str(Path(name).expanduser()) if name.startswith("~") else name
     if Path(name).exists():
         if not Path(name).is_dir():
             raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")

@@ -9,7 +9,7 @@ from typing import Any
 from sparseforge_ds.checkpoint.model_files import check_model_folder, check_sizes
 from sparseforge_ds.model.loading_error import reason
 
-BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError)
+BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
 """Errors that transformers raises where a size or a name of a config makes no model."""
 
 OWN_FAMILIES = ("deepseek",)

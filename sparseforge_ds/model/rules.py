@@ -64,17 +64,21 @@ def linear_layers(model: Any) -> dict[str, int]:
     }
 
 
-def contracting(model: Any) -> dict[str, Row]:
+def contracting(model: Any, ungated: bool = False) -> dict[str, Row]:
     """Return a row for each weight whose layer says which axis is contracted: linear layers and fused experts.
 
     transformers computes experts in several ways, for which most of their modules say whether the weights are
     transposed, and whether gate and up lie end to end.
+
+    Args:
+        model: of transformers.
+        ungated: add experts without a gate, of which no curvature can be measured.
     """
     rows = {
         name: Row(name, axis, experts=_EXPERT.search(name) is not None) for name, axis in linear_layers(model).items()
     }
     for module_name, module in model.named_modules():
-        if getattr(module, "is_transposed", None) is None:
+        if getattr(module, "is_transposed", None) is None or not (ungated or module.has_gate):
             continue
         if getattr(module, "has_post_expert_norm", False):  # older releases of transformers have no such experts
             continue

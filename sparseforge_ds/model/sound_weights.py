@@ -88,6 +88,8 @@ def require_finite_weights(model: Any, who: str) -> None:
 def _is_finite(values: Tensor) -> bool:
     if values.numel() == 0 or values.is_meta or not values.is_floating_point():
         return True
+    if values.itemsize == 1:  # torch computes little in 8 bits
+        values = values.float()
     extremes = torch.stack(torch.aminmax(values))  # aminmax passes NaN on
     return bool(extremes.isfinite().all())
 

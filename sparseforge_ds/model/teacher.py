@@ -198,7 +198,7 @@ def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
         for key, value in ds_config.get("zero_optimization", {}).items()
         if key in _ZERO3_KEYS and value != "auto"
     }
-    # DeepSpeed empties the folder of swapped weights when it begins, which would be the student's.
+    # DeepSpeed empties its swap folder at the start; a shared one would lose the student's weights.
     offload = zero.get("offload_param") or {}
     if offload.get("nvme_path") is not None:
         zero["offload_param"] = {**offload, "nvme_path": str(Path(offload["nvme_path"]) / "teacher")}

@@ -59,9 +59,9 @@ class SolvedBlock:
         """Return sentences about weights that training did not improve; usually none."""
         sentences = [
             f"{weight}: {experts} of its experts saw fewer tokens than they have inputs, and keep their first masks "
-            "and values"
+            "and values; give more tokens"
             for weight, experts in self.few_tokens.items()
-            if experts
+            if experts and self.steps
         ]
         if self.steps and self.error > self.error_before:
             sentences.append(

@@ -91,6 +91,7 @@ class Checkpoints:
             try:
                 engine.save_checkpoint(str(self.folder), temporary.name, client_state, save_latest=False)
             except (ForgeError, torch.OutOfMemoryError):  # no fault of the disk
+                shutil.rmtree(temporary, ignore_errors=True)
                 raise
             except RuntimeError as error:  # torch's writer of files; anywhere else it would be a rank that is gone
                 raise OSError(str(error)) from error
@@ -141,15 +142,17 @@ class Checkpoints:
         """Write the name of the checkpoint with the lowest of `losses` into `best`, see `save`. Rank 0 only.
 
         Returns:
-            That checkpoint. Where none has a loss, the one that an earlier launch has named, if it is there.
+            That checkpoint. If none has a loss, it is the one that `best` names already; None if that is gone.
         """
         saved = [folder for folder in list_checkpoints(self.folder) if self._is_intact(folder)]
         scored = {folder: losses[step] for folder in saved if losses and (step := checkpoint_step(folder)) in losses}
         if not scored:
             # A resumed run may score another text, or none: what was the best stays until there is another.
-            named = self.folder / "best"
-            named_before = read_pointer(named) if named.is_file() else None
-            return named_before if named_before in saved else None
+            best_file = self.folder / "best"
+            with contextlib.suppress(ValueError):  # the checkpoint that it names was moved away, or removed as damaged
+                if best_file.is_file() and (named_before := read_pointer(best_file)) in saved:
+                    return named_before
+            return None
         best = min(scored, key=lambda folder: scored[folder])  # the earliest of equal ones
         self._write_name("best", best.name)
         return best

@@ -11,9 +11,6 @@ from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.train.run_folder import check_beginning
 from sparseforge_ds.train.spec import RunSpec
 
-_NO_RATE = 1e-3
-"""Share of the peak up to which a learning rate changes nothing to speak of."""
-
 
 def steps_of_epochs(spec: RunSpec) -> int:
     """Return the steps in which a run reads its text `--epochs` times; tokenizes the text. Rank 0 only.
@@ -50,7 +47,7 @@ def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
         None where the run keeps its length.
 
     Raises:
-        ValueError: the run is beyond `spec`'s steps already, or its learning rate has come down to about 0.
+        ValueError: the run is beyond `spec`'s steps already, or its learning rate has come down to 0.
     """
     # Read the steps that the saved run was started with.
     saved = list_checkpoints(spec.folder / "checkpoints")
@@ -73,12 +70,10 @@ def scheduled_steps_of_saved_run(spec: RunSpec) -> int | None:
         )
     if not scheduled < steps or reached < saved_config.release_step:
         return None
-    last_rate = dataclasses.replace(spec.learning_rate, max_steps=scheduled)(scheduled)
-    if last_rate <= _NO_RATE * spec.learning_rate.peak:
+    if dataclasses.replace(spec.learning_rate, max_steps=scheduled).end == 0:
         raise ValueError(
-            f"--max_steps {steps}: the learning rate of the run in {spec.folder} ends at {last_rate:g} at step "
-            f"{scheduled}, so that more steps would change nothing; give --min_lr_ratio, like 0.1, or another "
-            "--lr_scheduler_type"
+            f"--max_steps {steps}: the learning rate of the run in {spec.folder} ends at 0 at step {scheduled}, so "
+            "that more steps would change nothing; give --min_lr_ratio, like 0.1, or another --lr_scheduler_type"
         )
     return scheduled
 

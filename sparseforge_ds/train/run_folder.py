@@ -126,11 +126,11 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 def check_room(spec: RunSpec, free: int) -> None:
     """Raise ValueError where the checkpoints of a run take more than `free` bytes."""
     if (needed := room_for_checkpoints(spec)) > free:
-        bytes_of_one = checkpoint_bytes(spec.sizes, spec.memory_settings)
-        fewer = ", or raise --save_every or lower --keep_checkpoints" if needed > bytes_of_one else ""
+        checkpoint_size = checkpoint_bytes(spec.sizes, spec.memory_settings)
+        advice = ", or raise --save_every or lower --keep_checkpoints" if needed > checkpoint_size else ""
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
-            f"{readable_bytes(needed)}; make room{fewer}"
+            f"{readable_bytes(needed)}; make room{advice}"
         )
 
 

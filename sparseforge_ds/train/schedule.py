@@ -58,6 +58,11 @@ class LearningRate:
         return f"{self.peak:g}{warmup}, {self.kind}{settings} of transformers to {self(self.max_steps):g}"
 
     @property
+    def end(self) -> float:
+        """Return the rate at which the schedule ends; 0 for one like `linear`, of which the last step has a little."""
+        return self.peak * (self.floor if self.kind == "cosine" else self._factor(self.max_steps))
+
+    @property
     def warmup_steps(self) -> int:
         """Return the number of steps over which the rate rises."""
         return round(self.warmup * self.max_steps)

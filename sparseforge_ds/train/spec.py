@@ -209,7 +209,10 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
             'distillation.hidden compares hidden states, which are not stored; set "hidden" to null, or leave it out'
         )
     elif arguments.document_attention:
-        problem = "--document_attention needs a teacher in memory: stored logits saw the documents before"
+        problem = (
+            "they were made with attention across documents, and --document_attention is set; leave that out, or give "
+            "--teacher"
+        )
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     if problem is not None:

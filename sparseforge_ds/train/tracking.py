@@ -103,19 +103,24 @@ class Trackers:
         """Log a histogram, as counts between edges, to TensorBoard."""
         centre = (np.asarray(edges[:-1]) + np.asarray(edges[1:])) / 2
         count = np.asarray(counts, dtype=np.float64)
-        for tracker in self._trackers:
-            if isinstance(tracker, TensorBoardTracker):
-                tracker.tracker.add_histogram_raw(
-                    tag,
-                    min=float(edges[0]),
-                    max=float(edges[-1]),
-                    num=int(count.sum()),
-                    sum=float((count * centre).sum()),
-                    sum_squares=float((count * centre**2).sum()),
-                    bucket_limits=[float(edge) for edge in edges[1:]],
-                    bucket_counts=count.tolist(),
-                    global_step=step,
-                )
+
+        def write(tracker: Any) -> None:
+            """Give the histogram to one tracker, if it takes any."""
+            if not isinstance(tracker, TensorBoardTracker):
+                return
+            tracker.tracker.add_histogram_raw(
+                tag,
+                min=float(edges[0]),
+                max=float(edges[-1]),
+                num=int(count.sum()),
+                sum=float((count * centre).sum()),
+                sum_squares=float((count * centre**2).sum()),
+                bucket_limits=[float(edge) for edge in edges[1:]],
+                bucket_counts=count.tolist(),
+                global_step=step,
+            )
+
+        self._for_each(f"at step {step}", write)
 
     def close(self) -> None:
         """Write everything out."""
@@ -135,9 +140,9 @@ class Trackers:
 
 def _errors(name: str) -> tuple[type[Exception], ...]:
     """Return the classes of errors that a tracker raises, with those of its own package."""
-    module, _, own = OWN_ERRORS.get(name, "").rpartition(".")
+    module, _, class_name = OWN_ERRORS.get(name, "").rpartition(".")
     classes = (OSError, ValueError, RuntimeError)
-    return (*classes, getattr(sys.modules[module], own)) if module in sys.modules else classes
+    return (*classes, getattr(sys.modules[module], class_name)) if module in sys.modules else classes
 
 
 def _make(name: str, folder: Path, project: str, start: int) -> Any:

@@ -98,6 +98,11 @@ def test_links_to_the_folders_of_a_run_are_followed(tmp_path: Path) -> None:
     for out in (tmp_path / "short" / "out", run / "data" / "out", run / "gone" / ".." / "model"):
         with pytest.raises(ValueError, match=r"out: lies in the folder|model: lies in the folder"):
             check_outside_checkpoints(out)
+    # Behind a link, .. is the folder above the one that it leads to.
+    (tmp_path / "deep").symlink_to(run / "model" / "sub")
+    (run / "model" / "sub").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"lies in the folder model of the run {run}"):
+        check_outside_checkpoints(tmp_path / "deep" / ".." / "out")
     check_outside_checkpoints(run / "checkpoints" / ".." / "export")
     assert find_run(step) == run == find_run(tmp_path / "newest") and find_run(elsewhere) is None
     assert find_run(run / "gone" / ".." / "checkpoints") == run

@@ -55,5 +55,5 @@ def test_every_tensor_of_every_shard_counts(tmp_path: Path) -> None:
 def test_shards_without_their_index_name_it(tmp_path: Path) -> None:
     write_tensors(tmp_path, "model", SPECS, lambda name: {name: TENSORS[name]}, max_shard_bytes=60)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match=r"but model-00001-of-\d+\.safetensors: the index is missing, .* copy it"):
+    with pytest.raises(ValueError, match=r"it has model-00001-of-\d+\.safetensors, which needs .*index.json: copy"):
         TensorFolder(tmp_path)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def test_a_report_replaces_neither_what_is_read_nor_other_files(
     text = write_text(tmp_path / "text.json", documents=1)
     notes = Path("notes.txt")
     notes.write_text("mine")
+    Path("settings.json").write_text('{\n  "model": "llama"\n}\n')
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     evaluate = ["evaluate", "model", "--text", str(text), "--json"]
     for command in (
@@ -32,6 +35,7 @@ def test_a_report_replaces_neither_what_is_read_nor_other_files(
         ["verify", "model", "--json", "model/report.json"],
         [*evaluate, str(text)],
         [*evaluate, "notes.txt"],
+        [*evaluate, "settings.json"],
     ):
         assert main(command) == 2, command
         assert f"error: --json {command[-1]}: " in capsys.readouterr().err
@@ -60,11 +64,29 @@ def test_standard_output_in_a_file_gets_the_report_behind_the_table(tmp_path: Pa
     printed = (tmp_path / "out.txt").read_text()
     assert printed.index("NOT OK") < printed.index('"ok": false')
     assert Path("/dev/stdout").is_symlink()
+    # What is printed later stands behind it.
+    script = "from sparseforge_ds.cli.printing import write_report\nwrite_report('/dev/stdout', {})\nprint('last')\n"
+    with (tmp_path / "out.txt").open("w") as output:
+        assert subprocess.run([sys.executable, "-c", script], stdout=output, check=False).returncode == 0
+    assert (tmp_path / "out.txt").read_text() == "{}\nlast\n"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_a_file_in_shared_memory_is_a_file_like_any_other() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        weights = Path(folder, "model.safetensors")
+        weights.write_bytes(b"weights")
+        with pytest.raises(ValueError, match="is there already, and is no report"):
+            require_json_file(str(weights))
+        report = Path(folder, "report.json")
+        for count in (1, 2):
+            write_report(str(report), {"count": count})
+        assert json.loads(report.read_text()) == {"count": 2}
 
 
 def test_an_earlier_report_is_replaced(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    for content in ("", '{\n  "ok": true\n}\n'):
+    for content in ("", json.dumps({"ok": True, "pattern": "2:4", "violations": 0})):
         report.write_text(content)
         require_json_file(str(report), ["stdlib:heldout", None])
     # A report of any name, through a link: the link stays, and its target is written.

@@ -77,6 +77,16 @@ def test_without_a_dataset_the_embedded_text_is_read():
     assert parse_arguments(["--deepspeed", "a.json"]).report_to == ["tensorboard"]
 
 
+def test_a_home_folder_behind_an_equals_sign_is_found(monkeypatch):
+    """Shells leave `--model=~/m` as it is, and a run file has no shell."""
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["--model=~/m", "--output_dir=~", "--dataset", "~/a=0.5", "stream:~/b", "owner/c~d", "--teacher=~none/t"]
+    arguments = parse_arguments(["--deepspeed", "a.json", *words])
+    assert (arguments.model, arguments.output_dir) == ("/home/me/m", "/home/me")
+    assert arguments.dataset == ["/home/me/a=0.5", "stream:/home/me/b", "owner/c~d"]
+    assert arguments.teacher == "~none/t", "a user that does not exist"
+
+
 def test_the_best_checkpoint_needs_a_text_to_be_best_on():
     with pytest.raises(ValueError, match="--keep_best True is not valid: it needs --eval_dataset, by whose perplexity"):
         parse_arguments(["--deepspeed", "a.json", "--keep_best"])

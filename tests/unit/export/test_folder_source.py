@@ -137,12 +137,14 @@ def test_a_dtype_that_no_export_has_is_named_where_it_stands(tmp_path: Path) -> 
     config = json.loads((tmp_path / "config.json").read_text())
     config_json = tmp_path / "config.json"
     config_json.write_text(json.dumps(config | {"dtype": "float64"}))
-    with pytest.raises(ValueError, match=f"^{config_json}: dtype 'float64' is none .*give one, like --dtype float32$"):
+    with pytest.raises(ValueError, match=f"^{config_json}: dtype 'float64' cannot be exported; .* --dtype float32$"):
         open_source(tmp_path)
     assert open_source(tmp_path, dtype="float32").dtype == torch.float32
     save_file({name: value.double() for name, value in tensors.items()}, tmp_path / "model.safetensors")
     config_json.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
-    with pytest.raises(ValueError, match=f"^{tmp_path}: .*_proj.weight: its dtype 'float64' is none .* float32$"):
+    with pytest.raises(
+        ValueError, match=f"^{tmp_path}: .*_proj.weight: its dtype 'float64' cannot be exported; .* float32$"
+    ):
         open_source(tmp_path)
     source = open_source(tmp_path, dtype="float32")
     assert source.record["dtype"] == "float32" and torch.equal(source.read(DOWN), tensors[DOWN])

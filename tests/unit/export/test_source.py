@@ -22,6 +22,7 @@ from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.run_source import RunSource
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.registration import load_config
+from sparseforge_ds.model.stored_config import config_sha256
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EMBED = "model.embed_tokens.weight"
@@ -105,20 +106,35 @@ def test_a_head_that_is_tied_where_config_json_does_not_say_so(run: Path, tmp_pa
     assert "lm_head.weight" not in open_source(copy, model).specs
     for folder in (model, copy / "model"):
         edit_json(folder / "config.json", lambda c: c.pop("tie_word_embeddings"))
+    content = json.loads((copy / "model" / "config.json").read_text())
+    edit_json(copy / "sparseforge.json", lambda c: c.update(config_sha256=config_sha256(content)))
     config = load_config(model, "it")
     assert ("lm_head.weight" not in open_source(copy, model).specs) == config.tie_word_embeddings
 
 
-def test_a_given_model_is_the_one_that_the_run_trained(run: Path, tmp_path: Path) -> None:
+def test_a_given_model_is_the_one_that_the_run_trained(run: Path, exported: Path, tmp_path: Path) -> None:
     """Another base of the rotary embedding has the same shapes, and is another model."""
     model = Path(shutil.copytree(run / "model", tmp_path / "model"))
     edit_json(model / "config.json", lambda c: c.update(dtype="float32", use_cache=False, transformers_version="0"))
+    edit_json(model / "config.json", lambda c: c.update(eos_token_id=7, auto_map={"AutoModel": "code.Model"}))
     assert open_source(run, model).dtype == torch.float32
     edit_json(model / "config.json", lambda c: c.update(rms_norm_eps=0.5))
     own = re.escape(str(run / "model" / "config.json"))
     message = rf"^--model {model}: its config.json has rms_norm_eps 0.5, and .* 1e-06 \({own}\); leave out --model, or"
     with pytest.raises(ValueError, match=message):
         open_source(run, model)
+    # So is that of an export.
+    with pytest.raises(ValueError, match=r"its config.json has rms_norm_eps 0.5, and .* 1e-06"):
+        open_source(exported, model)
+    # The run's own file may have been changed: it is no measure then, and the model that the run began with is.
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    content = json.loads((run / "model" / "config.json").read_text())
+    edit_json(copy / "sparseforge.json", lambda c: c.update(config_sha256=config_sha256(content)))
+    edit_json(copy / "model" / "config.json", lambda c: c.update(rms_norm_eps=0.5))
+    for other in (model, copy / "model"):
+        with pytest.raises(ValueError, match=f"^{copy}/model/config.json: was changed or damaged .*; restore it"):
+            open_source(copy, other)
+    assert open_source(copy, run / "model").model_folder == run / "model"
 
 
 def test_threads_read_the_same(run: Path) -> None:

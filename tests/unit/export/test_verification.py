@@ -251,6 +251,12 @@ def test_without_a_record_the_model_of_config_json_says_what_is_missing(
     with pytest.raises(ValueError, match=r"q_proj\.weight and 9 more are missing, .*; run `sparseforge verify"):
         open_source(folder)
     config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
+    (note,) = check_folder(folder).notes
+    assert (
+        " has the shape (64, 32) in the files, and (65, 32) by config.json; " in note
+        and "put back the config.json" in note
+    )
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": "many"}))
     assert check_folder(folder).notes[0].startswith("the model of config.json cannot be built to see what is missing: ")
     (folder / "config.json").write_text('{"model_type": "unheard_of"}')

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -128,3 +129,7 @@ def test_a_file_that_cannot_be_read_is_no_fault_of_the_folder(tmp_path: Path) ->
     with pytest.raises(ValueError, match=message), unfinished_folder(tmp_path / "out"):
         missing.read_text()
     assert not list(tmp_path.iterdir())
+    # A copy that fills the disk names its source first, and is no fault of that.
+    message = f"^{tmp_path / 'out'}: cannot be written .*No space left on device"
+    with pytest.raises(ValueError, match=message), unfinished_folder(tmp_path / "out") as folder:
+        raise OSError(errno.ENOSPC, "No space left on device", str(missing), None, str(folder / missing.name))

@@ -12,6 +12,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.any_family import any_family, pasteable
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.families import coverage, prunable_weights, uncovered_weights
+from sparseforge_ds.model.rules import contracting
 from tests.tiny_models import BUILDERS, tiny_llama
 from tests.unit.model.test_uncovered import WITHOUT_ROWS, tiny, unknown
 
@@ -36,6 +37,18 @@ def test_everything_is_decided_and_can_be_pasted(family: str) -> None:
 def test_it_finds_what_the_rows_name(family: str) -> None:
     model = unknown(family)
     assert prunable_weights(model, any_family(model, BLANK)) == prunable_weights(BUILDERS[family](), BLANK)
+
+
+def test_experts_without_a_gate_stay_dense_as_their_curvature_cannot_be_measured() -> None:
+    """Those who keep a pattern that is there already take them."""
+    model = BUILDERS["qwen3_moe"]()
+    names = {name for name, parameter in model.named_parameters() if ".experts." in name}
+    assert names and names <= contracting(model).keys()
+    for module in model.modules():
+        if hasattr(module, "has_gate"):
+            module.has_gate = False
+    assert not names & contracting(model).keys()
+    assert names <= contracting(model, ungated=True).keys()
 
 
 # Of later releases than the oldest that we take.

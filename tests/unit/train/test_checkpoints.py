@@ -140,7 +140,7 @@ def damage(name, change):
         ),
         (damage("a.pt", lambda content: content[:300]), r"a\.pt has 300 bytes instead of \d+"),
         (lambda c: (c.folder / "step_000200" / "b.pt").touch(), r"b\.pt: does not belong"),
-        (lambda c: edit(c, format=1), "has format 1, this version of sparseforge_ds reads 3"),
+        (lambda c: edit(c, format=1), "has format 1, this version of sparseforge_ds reads 4"),
         (lambda c: edit(c, step=300), "holds step 300"),
         (lambda c: edit(c, step="200"), "'200' is no int"),
         (lambda c: edit(c, world_size=3), r"random_00002\.json is missing"),
@@ -272,6 +272,9 @@ def test_the_best_stays_where_a_resumed_run_scores_another_text_or_none(checkpoi
         checkpoints.remove_old()
         assert tags(checkpoints) == ["step_000200", f"step_000{step}"]
         assert (checkpoints.folder / "best").read_text() == "step_000200"
+    # It may have been moved away, as a message advises who goes back.
+    (checkpoints.folder / "step_000200").rename(checkpoints.folder.parent / "elsewhere")
+    assert checkpoints.name_best({}) is None
     checkpoints.save(Engine(), 700, {}, {700: 5.0})
     checkpoints.remove_old()
     assert tags(checkpoints) == ["step_000700"] and (checkpoints.folder / "best").read_text() == "step_000700"
@@ -279,13 +282,14 @@ def test_the_best_stays_where_a_resumed_run_scores_another_text_or_none(checkpoi
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ForgeError("step was not called")])
 def test_what_is_no_fault_of_the_disk_is_not_told_as_one(checkpoints, error, monkeypatch):
-    def fail(*_args, **_options):
+    def fail(_engine, folder, tag, *_args, **_options):
+        (Path(folder) / tag).mkdir()
         raise error
 
     monkeypatch.setattr(Engine, "save_checkpoint", fail)
     with pytest.raises(type(error), match=f"^{error}$"):
         checkpoints.save(Engine(), 300, {})
-    assert tags(checkpoints) == ["step_000100", "step_000200"]
+    assert tags(checkpoints) == ["step_000100", "step_000200"] and not list(checkpoints.folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("missing", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "random_00001.json"])

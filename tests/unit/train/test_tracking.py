@@ -12,6 +12,7 @@ from accelerate import tracking as of_accelerate
 from accelerate.tracking import GeneralTracker, get_available_trackers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.utils.tensorboard import SummaryWriter
 
 from sparseforge_ds.train import tracking
 from sparseforge_ds.train.monitoring import Monitor
@@ -121,6 +122,18 @@ def test_a_trackers_own_errors_are_told_and_end_no_training(tmp_path, monkeypatc
             trackers.settings({"seed": 1}, "text", 0)
             trackers.close()
         assert f"--report_to notebook: failed {moment} (not logged in)" in caplog.text
+
+    # Histograms too: TensorBoard's thread that writes tells a full disk at the next call.
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SummaryWriter, "add_histogram_raw", full)
+        trackers = Trackers(["tensorboard"], tmp_path / "full", "project", 0)
+        for _ in range(2):
+            trackers.histogram(3, "mask/a", [1], [0.0, 1.0])
+        trackers.close()
+    assert caplog.text.count("--report_to tensorboard: failed at step 3 (No space left on device)") == 1
     monkeypatch.setattr(Notebook, "start", fail)
     with pytest.raises(ValueError, match=r"--report_to notebook: it cannot be started \(not logged in\); log in"):
         Trackers(["notebook"], tmp_path / "run", "project", 0)
