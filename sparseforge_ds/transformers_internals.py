@@ -24,6 +24,7 @@ WHERE = {
     "WeightConverter": "core_model_loading",
     "WeightRenaming": "core_model_loading",
     "_IdentityOp": "core_model_loading",
+    "_compile_jinja_template": "utils.chat_template_utils",
     "_grouped_linear": "integrations.moe",
     "can_return_tuple": "utils.generic",
     "get_checkpoint_conversion_mapping": "conversion_mapping",

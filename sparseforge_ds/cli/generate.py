@@ -166,7 +166,7 @@ def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:
         raise ValueError(f"{args.model}: its tokenizer has no chat template; leave out --chat")
     turns = [{"role": "user", "content": args.prompt}]
     try:
-        text = render_chat(tokenizer, turns, add_generation_prompt=True) if args.chat else args.prompt
+        text = render_chat(tokenizer, turns, is_today=True, add_generation_prompt=True) if args.chat else args.prompt
         options = {"return_tensors": "pt", "return_token_type_ids": False}
         inputs = run_tokenizer(tokenizer, text, add_special_tokens=not args.chat, **options)
     except ValueError as error:

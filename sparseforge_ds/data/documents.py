@@ -93,7 +93,7 @@ class Conversation:
         if texts != [text]:
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} renders another text each time (does it "
-                "print the time?), so --loss_on completion cannot find the assistant's turns; put a constant in its "
+                "choose at random?), so --loss_on completion cannot find the assistant's turns; put a constant in its "
                 "place (chat_template.jinja), or give records with prompt and completion"
             )
         return spans

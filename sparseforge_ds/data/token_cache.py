@@ -65,7 +65,7 @@ class TokenCache:
 
     @property
     def name(self) -> str:
-        """Name of these tokens. It has their hash: equal settings give others where a chat template prints the date."""
+        """Name of these tokens. It has their hash: a chat template that chooses at random gives others."""
         return f"{self.key}-{self.facts[_CONTENT]}"
 
     def open(self) -> np.memmap:

@@ -7,14 +7,17 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from sparseforge_ds.transformers_internals import render_jinja_template
+from sparseforge_ds.transformers_internals import _compile_jinja_template, render_jinja_template
 
+_NOON = datetime(2024, 7, 26, 12)
+"""Time for texts: its day is the one that Llama 3.1's template prints where it cannot ask for the present one."""
 TextSpan = tuple[int, int]
 """Index of the first character, and of the one behind the last."""
 _FAILURES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
@@ -37,6 +40,7 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
+    is_today: bool = False,
     **options: Any,
 ) -> str:
     """Return the text that a tokenizer's chat template makes of messages.
@@ -45,6 +49,8 @@ def render_chat(
         tokenizer: has a chat template.
         messages: the conversation.
         tools: JSON schemas of functions that the assistant may call; None for none.
+        is_today: give a template that prints the date the present one. Otherwise it is always the same, so that a text
+            has the same tokens on every day.
         **options: passed to `apply_chat_template`.
 
     Raises:
@@ -52,7 +58,8 @@ def render_chat(
     """
     with _limits((messages, tools)) as most_characters:
         schemas = None if tools is None else list(tools)
-        text = str(tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False, **options))
+        with contextlib.nullcontext() if is_today else _fixed_clock(tokenizer.get_chat_template(tools=schemas)):
+            text = str(tokenizer.apply_chat_template(list(messages), tools=schemas, tokenize=False, **options))
         _require_short(text, most_characters)
     return text
 
@@ -64,21 +71,36 @@ def render_turns(
 ) -> tuple[list[str], list[TextSpan]]:
     """Return the text of messages, in a list, and the spans of it that the template marks as generated.
 
+    The date is always the same one, as in `render_chat`.
+
     Raises:
         ValueError: as `render_chat`.
     """
     # Keys that are null are left out, as `apply_chat_template` does it.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    with _limits((present, tools)) as most_characters:
+    template = tokenizer.get_chat_template()
+    with _limits((present, tools)) as most_characters, _fixed_clock(template):
         texts, spans = render_jinja_template(
             [present],
             tools=None if tools is None else list(tools),
-            chat_template=tokenizer.get_chat_template(),
+            chat_template=template,
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
         _require_short(texts[0], most_characters)
     return texts, [(int(start), int(stop)) for start, stop in spans[0]]
+
+
+@contextlib.contextmanager
+def _fixed_clock(template: str) -> Iterator[None]:
+    """Have a template that prints the date print that of `_NOON` in the block."""
+    # transformers keeps the programs of templates. Each has variables of its own before those that all share.
+    variables = _compile_jinja_template(template).globals
+    variables["strftime_now"] = _NOON.strftime
+    try:
+        yield
+    finally:
+        del variables["strftime_now"]
 
 
 def _require_short(text: str, most_characters: int) -> None:

@@ -276,9 +276,9 @@ def test_conversations_are_framed_by_the_chat_template_alone(tmp_path):
 
 
 def test_other_tokens_of_equal_settings_have_another_name(tmp_path):
-    """A template that prints the time gives them, and positions and a teacher's logits are of one text."""
+    """A template that chooses at random gives them, and positions and a teacher's logits are of one text."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ strftime_now('%f') }}{{ messages[0].content }}"
+    tokenizer.chat_template = "{{ range(10**5) | random }}{{ messages[0].content }}"
     conversation = Conversation(({"role": "user", "content": "hi"},), "a.jsonl, line 1")
     first, second = (ensure_token_cache(documents([conversation]), tokenizer, tmp_path / out) for out in "ab")
     again = ensure_token_cache(documents([conversation]), tokenizer, tmp_path / "a")
