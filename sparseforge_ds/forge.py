@@ -34,7 +34,7 @@ __all__ = ["ForgeError", "SparseForge"]
 
 
 class SparseForge:
-    """Trains an N:M mask beside the weights of an engine by the method of its config, and keeps it frozen at the end.
+    """Trainer of N:M masks beside the weights of an engine, by the method of its config; at the end they are frozen.
 
     Call `step` after every `engine.step`. Masks and dense weights are state of the engine's optimizer, and so is a
     curvature by elements. This object holds the step count, row and column sums, and what can be recomputed.
@@ -110,7 +110,7 @@ class SparseForge:
     @property
     def needs_probe(self) -> bool:
         """True if `start` or `step` take passes of their own, and so need a probe."""
-        return self.curvature.is_needed and not self.config.from_training_step or self.config.starts_by_block
+        return (self.curvature.is_needed and not self.config.from_training_step) or self.config.starts_by_block
 
     # -- what a training loop calls -----------------------------------------------------------------------------------
 
@@ -280,8 +280,8 @@ class SparseForge:
 
         Raises:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
-                ranks raise it, and nothing was changed. Only the check that a frozen run's weights have the pattern
-                comes after the change.
+                ranks raise it. Nothing has changed then, except if the pattern check of a frozen run fails, which comes
+                last.
         """
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
@@ -299,7 +299,7 @@ class SparseForge:
 
     @property
     def can_save_start(self) -> bool:
-        """True if a checkpoint before the first step would hold all that `start` made, none of it beside the masters.
+        """True if the masters and the optimizer state together hold everything that `start` computed.
 
         A part of W exists only outside the optimizer's state where masters have 16 bits or are quantized, and where a
         starting mask or a shift took it from the masters.
@@ -314,7 +314,7 @@ class SparseForge:
     def _require_engine_step(self) -> None:
         """Raise ForgeError if the engine has made no `step` call since the last time that this was called."""
         micro_steps = self.engine.micro_steps
-        # Who sets the boundary, as accelerate does, need not call engine.step before it.
+        # accelerate sets the boundary itself, and skips engine.step between boundaries.
         accumulates = self.engine._is_gradient_accumulation_boundary is False
         if micro_steps == self._micro_steps and not accumulates:
             raise ForgeError("forge.step was called before engine.step; call it after every engine.step")

@@ -91,7 +91,7 @@ class LowRankConfig:
     pattern the least to remove, and the mask acts on the rest. The network computes the same as before, and the branch
     is on from the start. With a fixed P, k must be a multiple of the pattern's M. false: as published, B starts from
     the weights that the mask removes. null: true with `learned`, and for `sparseforge` and `naive_retrain`
-    without `start`; else false."""
+    without `low_rank.start`; else false."""
     start: float | None = None
     """Moment at which a branch without `shift` is switched on, as a fraction of max_steps. B starts from the weights
     that the mask removes at that moment. null: when the mask freezes (`sparseforge`), or before the first step (other

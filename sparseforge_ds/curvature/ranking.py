@@ -204,23 +204,25 @@ class Ranking:
         # A curvature that is missing is explained by an expert without tokens, by signed noise, or by zeros.
         unseen = self.curvature.expert_load.without(totals)
         settings = self.weights.config.curvature
-        bad = [
+        unusable = [
             row
             for row, total in enumerate(totals)
             if not had_tokens[row] or (not 0 < total < math.inf and row not in unseen and squares[row])
         ]
-        vanished = [] if sums is None else [row for row in bad if had_tokens[row] and vanishes(*sums.matrix_sums(row))]
+        vanished = (
+            [] if sums is None else [row for row in unusable if had_tokens[row] and vanishes(*sums.matrix_sums(row))]
+        )
         idle: set[int] = set()
         if self.curvature.running is not None:  # other estimators do not say which layers had tokens
-            idle = {row for row in bad if had_tokens[row] and totals[row] == 0 and row not in vanished}
+            idle = {row for row in unusable if had_tokens[row] and totals[row] == 0 and row not in vanished}
         if not any(totals):  # without any gradient, no matrix is special
             idle = set()
         self._tell_idle(idle)
-        bad = [row for row in bad if row not in idle]
-        if not bad:
+        unexplained = [row for row in unusable if row not in idle]
+        if not unexplained:
             return unseen | idle
         # The rest is an error, and the most useful cause is named.
-        absent = [row for row in bad if row not in vanished]
+        absent = [row for row in unexplained if row not in vanished]
         if self.curvature.without_gradient:
             why = NO_GRADIENT
         elif absent:  # more probes would not help those without any curvature: they come first
@@ -231,8 +233,7 @@ class Ranking:
         else:
             why = (
                 "All of their row sums, or all of their column sums, are <= 0: the estimate is signed, and too noisy; "
-                "raise "
-                f"curvature.first_probes = {settings.first_probes} or "
+                f"raise curvature.first_probes = {settings.first_probes} or "
                 f'curvature.probes = {settings.probes}, or use importance "fisher"'
             )
         names = [self.weights.matrices.names[row] for row in absent or vanished]

@@ -28,7 +28,7 @@ class Dials:
     mask_rate: float
     """alpha (eq. 9); 0 once frozen."""
     x: float
-    """Share of the soft mask in the effective mask (eq. 10): 1 while heating, 0 once frozen."""
+    """Share of the soft mask in the effective mask (eq. 10): 1 before hardening starts, 0 once frozen."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def published(dense: Tensor, effective: Tensor) -> Tensor:
     return dense * effective + 0.0
 
 
-def followed_step(dense: Tensor, before: Tensor, effective: Tensor) -> Tensor:
-    """Return W' + m_eff (W - W'): what W keeps of an optimizer's step from W' to W.
+def scaled_step(dense: Tensor, before: Tensor, effective: Tensor) -> Tensor:
+    """Return W' + m_eff (W - W'), where an optimizer's step from W' to W ends if m_eff scales it.
 
     Args:
         dense: (n,) fp32 W.

@@ -18,11 +18,11 @@ STD_EPS = 1e-6
 
 
 def score(dense: Tensor, curvature: Tensor | None, damping: Tensor) -> Tensor:
-    """Return s = (H + eps) W^2, eq. 3.
+    """Return s = (max(H, 0) + eps) W^2, eq. 3.
 
     Args:
         dense: (...) fp32 W.
-        curvature: (...) fp32 signed H, of which the positive part counts; None is plain magnitude, H = 1.
+        curvature: (...) fp32 signed H; None is plain magnitude, H = 1.
         damping: () fp64 eps.
 
     Returns:

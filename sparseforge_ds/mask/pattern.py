@@ -70,7 +70,7 @@ class _InputGroups:
 
 @dataclass(frozen=True)
 class NM(_InputGroups):
-    """Keep `n` of every `m` consecutive inputs (2:4 is `NM(2, 4)`); all of them where n is m."""
+    """Pattern of `n` kept in every `m` consecutive inputs (2:4 is `NM(2, 4)`); all are kept where n is m."""
 
     def __post_init__(self) -> None:
         if not 0 < self.n <= self.m:
@@ -86,7 +86,7 @@ class NM(_InputGroups):
 
 @dataclass(frozen=True)
 class Pairs(_InputGroups):
-    """Keep `n` of every `m` consecutive inputs, in pairs of neighbours: 4:8 in pairs is `Pairs(4, 8)`.
+    """Pattern of `n` kept in every `m` consecutive inputs, in pairs of neighbours: 4:8 in pairs is `Pairs(4, 8)`.
 
     The sparse FP4 cores of Blackwell GPUs take it (CUTLASS, `sm1xx_sparse_config.inl`).
     """
@@ -109,7 +109,7 @@ class Pairs(_InputGroups):
 
 @dataclass(frozen=True)
 class Block:
-    """Keep a `density` share of the entries of every `size` x `size` tile (the paper's block-16: `Block(16, 0.5)`)."""
+    """Pattern that keeps a `density` share of every `size` x `size` tile (the paper's block-16: `Block(16, 0.5)`)."""
 
     size: int
     density: float = 0.5

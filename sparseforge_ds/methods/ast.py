@@ -20,7 +20,7 @@ from sparseforge_ds.sharded_weights import ShardedWeights
 
 
 class Ast(PeriodicMagnitudeMask):
-    """Steps the prunable weights itself, on the states and settings of the engine's Adam."""
+    """Method that steps the prunable weights itself, on the states and settings of the engine's Adam."""
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)

@@ -31,7 +31,7 @@ from sparseforge_ds.zero.shard import Shard
 
 
 class MaskLLM(StartingMask):
-    """Learns where to prune; W and all other weights stay what they are."""
+    """Method that learns where to prune; W and all other weights stay what they are."""
 
     trains_the_rest = False
 

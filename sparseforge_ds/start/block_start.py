@@ -77,7 +77,7 @@ def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: 
 
 
 class BlockStart:
-    """Prunes a whole model, block by block."""
+    """Start of a run: the whole model is pruned, block by block."""
 
     def __init__(self, weights: ShardedWeights, extra_passes: ExtraPasses, settings: BlockStartConfig) -> None:
         """Find the blocks. Raises ValueError as `check_blocks`."""
@@ -102,14 +102,14 @@ class BlockStart:
         if probe is None:
             key = 'importance "sparsegpt"' if self.weights.config.start is None else "sparseforge.start"
             raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
-        # Hear what the engine calls the blocks with.
+        # Record what the engine calls the blocks with.
         inputs = self._read(batches_of(probe))
         parameters = FullParameters(self.weights.layout, self.weights.state)
         # Solve block after block, on the outputs of the one before.
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         for number, block in enumerate(self.blocks):
             solved = self._solve(number, block, inputs, parameters)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             blocks = len(self.blocks)
             left = seconds / (number + 1) * (blocks - number - 1)
             error = "" if math.isnan(solved.error) else f"error {solved.error:.4f} of its output, "
@@ -125,8 +125,8 @@ class BlockStart:
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
         inputs = _Inputs(modules, self.dtype)
         tokens = 0
-        wanted = 0
-        with inputs.listening(layout.engine.module):
+        batches_to_read = 0
+        with inputs.recording(layout.engine.module):
             for batch in count():
                 passes = all_or_raise(partial(_passes, batches, batch, inputs), layout.all_gather_object)
                 for closure in passes:
@@ -136,15 +136,15 @@ class BlockStart:
                 sizes = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]
                 totals = layout.all_reduce(torch.tensor(sizes, dtype=torch.float64, device=layout.device)).tolist()
                 tokens += int(totals[0])
-                if not wanted:
-                    wanted = self._batches(*totals)
-                    inputs.settle(wanted)
-                if batch + 1 >= wanted:
+                if not batches_to_read:
+                    batches_to_read = self._batches(*totals)
+                    inputs.settle(batches_to_read)
+                if batch + 1 >= batches_to_read:
                     break
         self._check_chain(inputs)
         inputs.pruned = inputs.dense.copy()
         if epochs := self.settings.epochs:
-            _LOG.info(f"start: {tokens:,} tokens, {wanted * epochs} steps of each of {len(modules)} blocks")
+            _LOG.info(f"start: {tokens:,} tokens, {batches_to_read * epochs} steps of each of {len(modules)} blocks")
         return inputs
 
     def _batches(self, batch_tokens: float, batch_sequences: float) -> int:
@@ -161,8 +161,8 @@ class BlockStart:
         length = batch_tokens / batch_sequences * self.weights.layout.sequence_parallel
         step_tokens = self.weights.engine.train_batch_size() * length
         batches = math.ceil(settings.tokens_of(round(config.max_steps * step_tokens)) / batch_tokens)
-        least = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
-        return max(batches, least)
+        min_batches = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
+        return max(batches, min_batches)
 
     def _check_chain(self, inputs: _Inputs) -> None:
         """Raise AgreedError where blocks do not hand hidden states to each other as they are."""
@@ -241,8 +241,8 @@ class BlockStart:
         distance = (output_BSH[:, -1].float() - end_BH).norm() / end_BH.norm()
         bound = _ALONE.get(self.dtype, _ALONE_IN_16_BITS)
         # What is not finite is for `solve_block` to name.
-        near = layout.all_reduce((~(distance > bound)).float())
-        if not (near == layout.world_size).item():
+        ranks_in_bound = layout.all_reduce((~(distance > bound)).float())
+        if not (ranks_in_bound == layout.world_size).item():
             largest = max(layout.all_gather_object(float(distance)))
             raise AgreedError(
                 f"{block.name} computes something else alone than in its model (relative distance "
@@ -278,7 +278,7 @@ class _Inputs:
         self.arguments: list[list[dict[str, Any]]] = []
         """Other arguments of every block by name, for each micro-batch; equal ones share their tensors."""
         self.ends: list[Tensor] = []
-        """(B, H) what the engine has behind each block at the last token of the first micro-batch."""
+        """(B, H) output of each block in the engine, at the last token of the first micro-batch."""
         self.per_step = 0
         """Micro-batches of this rank in an optimizer step."""
         self.is_chain = True
@@ -289,7 +289,7 @@ class _Inputs:
         self._last: Tensor | None = None
 
     @contextmanager
-    def listening(self, model: nn.Module) -> Iterator[None]:
+    def recording(self, model: nn.Module) -> Iterator[None]:
         """Keep what passes of the model, which is not in training, call the blocks with."""
         # Listen at the entry and the exit of every block.
         training = model.training

@@ -45,8 +45,8 @@ class SolvedBlock:
     masks: dict[str, Tensor]
     """Mask of each weight, bool in its shape, by its name inside the block."""
     error_before: float = math.nan
-    """Error of the block with its first masks: mean of squared distance from the dense block's output, by the squared
-    length of that, over the tokens of at most `MEASURED` micro-batches. NaN if nothing is pruned."""
+    """Error of the block with its first masks: mean over tokens of |output - target|^2 / |target|^2, target the dense
+    block's output, on at most `MEASURED` micro-batches. NaN if nothing is pruned."""
     error: float = math.nan
     """Error of the block at the end."""
     few_tokens: dict[str, int] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class _Solver:
     def _require_closer(self, solved: SolvedBlock) -> None:
         """Raise ValueError, on all ranks, where training has diverged or inputs were not finite."""
         before = solved.error_before
-        # A block whose output were 0 would have an error of 1.
+        # An output of zeros has an error of 1.
         if math.isfinite(solved.error) and (solved.error <= max(1.0, before) or not self.settings.epochs):
             return
         if not math.isfinite(before) or not self.settings.epochs:

@@ -168,7 +168,7 @@ def _update_small_groups(
         midpoint: see `mask.update.threshold`.
         rates: T, beta split, eta lambda_mid, alpha split.
     """
-    members, interleaved, survivors = sizes
+    members, interleaved, kept_count = sizes
     temperature, nearer_beta, offset_beta, pull, nearer_rate, offset_rate = rates
     weights = _by_member(dense, members, interleaved)
     stored = _by_member(mask, members, interleaved)
@@ -177,9 +177,9 @@ def _update_small_groups(
     # eqs. 3, 4 and 6: scores, and the N best of every group
     scores = [standardized_score(weight, h, scaling) for weight, h in zip(weights, curvatures, strict=True)]
     ranks = _rank(scores)
-    targets = [rank < survivors for rank in ranks]
+    targets = [rank < kept_count for rank in ranks]
     # eq. 5: the threshold. Every other term of the sum is 0, which leaves it exact.
-    near = [(rank == survivors - 1) | (rank == survivors) if midpoint else rank == survivors - 1 for rank in ranks]
+    near = [(rank == kept_count - 1) | (rank == kept_count) if midpoint else rank == kept_count - 1 for rank in ranks]
     tau = _sum_members([score * is_near.float() for is_near, score in zip(near, scores, strict=True)])
     if midpoint:
         tau = tau * 0.5
@@ -193,7 +193,7 @@ def _update_small_groups(
         new.append(stored_as(exact_lerp(old, gate, nearer_rate, offset_rate), mask.dtype))  # eq. 9
     # The top N of the mask as it is stored, and where the paper's rule would keep others.
     values = [values_of(code) for code in new]
-    kept = [rank < survivors for rank in _rank(values)]
+    kept = [rank < kept_count for rank in _rank(values)]
     wrong = [(value > 0.5) != is_kept for value, is_kept in zip(values, kept, strict=True)]
     disagrees = functools.reduce(torch.logical_or, wrong[0].unbind(0) if len(wrong) == 1 else wrong)
     return [*(_in_order(choice, interleaved) for choice in (new, targets, kept)), disagrees.view(-1)]

@@ -31,7 +31,7 @@ def publish(dense: Tensor, effective: Tensor, out: Tensor) -> None:
 def soft_step(
     dense: Tensor, before: Tensor, mask: Tensor, kept: Tensor, x_before: float, x: float, out: Tensor
 ) -> None:
-    """Follow an optimizer's step in place, `effective_mask.followed_step`, and publish into `out`.
+    """Follow an optimizer's step in place, `effective_mask.scaled_step`, and publish into `out`.
 
     It computes no top N: `kept` holds it from one update to the next.
 

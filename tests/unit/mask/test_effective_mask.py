@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, published
+from sparseforge_ds.mask.effective_mask import effective_mask, published, scaled_step
 from sparseforge_ds.mask.pattern import top_n
 
 UNIT = st.floats(0, 1, width=32)
@@ -35,11 +35,11 @@ def test_a_weight_follows_by_its_share(shares: list[float]) -> None:
     before = torch.randn(8)
     dense = torch.randn(8)
     effective = torch.tensor(shares)
-    followed = followed_step(dense, before, effective)
+    followed = scaled_step(dense, before, effective)
     torch.testing.assert_close(followed, before + effective * (dense - before), atol=1e-6, rtol=1e-5)
     assert torch.equal(followed[effective == 1], dense[effective == 1])
     assert torch.equal(followed[effective == 0], before[effective == 0])
-    assert torch.equal(followed_step(before, before, effective), before), "a weight that stood still moved"
+    assert torch.equal(scaled_step(before, before, effective), before), "a weight that stood still moved"
 
 
 def test_published_zeros_are_positive() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparseforge_ds.mask.effective_mask import effective_mask, followed_step, published
+from sparseforge_ds.mask.effective_mask import effective_mask, published, scaled_step
 from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.mask.kernels.bits import pack
 from sparseforge_ds.mask.kernels.codes import CODE, stored_as, values_of
@@ -47,7 +47,7 @@ def fast_step(
 def readable_step(count: int, dtype: torch.dtype, out_dtype: torch.dtype, x_before: float, x: float) -> list[Tensor]:
     before, dense, mask, kept = problem(count, dtype)
     values = values_of(mask)
-    followed = followed_step(dense, before, effective_mask(values, kept, x_before))
+    followed = scaled_step(dense, before, effective_mask(values, kept, x_before))
     out = published(followed, effective_mask(values, kept, x)).to(out_dtype)
     return [followed, out, out, torch.where(kept, followed, 0.0).to(out_dtype)]
 
