@@ -52,10 +52,16 @@ class SparseForge:
             max_steps: optimizer steps of the whole run; None takes those of the config.
 
         Raises:
-            ValueError: the engine or the model cannot be used, with the setting to change.
+            ValueError: the engine or the model cannot be used, with the setting to change, or the engine has made steps
+                or loaded a checkpoint.
         """
         # Refuse what cannot be trained before anything is attached.
         refuse_unsupported(engine)
+        if engine.global_steps:
+            raise ValueError(
+                f"the engine is at step {engine.global_steps} already, and masks would begin anew: make sf.SparseForge "
+                "before engine.load_checkpoint or accelerator.load_state; after a dense warm-up make a new engine"
+            )
         refuse_unprepared(engine.module, expert_lists(engine.module))
         config = config if max_steps is None else dataclasses.replace(config, max_steps=max_steps)
         config.check_length()

@@ -76,7 +76,7 @@ class RunState:
         if not isinstance(state, dict):
             raise ValueError(
                 f"{where} was not saved by SparseForge: engine.save_checkpoint saves its state once sf.SparseForge is "
-                "attached to the engine"
+                "attached to the engine, which SparseForgeTrainer does and a plain Trainer does not"
             )
         if state.get("version") != STATE_VERSION:
             raise ValueError(

@@ -26,8 +26,8 @@ _LOG = logging.getLogger(__name__)
 _TRIED = ("2:4", "4:8")
 """Patterns that weights are searched for where none is given; 1:4 is 2:4 too, and keeps all its zeros."""
 _UNDER_DEEPSPEED = (
-    'train it with SparseForge or SparseForgeTrainer and {"method": "naive_retrain", "importance": "magnitude"}, which '
-    "keeps the weights that are not 0"
+    'train it with SparseForge or SparseForgeTrainer and {"method": "naive_retrain", "importance": "magnitude"}, with '
+    'the "pattern" of the model, and "exclude" for weights that it has dense: the weights that are not 0 are kept then'
 )
 """Cure where DeepSpeed owns the weights."""
 
@@ -276,7 +276,8 @@ def _rows(model: nn.Module, names: Iterable[str]) -> dict[str, Row]:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     by_table = table_rule(FAMILIES[model_type]) if model_type in FAMILIES else lambda name: None
     by_layer = contracting(model, ungated=True)
-    rows = {name: row if isinstance(row := by_table(name), Row) else by_layer.get(name) for name in names}
+    base_names = [name for name in names if "lora_" not in name]  # an adapter's matrices are dense
+    rows = {name: row if isinstance(row := by_table(name), Row) else by_layer.get(name) for name in base_names}
     return {name: row for name, row in rows.items() if row is not None}
 
 

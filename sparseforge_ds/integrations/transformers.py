@@ -100,6 +100,15 @@ class SparseForgeMixin(_Trainer):
         self._step_inputs: Sequence[dict[str, Any]] = ()
         self._trained_inputs: list[dict[str, Any]] = []
         """Micro-batches of the step that were trained on, as the loss was given them; kept for probes alone."""
+        self._is_in_step = False
+        self._num_items: Any = None
+        """`num_items_in_batch` of the micro-batch that is trained on."""
+        self._prepared_inputs: dict[str, Any] = {}
+        """Inputs of this micro-batch as the trainer prepared them."""
+        self._is_divisor_told = False
+        """True if the forge knows the divisor of this micro-batch's loss."""
+        self._is_loss_ours = False
+        """True if this micro-batch's loss went through `compute_loss` here."""
         self._updated = False
         self._resumed: str | Path | bool | None = None
         """Checkpoint from which `train` goes on."""
@@ -233,17 +242,54 @@ class SparseForgeMixin(_Trainer):
         self._trained_inputs = []
         return samples
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the trainer's step, which ends in the engine's, and then the forge's."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError where a trainer stands before the mixin, whose methods it would hide."""
+        from transformers import Trainer
+
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[1 : cls.__mro__.index(SparseForgeMixin)]:
+            if issubclass(base, Trainer) and not issubclass(base, SparseForgeMixin):
+                raise TypeError(
+                    f"{cls.__name__}: SparseForgeMixin must stand before {base.__name__}, as in class "
+                    f"{cls.__name__}(SparseForgeMixin, {base.__name__})"
+                )
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run the trainer's step, which ends in the engine's, and then the forge's.
+
+        Raises:
+            ValueError: a `compute_loss` of the class leaves out the one here, and with it the teacher.
+        """
         assert self.forge is not None
         if not self.forge.ready:
             self.model.train()  # as the trainer's step does; ranks share sequences in this mode only
             self.forge.start(
                 self._step_batches() if self._config.start is None else self._block_start_batches(self._config.start)
             )
-        loss: Tensor = super().training_step(*args, **kwargs)
+        self._num_items = num_items_in_batch
+        self._is_divisor_told = self._is_loss_ours = False
+        self._is_in_step = True
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._is_in_step = False
+        if self._objective is not None and not self._is_loss_ours:
+            raise ValueError(
+                f"{type(self).__name__}.compute_loss does not call super().compute_loss, so the teacher takes no part: "
+                "call it, or leave the teacher out"
+            )
+        if self._task is not None and not self._is_loss_ours:
+            self._trained_inputs.append(self._prepared_inputs)
         self._updated |= self.forge.step(self._step_batches())
         return loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Prepare inputs as the trainer does. Those of a training step give the forge the divisor of their loss."""
+        prepared = super()._prepare_inputs(inputs)
+        if self._is_in_step and isinstance(prepared, dict):
+            self._tell_divisor(prepared, self._num_items)
+            self._prepared_inputs = dict(prepared)
+        return prepared
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -251,9 +297,11 @@ class SparseForgeMixin(_Trainer):
         """Return the loss with the teacher while training; without one, and in evaluation, the trainer's own."""
         if self.forge is None or not self.model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._is_loss_ours = True
         if self._task is not None:
             self._trained_inputs.append(dict(inputs))  # a copy, because a loss may take the labels out
-        self._tell_divisor(inputs, num_items_in_batch)
+        if not self._is_divisor_told:  # where a `training_step` of the class prepares its inputs by itself
+            self._tell_divisor(inputs, num_items_in_batch)
         if self._objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.get_sp_size() > 1:
@@ -283,6 +331,7 @@ class SparseForgeMixin(_Trainer):
     def _tell_divisor(self, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Tell the forge the divisor of this micro-batch's loss, if the curvature is measured in the step itself."""
         assert self.forge is not None
+        self._is_divisor_told = True
         if not self._config.measures_in_step(self.forge.step_count + 1):
             return
         tokens = trained_tokens(inputs, self.model)
@@ -325,7 +374,7 @@ class SparseForgeMixin(_Trainer):
         """
         if not _internal_call:
             self._before_model_save("save_model")
-        with self._gathered_on_save(not _internal_call or self.args.push_to_hub):
+        with self._gathered_on_save(not _internal_call or self.args.push_to_hub or self.args.save_only_model):
             super().save_model(output_dir, _internal_call)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:

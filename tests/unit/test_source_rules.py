@@ -12,7 +12,7 @@ from sparseforge_ds.transformers_internals import WHERE
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds").rglob("*.py")}
 TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
-NAMES_OF_OTHERS = {"_config", "_model_generate", "_save", *WHERE}
+NAMES_OF_OTHERS = {"_config", "_model_generate", "_prepare_inputs", "_save", *WHERE}
 """Private names that others have too: engines of DeepSpeed, models of lm_eval, trainers and modules of
 transformers."""
 PATCHES = {"delattr", "getattr", "object", "patch", "setattr"}

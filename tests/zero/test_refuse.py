@@ -74,6 +74,13 @@ def what_is_no_engine() -> dict[str, str]:
         with pytest.raises(ValueError) as refused:
             sf.SparseForge(subject, case.sparseforge)
         messages[name] = str(refused.value)
+    # An engine that has loaded a checkpoint, or made a step, has a run behind it that a forge would not know.
+    engine = arguments["tuple"][0]
+    engine.backward(engine(**token_batch(2, 8)).loss)
+    engine.step()
+    with pytest.raises(ValueError) as refused:
+        sf.SparseForge(engine, case.sparseforge)
+    messages["late"] = str(refused.value)
     return messages
 
 
@@ -85,3 +92,4 @@ def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
     assert "DistributedDataParallel around a LlamaForCausalLM: pass the first thing" in messages["accelerate"]
     assert "accelerate launch --use_deepspeed" in messages["accelerate"] and "DeepSpeed plugin" in messages["bare"]
     assert messages["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")
+    assert messages["late"].startswith("the engine is at step 1 already") and "load_state" in messages["late"]

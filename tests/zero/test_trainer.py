@@ -386,7 +386,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     # Branches, which transformers would lose; counts of tokens; and all refusals.
     results["saved"] = said(lambda: trainer.save_model(str(root / "with branches")))
     results["pushed"] = said(trainer.push_to_hub)
-    results["tokens"] = [counted_tokens(root, own_mean) for own_mean in (False, True)]
+    results["tokens"] = [counted_tokens(root, *kind) for kind in ((False, True), (True, True), (False, False))]
     results["chosen"] = [chosen_mask(root, factored, least) for factored in (True, False) for least in (0, 40)]
     results["refused"] = {"deepspeed": without, **dict(refusals(root, trainer))}
     return results
@@ -438,7 +438,7 @@ def chosen_mask(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
     return all(modes[1:]), torch.cat([mask.flatten() for mask in kept])
 
 
-def counted_tokens(root: Path, own_mean: bool) -> tuple[list[float], list[float], Tensor]:
+def counted_tokens(root: Path, own_mean: bool, calls_ours: bool = True) -> tuple[list[float], list[float], Tensor]:
     """Return the tokens that steps of 12 and 4 sequences train on, those that the curvature counts, and its sums.
 
     The sums are those of the first step, with the model's own loss or with a mean over each micro-batch.
@@ -456,6 +456,9 @@ def counted_tokens(root: Path, own_mean: bool) -> tuple[list[float], list[float]
             return samples
 
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not calls_ours:
+                divisor = kwargs["num_items_in_batch"] / self.accelerator.num_processes
+                return model(**inputs, num_items_in_batch=divisor).loss
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             if not own_mean:
                 return loss
@@ -485,6 +488,16 @@ def counted_tokens(root: Path, own_mean: bool) -> tuple[list[float], list[float]
     return items[: len(counts)], counts, sums[0]
 
 
+def test_a_trainer_before_the_mixin_is_refused_where_the_class_is_made() -> None:
+    """Its methods would hide those of the mixin."""
+    from transformers import Trainer
+
+    from sparseforge_ds.integrations.transformers import SparseForgeMixin
+
+    with pytest.raises(TypeError, match=r"Wrong: SparseForgeMixin must stand before Trainer, as in class Wrong\("):
+        type("Wrong", (Trainer, SparseForgeMixin), {})
+
+
 def refusals(root: Path, trained: Any) -> Any:
     """Yield (name, message) of each misuse."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
@@ -500,6 +513,10 @@ def refusals(root: Path, trained: Any) -> Any:
     optimizers = (torch.optim.SGD(lora.parameters()), None)
     yield "optimizers", said(lambda: SparseForgeTrainer(model=lora, args=args, optimizers=optimizers))
     yield "two losses", said(lambda: trainer_of(root, config, 2, model, compute_loss_func=mean_of_all))
+    own_loss = {"compute_loss": lambda self, model, inputs, **_: model(**inputs).loss}
+    dense = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    hiding = trainer_of(root / "hiding", config, 2, dense, kind=type("Hiding", (SparseForgeTrainer,), own_loss))
+    yield "own loss", said(hiding.train)
     yield "batch", said(lambda: trainer_of(root, config, 2, auto_find_batch_size=True))
     yield "no teacher", said(lambda: trainer_of(root, deepspeed_json(2, distillation={"weight": 1.0}), 2))
     yield "no distillation", said(lambda: trainer_of(root, deepspeed_json(2, distillation=None), 2, model))
@@ -577,9 +594,12 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
     # The curvature counts the tokens that are trained on, and its sums do not depend on how a loss is scaled.
-    (items, counts, sums), (_, _, own_sums) = results["tokens"]
+    (items, counts, sums), (_, _, own_sums), (_, own_counts, sums_without_super) = results["tokens"]
     assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"
     torch.testing.assert_close(own_sums, sums, rtol=1e-4, atol=0)
+    # So does a loss of the class that does not go through ours.
+    assert own_counts == counts
+    torch.testing.assert_close(sums_without_super, sums, rtol=1e-4, atol=0)
     # Every misuse is named.
     refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
@@ -596,6 +616,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
     assert "compute_loss_func is another loss" in refused["two losses"]
+    assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]
     assert "sparseforge.distillation is null" in refused["no distillation"]

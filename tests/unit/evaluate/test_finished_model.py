@@ -12,10 +12,13 @@ import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
+from sparseforge_ds.export.verification import check_folder
+from sparseforge_ds.model.pretrained import load_pretrained
 from tests.pretend_hub import REVISION
 from tests.tiny_folders import write_json, write_model, write_text
 
@@ -31,6 +34,21 @@ def folder(tmp_path: Path) -> Path:
     config = json.loads((made / "adapter_config.json").read_text())
     write_json(made / "adapter_config.json", config | {"base_model_name_or_path": None})  # as an export has it
     return made
+
+
+def test_branches_that_transformers_leaves_out_are_errors_wherever_it_loads(tmp_path: Path) -> None:
+    """A Trainer's checkpoint has them among the weights; `consolidate` writes an adapter of them."""
+    folder = write_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.low_rank_b"] = torch.zeros(32, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    message = r"has low-rank branches, model\.layers\.0\.self_attn\.q_proj\.low_rank_b among them, which transf"
+    with pytest.raises(ValueError, match=f"{folder}: {message}.*sparseforge consolidate"):
+        load_model(str(folder))
+    with pytest.raises(ValueError, match=f"teacher: {message}"):
+        load_pretrained(folder, "teacher", torch.float32, None)
+    notes = check_folder(folder).notes
+    assert any("low_rank_b is part of low-rank branches" in note and "consolidate" in note for note in notes), notes
 
 
 @pytest.fixture
@@ -49,7 +67,7 @@ def test_weights_that_are_not_those_of_the_config_are_errors(tmp_path: Path) -> 
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"intermediate_size": 72})
     with pytest.raises(
-        ValueError, match=r"down_proj\.weight has the shape \(32, \d+\) .* config\.json \(32, 72\); bring"
+        ValueError, match=r"down_proj\.weight has the shape \(32, \d+\) .* config\.json \(32, 72\); put back"
     ):
         load_model(str(folder))
     write_json(folder / "config.json", config | {"num_hidden_layers": config["num_hidden_layers"] + 1})
