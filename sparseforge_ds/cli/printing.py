@@ -13,6 +13,8 @@ from sparseforge_ds.checkpoint.disk import write_json
 
 _REPORT_KEYS = ({"model", "one_shot", "dtype"}, {"ok", "pattern", "violations"})
 """Keys by which reports of `evaluate` and `verify` are known."""
+_LARGEST_REPORT = 2**27
+"""Bytes of a larger file, which is none of our reports, and is not read to see."""
 
 
 def printable(text: str) -> str:
@@ -64,6 +66,8 @@ def write_report(name: str, report: dict[str, Any]) -> None:
 def _may_be_replaced(path: Path) -> bool:
     """Return True if a file is empty or holds a report of `evaluate` or `verify`."""
     try:
+        if path.stat().st_size > _LARGEST_REPORT:
+            return False
         text = path.read_text()
         return not text or any(keys <= json.loads(text).keys() for keys in _REPORT_KEYS)
     except (OSError, ValueError, AttributeError):

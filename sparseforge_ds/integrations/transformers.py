@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,6 @@ class SparseForgeMixin(_Trainer):
         self._is_in_step = False
         self._num_items: Any = None
         """`num_items_in_batch` of the micro-batch that is trained on."""
-        self._prepared_inputs: dict[str, Any] = {}
-        """Inputs of this micro-batch as the trainer prepared them."""
         self._is_divisor_told = False
         """True if the forge knows the divisor of this micro-batch's loss."""
         self._is_loss_ours = False
@@ -267,7 +265,8 @@ class SparseForgeMixin(_Trainer):
                 self._step_batches() if self._config.start is None else self._block_start_batches(self._config.start)
             )
         self._num_items = num_items_in_batch
-        self._is_divisor_told = self._is_loss_ours = False
+        self._is_divisor_told = False
+        self._is_loss_ours = False
         self._is_in_step = True
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -278,17 +277,14 @@ class SparseForgeMixin(_Trainer):
                 f"{type(self).__name__}.compute_loss does not call super().compute_loss, so the teacher takes no part: "
                 "call it, or leave the teacher out"
             )
-        if self._task is not None and not self._is_loss_ours:
-            self._trained_inputs.append(self._prepared_inputs)
         self._updated |= self.forge.step(self._step_batches())
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare inputs as the trainer does. Those of a training step give the forge the divisor of their loss."""
         prepared = super()._prepare_inputs(inputs)
-        if self._is_in_step and isinstance(prepared, dict):
-            self._tell_divisor(prepared, self._num_items)
-            self._prepared_inputs = dict(prepared)
+        if self._is_in_step and isinstance(prepared, Mapping):  # a collator's BatchEncoding is no dict
+            self._tell_divisor(dict(prepared), self._num_items)
         return prepared
 
     def compute_loss(

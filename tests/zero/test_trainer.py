@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import BatchEncoding, EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import sparseforge_ds as sf
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -466,6 +466,8 @@ def counted_tokens(root: Path, own_mean: bool, calls_ours: bool = True) -> tuple
 
     # Note the divisor and the sums of every step's curvature.
     more = {"save_strategy": "no", "num_train_epochs": 3, "train_dataset": rows(16), "kind": Watched}
+    if not calls_ours:
+        more["data_collator"] = lambda examples: BatchEncoding(padded(examples))  # as those of transformers
     trainer = trainer_of(root / "tokens", deepspeed_json(2), 2, **more)
     counts: list[float] = []
     sums: list[Tensor] = []
