@@ -163,6 +163,7 @@ class BareOptimizer:
 class BareEngine:
     """Stand-in for an engine, as far as a forge uses it, with complete weights on the device."""
 
+    global_steps = 0
     skipped_steps = 0
     micro_steps = 0
     _is_gradient_accumulation_boundary = True
