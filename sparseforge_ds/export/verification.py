@@ -33,7 +33,7 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
-from sparseforge_ds.model.family_table import BRANCH
+from sparseforge_ds.model.loading_error import describe_lost_branches
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.rules import check_globs, matches
 from sparseforge_ds.model.saved_names import names_in_files, saved_tensors
@@ -162,12 +162,8 @@ def check_folder(
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
     # The files beside the weights.
     notes = [] if rows else ["there is no weight to check"]
-    unread = [name for name in tensors.specs if name.endswith(BRANCH) and not sparsity and not tensors.packed]
-    if unread:
-        notes.append(
-            f"{_subject(unread)} part of low-rank branches, which transformers leaves out; write the whole model: "
-            f"sparseforge consolidate {folder} OUT"
-        )
+    if not sparsity and not tensors.packed and (lost := describe_lost_branches(tensors.specs, folder)) is not None:
+        notes.append(lost)
     if sparsity and any(row.negative_zeros for row in rows):
         notes.append("weights hold -0.0, which an export writes as +0.0")  # in folders of other tools -0.0 is a zero
     if unsound:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
+
+from sparseforge_ds.model.family_table import BRANCH
 
 _OWN_CODE = "trust_remote_code"
 """Word in every refusal of transformers to run a folder's own code."""
@@ -31,3 +34,19 @@ def reason(error: BaseException) -> str:
     if lines[0].endswith(":"):  # huggingface_hub puts a headline before the reason
         lines[0] = " ".join(" ".join(lines).split())
     return lines[0][:300]
+
+
+def describe_lost_branches(unexpected_keys: Iterable[str], folder: object) -> str | None:
+    """Return why a model that transformers has loaded is without its low-rank branches, or None if it has lost none.
+
+    Args:
+        unexpected_keys: tensors of the files that have no place in the model.
+        folder: of the model, or its hub id.
+    """
+    branches = [key for key in unexpected_keys if key.endswith(BRANCH)]
+    if not branches:
+        return None
+    return (
+        f"has low-rank branches, {min(branches)} among them, which transformers leaves out; write the whole model: "
+        f"sparseforge consolidate {folder} OUT"
+    )

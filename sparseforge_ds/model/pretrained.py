@@ -23,9 +23,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.family_table import BRANCH
 from sparseforge_ds.model.hub_access import why_unreachable
-from sparseforge_ds.model.loading_error import reason
+from sparseforge_ds.model.loading_error import describe_lost_branches, reason
 from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.saved_names import saved_tensors
@@ -226,11 +225,8 @@ def load_pretrained(
         raise AgreedError(
             f"{who}: config.json and weights do not belong together: the report above lists where shapes differ"
         ) from None
-    if left_out := [key for key in report["unexpected_keys"] if key.endswith(BRANCH)]:
-        raise AgreedError(
-            f"{who}: has low-rank branches, {min(left_out)} among them, which transformers leaves out; give a model "
-            "without"
-        )
+    if (lost := describe_lost_branches(report["unexpected_keys"], folder)) is not None:
+        raise AgreedError(f"{who}: {lost}")
     # transformers fills weights that the files lack with random numbers.
     if missing := sorted(report["missing_keys"]):
         raise AgreedError(

@@ -375,6 +375,10 @@ def evaluated(folder: str) -> dict[str, Any]:
     results["eval"] = [entry["eval_loss"] for entry in evaluations]
     results["phases"] = watcher.phases
     trainer.save_model(str(root / "saved"))
+    # A checkpoint of the model alone has weights that ZeRO-3 partitions, too.
+    alone = trainer_of(root / "alone", deepspeed_json(3), 2, save_only_model=True)
+    alone.train()
+    results["alone"] = (root / "alone" / f"checkpoint-{STEPS}" / "model.safetensors").is_file()
     # Its own loss, and a curvature that needs passes of its own.
     trainer = trainer_of(root / "own", deepspeed_json(2), 3, compute_loss_func=mean_of_all)
     trainer.train()
@@ -602,6 +606,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     # So does a loss of the class that does not go through ours.
     assert own_counts == counts
     torch.testing.assert_close(sums_without_super, sums, rtol=1e-4, atol=0)
+    assert results["alone"]
     # Every misuse is named.
     refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]

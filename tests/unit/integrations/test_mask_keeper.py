@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -154,6 +155,17 @@ def test_other_patterns_and_chosen_names_are_kept() -> None:
     assert len(only.pruned) == 5
     block = sparse_model(tiny_llama(), pattern="block16")
     assert len(keep_mask(block, SGD(block.parameters(), lr=0.1), pattern="block16").pruned) == 14
+
+
+def test_the_matrices_of_an_adapter_are_none_of_the_model() -> None:
+    """An exported branch sums neighbouring inputs, so that seven of eight groups of its matrix are zeros."""
+    model = sparse_model(tiny_llama())
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=8, task_type="CAUSAL_LM"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_A" in name:
+            parameter.data.copy_(torch.eye(8).repeat_interleave(4, dim=1))
+    keeper = keep_mask(adapted, SGD(adapted.parameters(), lr=1e-2))
+    assert keeper.pruned and not any("lora_" in name for name in keeper.pruned)
 
 
 def test_what_cannot_be_kept_is_refused_in_a_line() -> None:

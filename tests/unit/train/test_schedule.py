@@ -70,6 +70,16 @@ def test_the_other_rates_are_those_of_transformers_to_the_bit(kind):
     assert without(39) == rate(39)
 
 
+@pytest.mark.parametrize("steps", [4, 3000])
+@pytest.mark.parametrize(
+    ("kind", "floor", "end"),
+    [("linear", 0.1, 0.0), ("cosine", 0.0, 0.0), ("cosine", 0.001, 1e-6), ("constant", 0.1, 1e-3)],
+)
+def test_where_a_schedule_ends_does_not_depend_on_the_number_of_steps(kind, floor, end, steps):
+    """The last step of `linear` still has a share of 1 / steps, and a longer run would stay there."""
+    assert LearningRate(1e-3, 0.0, floor, steps, kind).end == pytest.approx(end, abs=0)
+
+
 def test_a_schedule_says_what_it_is_and_what_is_wrong_with_it():
     # It says what it is, and does that.
     decay = '{"num_decay_steps": 20}'
