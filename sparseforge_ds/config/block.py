@@ -70,11 +70,17 @@ class SparseForgeConfig:
     seed: int = 0
     """Seed of probes and of samples of a mask."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
+    """Estimate of the curvature H of the score (eqs. 2 and 3)."""
     low_rank: LowRankConfig | None = None
+    """Low-rank branch beside every pruned layer (eq. 13); null: none."""
     distillation: DistillationConfig | None = field(default_factory=DistillationConfig)
+    """Loss against the dense teacher (eq. 12); null: the task loss alone."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """Measurements for the log beyond the loss."""
     reconstruction: ReconstructionConfig | None = None
+    """Settings of importance `sparsegpt`; null: its defaults."""
     quantize: QuantizeConfig | None = None
+    """Quantization of the weights in training (eq. 14); null: none."""
     start: BlockStartConfig | None = None
     """Choose masks block by block before the first step, and train masks and weights of each block; null: do not.
     `naive_retrain` keeps these masks. In `sparseforge` what they prune begins at 0 and can come back while
