@@ -276,7 +276,7 @@ def _rows(model: nn.Module, names: Iterable[str]) -> dict[str, Row]:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     by_table = table_rule(FAMILIES[model_type]) if model_type in FAMILIES else lambda name: None
     by_layer = contracting(model, ungated=True)
-    base_names = [name for name in names if "lora_" not in name]  # an adapter's matrices are dense
+    base_names = [name for name in names if ".lora_" not in name]  # an adapter's matrices are dense
     rows = {name: row if isinstance(row := by_table(name), Row) else by_layer.get(name) for name in base_names}
     return {name: row for name, row in rows.items() if row is not None}
 

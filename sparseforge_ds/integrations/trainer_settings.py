@@ -307,8 +307,9 @@ def resolve_block(
             f"sparseforge.curvature.sequences = {block.curvature.sequences}: under a trainer, the curvature is "
             "measured on the micro-batches of the step; leave it out"
         )
-    if block.low_rank is not None and trainer.args.push_to_hub:
-        raise ValueError(f"push_to_hub with sparseforge.low_rank: {WITHOUT_BRANCHES}; leave push_to_hub out")
+    for name in ("push_to_hub", "save_only_model"):
+        if block.low_rank is not None and getattr(trainer.args, name):
+            raise ValueError(f"{name} with sparseforge.low_rank: {WITHOUT_BRANCHES}; leave {name} out")
     if block.monitor.histograms_every or block.monitor.gap_every:
         raise ValueError("sparseforge.monitor: histograms_every and gap_every are the launcher's; leave them out")
     return block

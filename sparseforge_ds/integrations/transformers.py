@@ -104,7 +104,7 @@ class SparseForgeMixin(_Trainer):
         self._num_items: Any = None
         """`num_items_in_batch` of the micro-batch that is trained on."""
         self._is_divisor_told = False
-        """True if the forge knows the divisor of this micro-batch's loss."""
+        """True once `_tell_divisor` was called for this micro-batch, even if its inputs told nothing."""
         self._is_loss_ours = False
         """True if this micro-batch's loss went through `compute_loss` here."""
         self._updated = False
@@ -245,12 +245,13 @@ class SparseForgeMixin(_Trainer):
         from transformers import Trainer
 
         super().__init_subclass__(**kwargs)
-        for base in cls.__mro__[1 : cls.__mro__.index(SparseForgeMixin)]:
-            if issubclass(base, Trainer) and not issubclass(base, SparseForgeMixin):
-                raise TypeError(
-                    f"{cls.__name__}: SparseForgeMixin must stand before {base.__name__}, as in class "
-                    f"{cls.__name__}(SparseForgeMixin, {base.__name__})"
-                )
+        bases_before = cls.__mro__[1 : cls.__mro__.index(SparseForgeMixin)]
+        if Trainer in bases_before:
+            name = bases_before[0].__name__
+            raise TypeError(
+                f"{cls.__name__}: SparseForgeMixin must stand before {name}, as in class "
+                f"{cls.__name__}(SparseForgeMixin, {name})"
+            )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run the trainer's step, which ends in the engine's, and then the forge's.
@@ -281,7 +282,10 @@ class SparseForgeMixin(_Trainer):
         return loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Prepare inputs as the trainer does. Those of a training step give the forge the divisor of their loss."""
+        """Prepare inputs as the trainer does; in a training step, tell the forge the divisor of their loss.
+
+        A `compute_loss` of the class may never reach the one here.
+        """
         prepared = super()._prepare_inputs(inputs)
         if self._is_in_step and isinstance(prepared, Mapping):  # a collator's BatchEncoding is no dict
             self._tell_divisor(dict(prepared), self._num_items)
@@ -296,7 +300,7 @@ class SparseForgeMixin(_Trainer):
         self._is_loss_ours = True
         if self._task is not None:
             self._trained_inputs.append(dict(inputs))  # a copy, because a loss may take the labels out
-        if not self._is_divisor_told:  # where a `training_step` of the class prepares its inputs by itself
+        if not self._is_divisor_told or self.get_sp_size() == 1:  # a `compute_loss` of the class may change labels
             self._tell_divisor(inputs, num_items_in_batch)
         if self._objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

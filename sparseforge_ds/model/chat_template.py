@@ -93,14 +93,14 @@ def render_turns(
 
 @contextlib.contextmanager
 def _fixed_clock(template: str) -> Iterator[None]:
-    """Have a template that prints the date print that of `_NOON` in the block."""
+    """Give a template the clock of `_NOON` in the block; all others keep the real one."""
     # transformers keeps the programs of templates. Each has variables of its own before those that all share.
     variables = _compile_jinja_template(template).globals
     variables["strftime_now"] = _NOON.strftime
     try:
         yield
     finally:
-        del variables["strftime_now"]
+        variables.pop("strftime_now", None)
 
 
 def _require_short(text: str, most_characters: int) -> None:

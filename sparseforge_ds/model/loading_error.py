@@ -36,14 +36,14 @@ def reason(error: BaseException) -> str:
     return lines[0][:300]
 
 
-def describe_lost_branches(unexpected_keys: Iterable[str], folder: object) -> str | None:
-    """Return why a model that transformers has loaded is without its low-rank branches, or None if it has lost none.
+def describe_lost_branches(names: Iterable[str], folder: object) -> str | None:
+    """Return why transformers loads a model without its low-rank branches, or None if no name is of a branch.
 
     Args:
-        unexpected_keys: tensors of the files that have no place in the model.
+        names: tensors of the files, all of them or those that have no place in the model.
         folder: of the model, or its hub id.
     """
-    branches = [key for key in unexpected_keys if key.endswith(BRANCH)]
+    branches = [key for key in names if key.endswith(BRANCH)]
     if not branches:
         return None
     return (

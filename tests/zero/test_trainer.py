@@ -540,6 +540,8 @@ def refusals(root: Path, trained: Any) -> Any:
     pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
     offline = type("Offline", (SparseForgeTrainer,), {"init_hf_repo": lambda self, token=None: None})
     yield "branches", said(lambda: offline(model=student, args=pushing()))
+    alone = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), save_only_model=True)
+    yield "branches alone", said(lambda: SparseForgeTrainer(model=student, args=alone()))
     yield "sequences", said(lambda: trainer_of(root, deepspeed_json(2, curvature={"sequences": 8}), 2))
     # Settings that a trainer cannot follow.
     late = SparseForgeConfig(max_steps=9, method=SrSteConfig())
@@ -623,6 +625,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
     assert "compute_loss_func is another loss" in refused["two losses"]
+    assert "save_only_model with sparseforge.low_rank" in refused["branches alone"]
     assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]
