@@ -39,7 +39,7 @@ from sparseforge_ds.cli import (
 )
 from sparseforge_ds.cli.bars import set_up_bars
 from sparseforge_ds.cli.printing import printable
-from sparseforge_ds.config.flag_names import unknown_word, with_our_names
+from sparseforge_ds.config.flag_names import unknown_word, with_home_folders, with_our_names
 
 COMMANDS = (
     train,
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top = parser()
     words = list(sys.argv[1:] if arguments is None else arguments)
     flags = _flags_of(top, words)
-    words = with_our_names(words, flags)
+    words = with_home_folders(with_our_names(words, flags))
     args, unknown = top.parse_known_args(words)
     if unknown:
         return _fail(unknown_word(unknown[0], flags))

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from sparseforge_ds.config.flag_names import expand_home
 from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, MOST
 
 EMBEDDED_MODEL = "stdlib_llama"
@@ -377,8 +377,8 @@ class RunArguments:
         # 5. A home folder, which a shell leaves alone behind `=` and a run file never sees.
         for name in ("model", "output_dir", "teacher", "teacher_logits", "eval_dataset"):
             if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _expand_home(path))
-        object.__setattr__(self, "dataset", list(map(_expand_home, self.dataset)))
+                object.__setattr__(self, name, expand_home(path))
+        object.__setattr__(self, "dataset", list(map(expand_home, self.dataset)))
         # 6. Defaults of lists.
         if not self.dataset:
             object.__setattr__(self, "dataset", [EMBEDDED_TEXT])
@@ -389,11 +389,6 @@ class RunArguments:
 def flags(arguments: RunArguments) -> dict[str, object]:
     """Return the flags as plain JSON types, without this process's rank and those of a dry run."""
     return {name: value for name, value in dataclasses.asdict(arguments).items() if name not in NOT_OF_A_RUN}
-
-
-def _expand_home(path: str) -> str:
-    """Return a path, or that of a stream, with the home folder in place of ~ at its beginning."""
-    return re.sub(r"^(stream:)?(~[^/]*)", lambda match: f"{match[1] or ''}{os.path.expanduser(match[2])}", path)
 
 
 def _is_object(text: str) -> bool:

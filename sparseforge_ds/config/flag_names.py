@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection, Sequence
 
 from sparseforge_ds.config.strict import nearest
@@ -37,6 +39,20 @@ _SUGGESTED = {"batch_size": "global_batch", "per_device_batch_size": "micro_batc
 def with_our_names(words: Sequence[str], known: Collection[str]) -> list[str]:
     """Return a command line with aliases of known flags replaced; `known` are names without dashes."""
     return [_with_our_name(word, known) for word in words]
+
+
+def with_home_folders(words: Sequence[str]) -> list[str]:
+    """Return a command line with home folders in place of ~, which a shell leaves alone behind `=`."""
+    expanded = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        expanded.append(f"{flag}={expand_home(value)}" if equals and flag.startswith("--") else word)
+    return expanded
+
+
+def expand_home(path: str) -> str:
+    """Return a path, or that of a stream, with the home folder in place of ~ at its beginning."""
+    return re.sub(r"^(stream:)?(~[^/]*)", lambda match: f"{match[1] or ''}{os.path.expanduser(match[2])}", path)
 
 
 def unknown_word(word: str, known: Collection[str]) -> str:

@@ -8,6 +8,7 @@ import resource
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -190,6 +191,15 @@ def test_a_flag_that_is_given_twice_is_noted(capsys: pytest.CaptureFixture[str])
     assert main([*line, "--text=b.txt"]) == 2
     assert "note: --text is given twice, and the last one counts\nerror: --text b.txt" in capsys.readouterr().err
     assert main(line) == 2 and "twice" not in capsys.readouterr().err
+
+
+def test_a_home_folder_behind_an_equals_sign_is_meant(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["evaluate", "nowhere", "--text", "x.txt", "--json=~/absent/a.json"]) == 2
+    error = capsys.readouterr().err
+    assert "~" not in error and str(tmp_path / "absent") in error
 
 
 def test_unprintable_characters_are_escaped() -> None:
