@@ -87,10 +87,12 @@ class ShardedWeights:
                 f'method "{method}" works on the moments of Adam, which {name} does not keep; use "optimizer": '
                 '{"type": "AdamW"} in the DeepSpeed JSON'
             )
-        for setting in ("amsgrad", "maximize"):
-            if any(group.get(setting) for group in inner.param_groups):
+        # Adam of DeepSpeed can leave out the correction, of torch it has no such setting.
+        for setting, repeated in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
+            if any(bool(group.get(setting, repeated)) != repeated for group in inner.param_groups):
+                without = "with" if repeated else "without"
                 raise ValueError(
-                    f'method "{method}" repeats the step of Adam without {setting}; leave {setting} out of the '
+                    f'method "{method}" repeats the step of Adam {without} {setting}; leave {setting} out of the '
                     "parameters of the optimizer"
                 )
 

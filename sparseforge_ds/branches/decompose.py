@@ -140,7 +140,7 @@ class _Removed:
         rest = with_halo.to(self.left_RK.device) - _product(self.left_RK, self.right_CK, span.start, span.stop)
         rest_GM = weights.pattern.to_groups(rest, weight.shape, weight.input_axis)
         # Kept entries count as 0.
-        removed_GM = rest_GM.masked_fill(survivors(rest_GM.abs(), weights.pattern), 0)
+        removed_GM = rest_GM.masked_fill(survivors(rest_GM.square(), weights.pattern), 0)
         return weights.from_groups(chunk, removed_GM)
 
 

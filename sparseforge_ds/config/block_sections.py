@@ -252,7 +252,8 @@ class BlockStartConfig:
 
     mask: BlockStartMask | None = None
     """Rule that chooses a block's first masks. `sparsegpt`: SparseGPT on the inputs that the pruned model gives the
-    block. `wanda` and `magnitude`. null: `sparsegpt`, but `wanda` for fused experts and for tiles."""
+    block. `wanda` and `magnitude`. null: `sparsegpt`, but `wanda` for a model with fused experts and for patterns that
+    are not n:m."""
     soft: float = 0.4
     """Share of a block's Adam steps in which its masks are soft: from the first masks on they follow the block's own
     error, and then freeze. 0, or a share of fewer than two steps, keeps the first masks."""

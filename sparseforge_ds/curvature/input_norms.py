@@ -23,6 +23,9 @@ from sparseforge_ds.zero.layer_hooks import layer_inputs
 class InputNorms(SumsEstimator):
     """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared.
 
+    The score that is compared is (H + eps) W^2, eq. 3: eps raises inputs that are far below the mean of a matrix. With
+    `curvature.damping` 0 the order is Wanda's own.
+
     All rows of H are equal: it is the product of its row and column sums.
     """
 

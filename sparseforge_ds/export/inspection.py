@@ -179,7 +179,7 @@ def phase(config: SparseForgeConfig, step: int, steps: int) -> str:
 def mask_report(name: str, mask_GM: Tensor, dense_GM: Tensor, pattern: Pattern) -> MaskReport:
     """Describe a mask by groups, (G, M) in fp32, beside the dense weight of the same groups."""
     hard_GM = survivors(mask_GM, pattern)
-    largest_GM = survivors(dense_GM.abs(), pattern)
+    largest_GM = survivors(dense_GM.square(), pattern)
     low, high = UNDECIDED
     count = max(1, mask_GM.numel())
     return MaskReport(

@@ -238,7 +238,7 @@ class RunSource(Source):
         mask, dense = read_masked(self.checkpoint, stored_name, self.released, part.start + start, part.start + stop)
         # An unfinished mask is projected.
         if not self.finished:
-            value_GM = pattern.to_groups(mask if self.formed else dense.abs(), weight.shape, weight.input_axis)
+            value_GM = pattern.to_groups(mask if self.formed else dense.square(), weight.shape, weight.input_axis)
             return pattern.from_groups(survivors(value_GM, pattern), weight.shape, weight.input_axis), dense
         # A frozen one has N members in every group.
         kept = mask != 0

@@ -24,7 +24,7 @@ from sparseforge_ds.zero.shard import Shard
 
 
 class PeriodicMagnitudeMask(StartingMask):
-    """Top N of |W| in every group, chosen every `method.every` steps; a starting mask before the first of them."""
+    """Top N of W^2 in every group, chosen every `method.every` steps; a starting mask before the first of them."""
 
     chooses_at_freeze = False
     """True if the freeze chooses the mask once more, from the final weights."""
@@ -88,7 +88,7 @@ class PeriodicMagnitudeMask(StartingMask):
 
     def score(self, shard: Shard) -> Tensor:
         """Return the (numel of the shard,) scores of which a choice keeps the N largest of every group."""
-        return self.weights.dense(shard).abs()
+        return self.weights.dense(shard).square()  # a pattern of pairs adds scores up
 
     @torch.no_grad()
     def _choose_again(self, index: int) -> None:

@@ -4,7 +4,7 @@ They begin at 1 on weights that already have a first mask: what it pruned is 0, 
 
 This is the method of `methods.soft_mask` on whole matrices. Scores come from row and column sums of squared gradients
 of each token; the published weight is a blend of soft and hard mask, and W moves by the share m_eff of each optimizer
-step.
+step. The blend x and the rates take a new value at every mask update, not at every step: between updates m_eff stays.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class Annealing:
         rows, columns = weight.matrix
         extents = torch.tensor([[rows, columns]] * weight.matrices, device=soft.sums.device)
         factors_MN = shares(soft.sums.reshape(-1), extents).view(weight.matrices, -1)
+        # A matrix without any gradient has H = 1, as in a run: its scores are W^2.
+        factors_MN = torch.where(soft.sums.any(dim=1, keepdim=True), factors_MN, 1.0)
         # eqs. 3 to 9: each matrix is scored by itself.
         curvatures = [RankOne(factors_N[:rows], factors_N[rows:], 0) for factors_N in factors_MN]
         dense, mask = (vector.view(weight.matrices, -1).unbind() for vector in (soft.dense, soft.mask))

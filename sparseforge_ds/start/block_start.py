@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -31,6 +32,7 @@ from sparseforge_ds.ranks import AgreedError, all_or_raise
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
 from sparseforge_ds.start.blocks import argument_names, run_block, shared_arguments
+from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches, batches_of
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
 from sparseforge_ds.zero.layer_hooks import uncompiled
@@ -83,9 +85,11 @@ class BlockStart:
         """Find the blocks. Raises ValueError as `check_blocks`."""
         self.weights = weights
         self.extra_passes = extra_passes
-        self.settings = settings
         model = weights.engine.module
         check_blocks(model, weights.prunable.values(), weights.config)
+        # All blocks get one kind of first mask, as `prune` gives them.
+        kind = mask_for(settings, list(weights.prunable.values()), weights.pattern)
+        self.settings = replace(settings, mask=kind)
         self.blocks = decoder_blocks(model, list(weights.prunable.values()))
         self.dtype: torch.dtype = next(iter(weights.layout.low_precision.values())).dtype
         """The dtype that the engine's forward computes in."""

@@ -5,6 +5,7 @@ Legend of shape suffixes: T tokens, S rows sorted by expert, E experts, O output
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -19,6 +20,9 @@ from sparseforge_ds.mask.reconstruct import reconstruct
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.zero.expert_hooks import expert_tokens, why_unhookable
 from sparseforge_ds.zero.layer_hooks import layer_inputs
+
+UNSEEN_INPUT = 1e-6
+"""Sum of squares of an input that is 0 for every token, relative to the least other one of its expert."""
 
 Reduce = Callable[[list[Tensor]], None]
 """Function that sums tensors over the ranks in place, in an order that does not depend on which rank comes first."""
@@ -167,14 +171,18 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
         weight: its shape and input axis are used.
         value: its values, in its shape.
         pattern: of the mask.
-        square_EI: sums of squared inputs, of each expert or of all tokens; None for magnitude.
+        square_EI: sums of squared inputs, of each expert or of all tokens; None for magnitude. Weights whose inputs
+            are 0 come last in their group, by magnitude among themselves: so do all weights of an unseen expert.
 
     Returns:
         bool in the weight's shape.
     """
-    score = value.float().abs()
+    score = value.float().square()  # a pattern of pairs adds scores up
     if square_EI is not None:
-        score = score.square_()
+        # Far below the least input that occurred: above 0, where scores would tie and positions decide.
+        least_E1 = torch.where(square_EI > 0, square_EI, math.inf).amin(dim=1, keepdim=True)
+        floor_E1 = torch.where(least_E1.isinf(), 1.0, least_E1 * UNSEEN_INPUT)
+        square_EI = torch.where(square_EI > 0, square_EI, floor_E1)
         by_input = square_EI[:, None] if weight.input_axis == -1 else square_EI[:, :, None]
         score = score.view(len(square_EI), *weight.shape[-2:]) * by_input
     kept_GM = survivors(pattern.to_groups(score.reshape(-1), weight.shape, weight.input_axis), pattern)

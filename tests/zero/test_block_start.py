@@ -207,12 +207,22 @@ def started_others() -> dict[str, bool]:
         groups = [forge.pattern.to_groups(masks[w.name], w.shape, w.input_axis) for w in forge.weights]
         results[name] = all(bool((group_GM.sum(1) == 2).all()) for group_GM in groups)
         results[name] &= torch.tensor(train_step(engine, case, 0)).isfinite().item() and forge.step() is False
+    # A block without experts gets the kind of first mask that the others must have.
+    masks_by_kind = []
+    for kind in (None, "wanda"):
+        case = Case(model="qwen3_moe", stage=2, config={**FIXED, "start": {**START, "epochs": 0, "mask": kind}})
+        engine, forge = build(case)
+        forge.start(Text(engine))
+        masks_by_kind.append(states(forge, "mask")["mask"])
+    default, wanda = masks_by_kind
+    results["one kind of mask"] = "model.layers.0.mlp.up_proj.weight" in default
+    results["one kind of mask"] &= all(torch.equal(default[name], wanda[name]) for name in wanda)
     return results
 
 
 def test_other_layers_dtypes_and_branches_start_alike() -> None:
     for result in run_distributed(started_others, 2):
-        assert result == dict.fromkeys(OTHERS, True)
+        assert result == dict.fromkeys([*OTHERS, "one kind of mask"], True)
 
 
 def refused() -> dict[str, str]:

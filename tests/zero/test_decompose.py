@@ -34,6 +34,7 @@ CASES: dict[str, Case] = {
     "stage 0 llama": Case(stage=0, config=K4),
     "stage 1 gpt2 k=3": Case(stage=1, model="gpt2", config={"low_rank": {"k": 3, "learned": True}}),
     "stage 2 bf16 llama": Case(stage=2, dtype="bf16", config=K4),
+    "stage 1 pairs": Case(stage=1, model="llama_24", config={**K4, "pattern": "4:8 pairs"}),
     "stage 2 tiles": Case(stage=2, model="llama_tiles", config={**K4, "pattern": "block16"}),
     "stage 3 gpt2 offload": Case(
         stage=3, model="gpt2", config=K4, zero=OFFLOAD, more={"zero_force_ds_cpu_optimizer": False}
@@ -70,7 +71,7 @@ def expected_part(matrix: Tensor, rank: int, case: Case, name: str, forge: Any) 
 
     def removed(product: Tensor) -> Tensor:
         rest_GM = forge.pattern.to_groups((matrix - product).flatten(), weight.shape, weight.input_axis)
-        gone_GM = torch.where(top_n(rest_GM.abs(), forge.pattern.kept_count), 0.0, rest_GM)
+        gone_GM = torch.where(top_n(forge.pattern.pooled(rest_GM.square()), forge.pattern.kept_count), 0.0, rest_GM)
         return forge.pattern.from_groups(gone_GM, weight.shape, weight.input_axis).view(matrix.shape)
 
     right = torch.randn(matrix.shape[1], rank, generator=torch.Generator().manual_seed(0))

@@ -89,6 +89,7 @@ def of_every_optimizer() -> tuple[dict[str, dict[str, float]], list[str], list[f
         ("Adafactor", "naive_retrain", {}),
         ("NAdam", WORN, {}),
         ("Adam", "ast", coupled),
+        ("AdamW", WORN, {"bias_correction": False}),
     ):
         more = {"optimizer": {"type": kind, "params": {"lr": 3e-3, **params}}}
         case = Case(model="llama_24", config={"method": method, "importance": "magnitude"}, more=more)
@@ -110,10 +111,11 @@ def test_every_weight_is_worn_away_and_what_no_checkpoint_holds_is_refused() -> 
     for name, weights in largest.items():
         assert len(weights) == 7 and set(weights.values()) == {0.0}, (name, weights)
     assert decays == [0.3, 0.3, 0.0], "the JSON's, but for norms"
-    adamax, adafactor, nadam, adam = refused
+    adamax, adafactor, nadam, adam, uncorrected = refused
     assert "works on the moments of Adam, which NAdam does not keep" in nadam
     assert 'method "ast" decays weights as AdamW does, and Adam adds weight_decay 0.1 to gradients; use' in adam
     assert 'method "cast" works on the moments of Adam, which Adamax does not keep' in adamax
+    assert 'method "cast" repeats the step of Adam with bias_correction; leave bias_correction out' in uncorrected
     assert "optimizer Adafactor keeps row_var of shape" in adafactor and "which cannot be cut into shards" in adafactor
 
 

@@ -34,6 +34,20 @@ def test_layers_with_one_input_share_its_squares() -> None:
     assert all(shared is squares[0] for shared in squares)
 
 
+def test_a_matrix_without_any_gradient_is_pruned_by_magnitude() -> None:
+    model = tiny_llama().eval()
+    block = decoder_blocks(model, prunable_weights(model, SparseForgeConfig()))[0]
+    module = model.get_submodule(block.name)
+    dense = {weight.name: module.get_parameter(weight.name).detach().clone() for weight in block.weights}
+    soft = Annealing(module, block.weights, NM(2, 4), 4, {name: value > -9 for name, value in dense.items()}, {})
+    for step in range(1, 5):
+        frozen = soft.after_step(step, no_reduce)
+    assert frozen is not None
+    for name, value in dense.items():
+        largest = (rank_in_group(value.square().reshape(-1, 4)) < 2).view_as(value)
+        assert torch.equal(frozen[name], largest), name
+
+
 def test_masks_and_weights_follow_the_equations() -> None:
     """Repeat eqs. 1 to 10 on one block: curvature from hooks of torch, masks by the readable `update_mask`."""
     model = tiny_llama().eval()
