@@ -6,6 +6,7 @@ The default method is Algorithm 1 of the paper (arXiv 2605.06402); `methods` has
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 __all__ = ["ForgeError", "SparseForge"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class SparseForge:
@@ -193,6 +196,13 @@ class SparseForge:
                 "forge.start(probe) before the first engine.step"
             )
         self.sharded.step += 1
+        # A loop of its own may have forgotten to say how long it is.
+        if self.step_count == self.config.max_steps + 1 and self.sharded.layout.rank == 0:
+            _LOG.warning(
+                "step %d is behind max_steps, over which masks are scheduled; give the number of steps of the whole "
+                "run: SparseForgeConfig(max_steps=...), or SparseForge(engine, config, max_steps=...)",
+                self.step_count,
+            )
         # Take the curvature that this step measured, and move the masks if that is due.
         self.curvature.take_measured()
         metrics = self.method.update(self.step_count, probe)

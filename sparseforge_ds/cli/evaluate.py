@@ -198,7 +198,13 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity
-        from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer, prune_by_magnitude
+        from sparseforge_ds.evaluate.finished_model import (
+            find_adapter,
+            load_model,
+            load_tokenizer,
+            prune_by_magnitude,
+            share_of_zeros,
+        )
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
@@ -249,8 +255,11 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
     # Score the texts.
     dtype = args.dtype if model is None else str(model.dtype).removeprefix("torch.")
+    zeros = None if model is None else share_of_zeros(model)
     record: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
+    record["zeros"] = zeros
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
+    title += "" if zeros is None else f", {zeros:.1%} of the matrices 0"
     scores = []
     for text, documents in texts.items():
         protocol: perplexity.Protocol = args.protocol or ("windows" if documents_belong_together(text) else "documents")

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils import cached_file
 
@@ -177,6 +179,24 @@ def check_embeddings_for(model: PreTrainedModel, ids: Iterable[int]) -> None:
     """Reject tokens that a model has no embedding for."""
     weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # an adapter's layer too
     check_tokens(ids, weight.shape[0], model.name_or_path)
+
+
+@torch.no_grad()
+def share_of_zeros(model: PreTrainedModel) -> float | None:
+    """Return the share of exact zeros in the matrices between embedding and head; None where none is stored plainly.
+
+    It tells a 2:4 model (0.5) from one whose masks were still soft when it was saved. Matrices of a packed model are
+    not stored plainly.
+    """
+    outside = {id(layer) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
+    zeros = total = 0
+    for module in model.modules():
+        for parameter in () if id(module) in outside else module.parameters(recurse=False):
+            is_matrix = isinstance(module, (nn.Linear, Conv1D)) and parameter.dim() == 2
+            if (is_matrix or parameter.dim() == 3) and parameter.is_floating_point():
+                zeros += parameter.numel() - int(parameter.count_nonzero())
+                total += parameter.numel()
+    return zeros / total if total else None
 
 
 @torch.no_grad()

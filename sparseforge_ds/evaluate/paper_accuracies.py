@@ -96,7 +96,9 @@ def means(results: Results) -> dict[str, float]:
 
 
 def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
-    """Lay out results as a Markdown table, in percent.
+    """Lay out results as a Markdown table, in percent; perplexities are as they are.
+
+    A task without `acc` has a row for each of its metrics, in the column of `acc`.
 
     Args:
         models: results by the name of a model, in the order of their columns. A model whose answers were compared with
@@ -115,9 +117,16 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
     # A row for every task.
     rows = []
     for task in dict.fromkeys(task for results in models.values() for task in results):
-        items = sorted({f"{results[task]['items']:g}" for results in models.values() if task in results})
-        measured = [_cell(models[name].get(task, {}), metric) for name, metric in columns]
-        rows.append([task, " / ".join(items), *measured, *(_known(values, task) for values in of_paper)])
+        of_models = {name: results[task] for name, results in models.items() if task in results}
+        items = " / ".join(sorted({f"{metrics['items']:g}" for metrics in of_models.values()}))
+        names = {metric: None for metrics in of_models.values() for metric in metrics if is_accuracy(metric)}
+        if "acc" in names:
+            measured = [_cell(of_models.get(name, {}), metric) for name, metric in columns]
+            rows.append([task, items, *measured, *(_known(values, task) for values in of_paper)])
+            continue
+        for own in names:
+            measured = [_cell(of_models.get(name, {}), own if metric == "acc" else metric) for name, metric in columns]
+            rows.append([f"{task}, {own.replace(',', ', ')}", items, *measured, *("" for _ in of_paper)])
     # A row for every mean that is known, of our models or of the paper's.
     averages = {name: means(results) for name, results in models.items()}
     for suite in (*MEANS, "seven"):
@@ -177,8 +186,13 @@ def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
 
 
 def _cell(metrics: Mapping[str, float], metric: str) -> str:
-    """Return a cell with a metric and its standard error in percent; empty where it is missing."""
+    """Return a cell with a metric and its standard error in percent; empty where it is missing.
+
+    Metrics of text (`word_perplexity`, `bits_per_byte`) are no shares.
+    """
     if metric not in metrics:
         return ""
     error = metrics.get(with_ending(metric, _STDERR))
-    return f"{100 * metrics[metric]:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+    name = metric.split(",")[0]
+    unit = 1 if name.endswith("perplexity") or name == "bits_per_byte" else 100
+    return f"{unit * metrics[metric]:.2f}" + ("" if error is None else f" ± {unit * error:.2f}")

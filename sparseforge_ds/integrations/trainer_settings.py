@@ -17,12 +17,12 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
+from sparseforge_ds.model.low_rank import WITHOUT_BRANCHES
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
-WITHOUT_BRANCHES = "transformers would load the model without its low-rank branches (sparseforge.low_rank)"
 _REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Modules whose `compute_loss` is the cross-entropy, in whose place the loss with a teacher can stand."""
 _ADAPTER = (

@@ -34,7 +34,6 @@ from sparseforge_ds.integrations.trainer_batches import (
     trainer_micro_batch,
 )
 from sparseforge_ds.integrations.trainer_settings import (
-    WITHOUT_BRANCHES,
     check_teacher,
     cure_of_divergence,
     intact_checkpoint,
@@ -47,7 +46,7 @@ from sparseforge_ds.integrations.trainer_settings import (
 )
 from sparseforge_ds.model.basis import keep_basis
 from sparseforge_ds.model.families import check_prunable
-from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.low_rank import WITHOUT_BRANCHES, prepare, saves_allowed
 from sparseforge_ds.model.param_groups import param_groups
 from sparseforge_ds.model.sound_weights import require_finite_weights
 from sparseforge_ds.model.task_head import TaskHead, require_task_head, task_head
@@ -440,7 +439,8 @@ class SparseForgeMixin(_Trainer):
             for name, first in getattr(self.model, "all_tied_weights_keys", {}).items():
                 if first in state_dict and name in state_dict:
                     state_dict[name] = state_dict[first]
-        super()._save(output_dir, state_dict)
+        with saves_allowed(self.model):
+            super()._save(output_dir, state_dict)
         name = self.model.config.name_or_path
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save and name and Path(name).is_dir():

@@ -9,6 +9,10 @@ learned P, from a low-rank part of the weights (`branches.decompose`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import nn
 
@@ -20,14 +24,18 @@ from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
 
+_SAVE = "save_pretrained"
+WITHOUT_BRANCHES = "transformers would load the model without its low-rank branches (sparseforge.low_rank)"
+
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     """Prepare a model for training, in place; call it once, before `deepspeed.initialize`.
 
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
     (`sync_expert_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
-    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit. The first process of a machine
-    also clears the locks that killed compilers left (`clear_extension_locks`).
+    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit; `save_pretrained` of such a
+    model is an error. The first process of a machine also clears the locks that killed compilers left
+    (`clear_extension_locks`).
 
     Args:
         model: a transformers model; its parameters may be partitioned by ZeRO-3 already. The new ones are ordinary
@@ -55,7 +63,26 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         _refuse_experts(weight)
     for layer in layers.values():
         add_branch(layer, config.low_rank.k, config.low_rank.learned)
+    setattr(model, _SAVE, _refuse_save)
     return model
+
+
+@contextmanager
+def saves_allowed(model: nn.Module) -> Iterator[None]:
+    """Have `save_pretrained` work in the block in spite of branches: for a checkpoint, which a resume reads whole."""
+    refusal = vars(model).pop(_SAVE, None)
+    try:
+        yield
+    finally:
+        if refusal is not None:
+            setattr(model, _SAVE, refusal)
+
+
+def _refuse_save(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"save_pretrained: {WITHOUT_BRANCHES}; save a checkpoint (engine.save_checkpoint, or the trainer's), and make "
+        "the model from it: sparseforge consolidate CHECKPOINT OUT"
+    )
 
 
 def _refuse_experts(weight: PrunableWeight) -> None:

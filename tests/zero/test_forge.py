@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,9 +44,12 @@ def train_frozen(case: Case) -> list[str]:
     forge.start(probe_of(engine, case, 0))
     problems: list[str] = []
     chosen: dict[str, torch.Tensor] = {}
-    for step in range(11):
+    for step in range(12):
         train_step(engine, case, step)
-        updated = forge.step(probe_of(engine, case, step))
+        with mock.patch.object(logging.getLogger("sparseforge_ds.forge"), "warning") as warning:
+            updated = forge.step(probe_of(engine, case, step))
+        if warning.called != (dist.get_rank() == 0 and step == 10):
+            problems.append(f"step {step + 1}: warned {warning.called} about steps behind max_steps")
         if forge.phase != "frozen":
             continue
         assert updated == (forge.step_count == forge.schedule.freeze_step)

@@ -33,6 +33,15 @@ def test_ours_beside_the_papers_and_empty_where_nothing_is_known() -> None:
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
 
+def test_a_task_without_acc_has_a_row_for_each_of_its_metrics() -> None:
+    metrics = {"perplexity": 31.5, "perplexity_stderr": 0.5, "exact_match,strict": 0.25, "items": 8.0}
+    lines = accuracy_table({"this": {"a_task": metrics}}, "llama2-7b").splitlines()
+    assert lines[2:4] == [
+        "| a_task, perplexity | 8 | 31.50 ± 0.50 |  |  |  |",
+        "| a_task, exact_match, strict | 8 | 25.00 |  |  |  |",
+    ]
+
+
 def test_a_table_without_a_paper_has_both_models() -> None:
     dense = {"boolq": {"acc": 0.5, "items": 10.0}}
     lines = accuracy_table({"this": SEVEN, "dense": dense}, None).splitlines()

@@ -157,14 +157,19 @@ def test_wikitext2_has_the_well_known_number_of_tokens(assets: Path) -> None:
     assert len(processor.encode(document)) + 1 == 341_469
 
 
-def test_a_real_model_has_its_known_perplexity(stories: str, assets: Path, tmp_path: Path) -> None:
+def test_a_real_model_has_its_known_perplexity(
+    stories: str, assets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Measure the first 40 held-out stories: the dense model is good, one-shot 2:4 breaks it."""
     text = str(assets / "text" / "tinystories" / "heldout.jsonl")
     command = ["evaluate", stories, "--text", text, "--limit", "40", "--json", str(tmp_path / "result.json")]
     assert main(command) == 0
-    dense = json.loads((tmp_path / "result.json").read_text())["perplexity"]
+    dense_record = json.loads((tmp_path / "result.json").read_text())
     assert main([*command, "--one_shot", "2:4"]) == 0
-    pruned = json.loads((tmp_path / "result.json").read_text())["perplexity"]
+    pruned_record = json.loads((tmp_path / "result.json").read_text())
+    assert (dense_record["zeros"], pruned_record["zeros"]) == (0.0, 0.5)
+    assert "one-shot magnitude 2:4, float32, 50.0% of the matrices 0 on" in capsys.readouterr().out
+    dense, pruned = dense_record["perplexity"], pruned_record["perplexity"]
     assert dense["protocol"] == "documents" and dense["documents"] == 40
     assert 3.4 < dense["perplexity"] < 4.0
     assert 80 < pruned["perplexity"] < 150

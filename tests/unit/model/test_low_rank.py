@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
@@ -18,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from sparseforge_ds.config import LowRankConfig, SparseForgeConfig
 from sparseforge_ds.mask.pattern import top_n
 from sparseforge_ds.model.branch import Branch, add_branch, branch_rank, branches
-from sparseforge_ds.model.families import FAMILIES, prunable_weights
-from sparseforge_ds.model.low_rank import prepare
+from sparseforge_ds.model.families import BRANCH, FAMILIES, prunable_weights
+from sparseforge_ds.model.low_rank import prepare, saves_allowed
 from sparseforge_ds.model.param_groups import param_groups
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
@@ -264,6 +265,18 @@ def test_a_k_that_does_not_divide_the_inputs_has_a_shorter_run_at_the_end() -> N
     model = prepare(tiny_llama(intermediate_size=72), SparseForgeConfig(low_rank=LowRankConfig(k=16)))
     ranks = {name.split(".")[-2]: branch.low_rank_b.shape[1] for name, branch in branches(model).items()}
     assert ranks["down_proj"] == 5 and ranks["up_proj"] == 2
+
+
+def test_transformers_does_not_save_a_model_whose_branches_it_would_lose(tmp_path: Path) -> None:
+    model = copy.deepcopy(prepare(tiny_llama(), CONFIG))
+    with pytest.raises(ValueError, match="save_pretrained: .* without its low-rank branches .* sparseforge consol"):
+        model.save_pretrained(tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
+    with saves_allowed(model):
+        model.save_pretrained(tmp_path / "whole")
+    assert any(name.endswith(BRANCH) for name in load_file(tmp_path / "whole" / "model.safetensors"))
+    with pytest.raises(ValueError, match="save_pretrained"):
+        model.save_pretrained(tmp_path / "lost")
 
 
 def test_preparing_twice_is_an_error() -> None:
