@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.mask.random_numbers import counter_key, uniform
-from tests.reference import Batch, ReferenceForge, harden, standardized, winners
+from tests.reference import Batch, ReferenceForge, harden, kept_of, pooled, standardized, winners
 
 
-def largest(weight: list[float], groups: list[list[int]], n: int) -> list[float]:
-    """1 for the n largest |w| of every group."""
-    return harden([abs(w) for w in weight], groups, n)
+def largest(weight: list[float], groups: list[list[int]], pattern: str) -> list[float]:
+    """1 for the largest w² of every group, or for the pairs with the largest sums of w²."""
+    squares = [w * w for w in weight]
+    scores = pooled(squares, groups) if pattern.endswith("pairs") else squares
+    return harden(scores, groups, kept_of(pattern))
 
 
 class ReferenceMethod(ReferenceForge):
@@ -43,10 +45,8 @@ class ReferenceMethod(ReferenceForge):
         self._refresh(probes)
         for name, groups in self.groups.items():
             score = standardized(self.weight(name), self.score_takes(name), self.config["curvature"]["damping"])
-            self.mask[name] = [0.0] * len(score)
-            for group in groups:
-                for i in winners([score[e] for e in group], self.n):
-                    self.mask[name][group[i]] = 1.0
+            score = pooled(score, groups) if self.config["pattern"].endswith("pairs") else score
+            self.mask[name] = harden(score, groups, self.n)
         self.publish(0)
 
     def _release(self) -> None:
@@ -113,7 +113,7 @@ class ReferenceMethod(ReferenceForge):
     def choose_again(self, name: str) -> None:
         """Choose the largest weights, when due."""
         if self.step_count % self.settings["every"] == 0 and self.step_count <= self.freeze:
-            self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
+            self.mask[name] = largest(self.weight(name), self.groups[name], self.config["pattern"])
 
 
 class ReferenceFixed(ReferenceMethod):
@@ -245,7 +245,7 @@ class ReferenceCast(ReferenceMethod):
                 weight[e] = math.copysign(max(abs(w) - pull, 0.0), w)
             self.set_weight(name, weight)
         if self.step_count == self.freeze:
-            self.mask[name] = largest(self.weight(name), self.groups[name], self.n)
+            self.mask[name] = largest(self.weight(name), self.groups[name], self.config["pattern"])
         else:
             self.choose_again(name)
 

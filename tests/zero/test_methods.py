@@ -41,6 +41,14 @@ METHODS: dict[str, tuple[Case, type[ReferenceMethod]]] = {
         Case(model="llama_odd", config={**ODD, "method": {"name": "sr_ste", "decay": 0.05}}, clip=0.1),
         ReferenceSrSte,
     ),
+    "sr_ste-pairs": (
+        Case(
+            model="llama_24",
+            config={"max_steps": STEPS, "pattern": "4:8 pairs", "method": {"name": "sr_ste", "decay": 0.05}},
+            clip=0.1,
+        ),
+        ReferenceSrSte,
+    ),
     "sr_ste-frozen": (
         Case(model="llama_odd", config={**ODD, "method": {"name": "sr_ste", "decay": 0.05, "frozen": 0.34}}),
         ReferenceSrSte,
