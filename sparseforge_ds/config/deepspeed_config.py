@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 
@@ -132,28 +130,6 @@ def check_deepspeed(content: dict[str, Any]) -> None:
         raise ValueError(
             f'data_types.grad_accum_dtype = "{accumulated}": without ZeRO, gradients are accumulated in what the model '
             "computes in; remove it, or use stage 1"
-        )
-
-
-def check_machine(content: dict[str, Any]) -> None:
-    """Refuse weights on a missing disk, or without the library for it: DeepSpeed would first compile for minutes.
-
-    Raises:
-        ValueError: names the key, its value and the cure.
-    """
-    offload = content.get("zero_optimization", {}).get("offload_param") or {}
-    if offload.get("device") != "nvme":
-        return
-    path = offload.get("nvme_path")
-    if path is None or not Path(path).is_dir():
-        raise ValueError(
-            f"zero_optimization.offload_param.nvme_path = {json.dumps(path)}: no such folder; give one on the disk, or "
-            'set device to "cpu"'
-        )
-    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        raise ValueError(
-            'zero_optimization.offload_param.device = "nvme": DeepSpeed needs libaio to build its async_io, and it is '
-            'not here; install it (Debian and Ubuntu: apt install libaio-dev), or set device to "cpu"'
         )
 
 

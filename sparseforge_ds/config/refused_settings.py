@@ -58,7 +58,11 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             f"offload_optimizer works from ZeRO stage 1 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (
-            param_device in ("cpu", "nvme") and stage < 3,
+            param_device == "nvme",
+            'offload_param.device = "nvme": weights are published into memory, and not to a disk; set "cpu"',
+        ),
+        (
+            param_device == "cpu" and stage < 3,
             f"offload_param works from ZeRO stage 3 on, and the stage is {stage}; raise the stage or remove it",
         ),
         (

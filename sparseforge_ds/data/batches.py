@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -198,6 +198,11 @@ class Batches:
             AgreedError: as `batch_at`; or no token of it is trained on.
         """
         self.require_trained(range(self.position, self.position + self.layout.global_batch))
+
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
+        """See `Windows.stop_waiting_if`."""
+        for source in self.sources:
+            source.stop_waiting_if(should_stop)
 
     def require_trained(self, batch: range) -> None:
         """Raise an AgreedError if no token of some consecutive sequences is trained on."""

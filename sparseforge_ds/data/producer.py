@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -35,6 +35,8 @@ AHEAD = 2
 """Chunks that are made before they are needed."""
 PATIENCE_SECONDS = 60.0
 """Time after which a rank that waits for a chunk says so."""
+_LOOK_SECONDS = 0.5
+"""Time between two looks at whether the run is to end, while a rank waits for a chunk."""
 _log = logging.getLogger(__name__)
 
 
@@ -154,6 +156,8 @@ class Producer:
         self._failure: str | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._connection, self._child_connection = Pipe()
+        self.should_stop: Callable[[], bool] = lambda: False
+        """True once nobody waits for text any more, because a signal has asked the run to end."""
 
     def request(self, chunk: int) -> None:
         """Request a chunk and the next ones after it. Does not wait."""
@@ -167,10 +171,11 @@ class Producer:
         """Wait for a chunk, check its hash, and return its record.
 
         Raises:
-            ValueError: it cannot be made; the message says why.
+            ValueError: it cannot be made, or `should_stop`; the message says why.
         """
         self.request(chunk)
         chunks = self.spec.chunks
+        told_time = time.monotonic()
         while True:
             record = chunks.record(chunk)
             if record is not None:
@@ -178,9 +183,12 @@ class Producer:
                 return record
             if self._failure is not None:
                 raise ValueError(self._failure)
-            if self._connection.poll(PATIENCE_SECONDS):
+            if self.should_stop():
+                raise ValueError(f"--dataset {self.spec.source.name}: a signal ended the wait for its text")
+            if self._connection.poll(_LOOK_SECONDS):
                 self._receive()
-            else:
+            elif time.monotonic() - told_time > PATIENCE_SECONDS:
+                told_time = time.monotonic()
                 _log.info(
                     "waiting for text: --dataset %s comes more slowly than the run reads it", self.spec.source.name
                 )

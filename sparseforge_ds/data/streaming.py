@@ -7,7 +7,7 @@ All ranks wait for a chunk together. A chunk that the producer cannot make is an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,11 @@ class StreamedWindows:
             self.producer.spec = dataclasses.replace(self.producer.spec, revision=revision)
             self.producer.request(self._sizes.locate(position)[0])
 
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
+        """See `Windows`."""
+        if self.producer is not None:
+            self.producer.should_stop = should_stop
+
     def progress(self, position: int) -> ReadProgress:
         """See `Windows`. Counts also what was read ahead for the chunk after the newest."""
         record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
@@ -107,12 +112,17 @@ class StreamedWindows:
         return token, order
 
     def _wait_on_first(self, chunk: int) -> Record:
-        """Wait for a chunk on rank 0, and return its record. Refuse one that differs from the checkpoint's."""
+        """Wait for a chunk on rank 0, and return its record. Refuse tokens that differ from the checkpoint's."""
         assert self.producer is not None
         record = self.producer.wait(chunk)
-        if self._newest is not None and self._newest[0] == chunk and self._newest[1]["sha256"] != record["sha256"]:
+        if self._newest is None or chunk < self._newest[0]:
+            return record
+        # The newest chunk that was read pins all tokens before it, also where the next one is needed by now.
+        newest, known = self._newest
+        found = record if chunk == newest else self._chunks.record(newest)
+        if found is not None and found["sha256"] != known["sha256"]:
             raise ValueError(
-                f"--dataset {self.name}: chunk {chunk} of its tokens in {self._chunks.folder} differs from the one "
+                f"--dataset {self.name}: chunk {newest} of its tokens in {self._chunks.folder} differs from the one "
                 "that the checkpoint was trained on: text, tokenizer or the version of tokenizers have changed; bring "
                 "the old ones back, or start in a new --output_dir"
             )

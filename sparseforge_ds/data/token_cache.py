@@ -112,7 +112,9 @@ def ensure_token_cache(
     key, facts = cache_key(source, tokenizer, frame)
     record = folder / f"{key}.json"
     path = folder / f"{key}.bin"
-    # 1. An intact cache is used as it is.
+    # 1. An intact cache is used as it is. A launch that was killed beside it may have left a file as large as it.
+    if folder.is_dir():
+        remove_leftovers(folder)
     if record.exists():
         try:
             return _read(record, path, facts)
@@ -120,7 +122,6 @@ def ensure_token_cache(
             _LOG.warning("the token cache is made again from the text: %s", error)
     # 2. Tokens are written as they come, and counted.
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
     dtype = token_dtype(tokenizer, *source.flags)
     has_flags = "," in dtype
     tokens = documents = largest = skipped = trained = 0

@@ -5,7 +5,7 @@ A token is an id, or an id with flags: `tokenization.token_dtype` has the numpy 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,6 +80,10 @@ class Windows(Protocol):
         Raises:
             ValueError: `state` is damaged.
         """
+        ...
+
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
+        """Have `prepare` raise its error while it waits for text, once `should_stop` returns True on rank 0."""
         ...
 
     def progress(self, position: int) -> ReadProgress:
@@ -157,6 +161,9 @@ class CachedWindows:
     def state(self) -> dict[str, Any]:
         """See `Windows`. Beside the position nothing else is needed."""
         return {"key": self.key, "facts": self.facts}
+
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
+        """See `Windows`. All tokens are there, and nothing waits."""
 
     def load(self, state: Mapping[str, Any], position: int) -> None:
         """Do nothing: a position is all that is needed."""

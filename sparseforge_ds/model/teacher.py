@@ -198,10 +198,6 @@ def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
         for key, value in ds_config.get("zero_optimization", {}).items()
         if key in _ZERO3_KEYS and value != "auto"
     }
-    # DeepSpeed empties its swap folder at the start; a shared one would lose the student's weights.
-    offload = zero.get("offload_param") or {}
-    if offload.get("nvme_path") is not None:
-        zero["offload_param"] = {**offload, "nvme_path": str(Path(offload["nvme_path"]) / "teacher")}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
     dtype = _dtype(ds_config)
     if dtype != torch.float32:

@@ -57,6 +57,8 @@ class Checkpoints:
         self.ranks = ranks
         self.stage = stage
         self.keep = keep
+        self._told: set[Path] = set()
+        """Damaged checkpoints that a warning has named."""
         self._losses_to_tidy: Mapping[int, float] | None = None
         """Losses as of the newest save, until older checkpoints have been removed; None after that."""
 
@@ -258,12 +260,24 @@ class Checkpoints:
         self.name_best(losses)
 
     def _tidy(self, losses: Mapping[int, float] | None = None) -> None:
-        """Remove all but the newest `keep` intact checkpoints and the best."""
+        """Remove all intact checkpoints but the newest `keep` and the best.
+
+        One that is not intact may have a file too many, or have been unreadable for a moment: it stays.
+        """
         best = self.name_best(losses)
-        saved = list_checkpoints(self.folder)
-        newest = [folder for folder in saved if self._is_intact(folder)][-self.keep :] if self.keep else saved
-        for folder in saved:
-            if folder not in newest and folder != best:
+        if not self.keep:
+            return
+        intact = []
+        for folder in list_checkpoints(self.folder):
+            try:
+                self._read_manifest(folder)
+                intact.append(folder)
+            except ValueError as error:
+                if folder not in self._told:
+                    _LOG.warning("%s; it is not removed with old checkpoints", error)
+                self._told.add(folder)
+        for folder in intact[: -self.keep]:
+            if folder != best:
                 self._remove(folder)
 
     def _write_name(self, name: str, tag: str) -> None:

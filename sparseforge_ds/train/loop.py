@@ -98,6 +98,8 @@ def _train(
     # A resumed run is scored here only where the step before the stop was due and was not scored.
     _evaluate_if_due(evaluation, monitor, first_step)
 
+    # A stream may give no text for minutes, in which a signal must not be lost.
+    batches.stop_waiting_if(lambda: preemption.requested > 0)
     while forge.step_count < spec.steps:
         before = forge.step_count
         rate = spec.learning_rate(before)
@@ -113,6 +115,7 @@ def _train(
             if before and saved_step != before and watch.loss_is_finite:
                 with watch.saving(before):
                     save(context, checkpoints, monitor, evaluation, before)
+            _end_if_asked(context, checkpoints, preemption, before)
             raise
         micro_batches = [batch.to(context.device) for batch in batches.step()]
 
@@ -164,9 +167,7 @@ def _train(
                 save(context, checkpoints, monitor, evaluation, step)
             saved_step = step
         if stopping:
-            checkpoints.remove_old()
-            signal_number = max(context.ranks.gather(preemption.requested))
-            raise PreemptedError(signal_number, f"at step {step}" + ("" if step else ", with nothing to save yet"))
+            _end_if_asked(context, checkpoints, preemption, step)
 
     # The run is complete: make the mask final, and save.
     watch.check_end()
@@ -176,6 +177,13 @@ def _train(
             save(context, checkpoints, monitor, evaluation, spec.steps)
     checkpoints.remove_old()
     return run_result(context, evaluation, first_step, round(time.perf_counter() - start_time, 1), step_log.scalars)
+
+
+def _end_if_asked(context: TrainContext, checkpoints: Checkpoints, preemption: Preemption, step: int) -> None:
+    """Raise PreemptedError if a signal has asked a rank to stop; what is worth saving is saved. Collective."""
+    if signal_number := max(context.ranks.gather(preemption.requested)):
+        checkpoints.remove_old()
+        raise PreemptedError(signal_number, f"at step {step}" + ("" if step else ", with nothing to save yet"))
 
 
 def run_result(

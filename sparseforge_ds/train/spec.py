@@ -14,7 +14,6 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_batch, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import (
-    check_machine,
     read_deepspeed,
     resolve,
     training_dtype,
@@ -192,8 +191,6 @@ def read_settings(arguments: RunArguments, world_size: int) -> tuple[dict[str, A
     batch_arithmetic(content, world_size, sequence_ranks(content, arguments, world_size))
     check_trackers(arguments.report_to)
     check_output_location(arguments)
-    if arguments.gpus is None:  # else the run is one of other machines
-        check_machine(content)
     return content, config
 
 

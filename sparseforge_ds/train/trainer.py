@@ -45,6 +45,7 @@ from sparseforge_ds.train.open_batches import open_batches
 from sparseforge_ds.train.preemption import PreemptedError, Preemption
 from sparseforge_ds.train.resume import continue_from, find_resumption, load_position
 from sparseforge_ds.train.run_folder import (
+    check_beginning,
     check_run_folder,
     check_weights,
     lock_folder,
@@ -83,6 +84,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
         ranks.on_first(lambda: check_weights(spec))
     ranks.all_or_raise(lambda: require_compiler(torch.device(get_accelerator().current_device_name())))
     ranks.on_first(lambda: lock_folder(spec.folder))
+    ranks.on_first(lambda: check_beginning(spec))  # again: the run before may have saved since it was looked for
 
     # Find the checkpoint to go on from, and the place in the text that belongs to it.
     checkpoints = Checkpoints(spec.folder / "checkpoints", ranks, spec.stage, spec.arguments.keep_checkpoints)

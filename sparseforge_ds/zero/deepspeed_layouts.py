@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -127,11 +126,6 @@ class Zero3Layout(_AveragedGradients):
         for name, parameter in self.engine.module.named_parameters():
             if name in self.shards:
                 continue
-            if parameter.ds_tensor.status != PartitionedParamStatus.AVAILABLE:
-                raise ValueError(
-                    f'{name} is frozen and on disk ("offload_param": "nvme"), where it cannot be restored; '
-                    'set zero_optimization.offload_param.device to "cpu"'
-                )
             start, stop = _zero3_range(parameter, parameter.ds_tensor.ds_numel)
             ranges[name] = (start, stop, parameter.ds_tensor.data.view(-1)[: stop - start])
         return ranges

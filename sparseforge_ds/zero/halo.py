@@ -7,6 +7,7 @@ plan is made once, from the shards of all ranks; an exchange is one all-to-all, 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -91,19 +92,21 @@ class HaloExchange:
     def _plan(self, name: str, period: int) -> None:
         """Add the spans of one weight that this rank sends and receives."""
         own_rank = self.layout.rank
-        for reader, (start, stop) in enumerate(self.ranges[name]):
-            if stop == start:
-                continue
+        # Shards tile the weight, so that the first holder of an element is found by bisection.
+        filled = sorted((start, stop, rank) for rank, (start, stop) in enumerate(self.ranges[name]) if start < stop)
+        starts = [start for start, _, _ in filled]
+        for start, stop, reader in filled:
             prefix = (start - start % period, start)
             suffix = (stop, stop - stop % -period)
             for low, high in (prefix, suffix):
                 if low == high:
                     continue
                 # Each holder sends its part of the missing elements.
-                for holder, (first, last) in enumerate(self.ranges[name]):
+                for number in range(bisect.bisect_right(starts, low) - 1, len(filled)):
+                    first, last, holder = filled[number]
+                    if first >= high:
+                        break
                     span = Span(name, max(low, first), min(high, last))
-                    if span.start >= span.stop or holder == reader:
-                        continue
                     if reader == own_rank:
                         self.receive[holder].append(span)
                     if holder == own_rank:

@@ -6,12 +6,15 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparseforge_ds.checkpoint.manifest import fingerprint
-from tests.end_to_end.test_train import differences, flags_of, states, train
+from sparseforge_ds.train import trainer
+from tests.distributed import run_distributed
+from tests.end_to_end.test_train import differences, flags_of, run_trainer, states, train
 from tests.tiny_folders import BYTE_VOCABULARY, deepspeed_json, write_model, write_text
 from tests.tiny_models import tiny_gpt2
 
@@ -65,6 +68,27 @@ def log(run: Path, after: int) -> dict[str, list[tuple[int, float]]]:
 
 def generators(run: Path) -> list[Any]:
     return [json.loads(path.read_text()) for path in sorted((run / "checkpoints" / LAST).glob("random_*.json"))]
+
+
+def _main_beside_a_run_that_ends(flags: list[str], saved: str) -> int:
+    """Run the launcher's body; just before it locks the folder, the run that had the lock saves and ends."""
+    lock_folder = trainer.lock_folder
+
+    def lock(folder: Path) -> int:
+        Path(saved).mkdir(parents=True)
+        return lock_folder(folder)
+
+    with mock.patch.object(trainer, "lock_folder", lock):
+        return run_trainer(flags)
+
+
+def test_a_run_that_was_decided_on_before_another_one_saved_is_not_begun(tmp_path, capfd):
+    saved = tmp_path / "run" / "checkpoints" / "step_000001"
+    flags = [*inputs(tmp_path, 1), "--resume", "auto"]
+    assert run_distributed(_main_beside_a_run_that_ends, 1, flags, str(saved)) == [1]
+    output = capfd.readouterr()
+    assert "already holds a run with checkpoints; continue it with --resume" in output.out + output.err
+    assert list(saved.parent.iterdir()) == [saved]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

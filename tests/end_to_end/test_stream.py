@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
+import threading
 
 import datasets
 import pytest
@@ -23,8 +26,11 @@ def small_sizes(seq_length):
     return ChunkSizes(seq_length, 256, 512)
 
 
-def main_on_small_chunks(command_line, dies_at):
-    """Run the launcher's body with chunks of some windows; the tokenizing process dies before it makes a chunk."""
+def main_on_small_chunks(command_line, dies_at, stalls):
+    """Run the launcher's body with chunks of some windows; the tokenizing process ends before it makes a chunk.
+
+    If it `stalls`, it lives on and gives nothing, and rank 0 gets SIGTERM while it waits.
+    """
     from sparseforge_ds.data import producer
     from sparseforge_ds.train import open_batches
     from sparseforge_ds.train.trainer import main
@@ -33,7 +39,11 @@ def main_on_small_chunks(command_line, dies_at):
 
     def die_or_wait(self, chunk):
         if chunk == dies_at:
-            self.close()
+            if stalls:
+                os.kill(self.process.pid, signal.SIGSTOP)
+                threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            else:
+                self.close()
             for path in self.spec.folder.glob("chunk_*"):  # what was made ahead
                 if int(path.stem[6:]) >= chunk:
                     path.unlink()
@@ -44,8 +54,8 @@ def main_on_small_chunks(command_line, dies_at):
     return main(command_line)
 
 
-def train(*flags, dies_at=None, exit_code=0):
-    assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at) == [exit_code] * 2
+def train(*flags, dies_at=None, stalls=False, exit_code=0):
+    assert run_distributed(main_on_small_chunks, 2, list(flags), dies_at, stalls) == [exit_code] * 2
 
 
 def write_texts(folder):
@@ -104,16 +114,19 @@ def test_a_resumed_run_equals_one_in_one_go(straight):
 
 
 def test_text_that_ends_costs_no_step_and_one_command_starts_and_continues(straight, capfd):
-    """End the tokenizing process under the ninth step; the run goes on from there, also without the cache."""
+    """Stop, then end the tokenizing process under the ninth step; the run goes on, also without the cache."""
     flags = [*flags_in(straight, "died", save_every=100), "--resume", "auto"]
-    train(*flags, dies_at=2, exit_code=1)
+    train(*flags, dies_at=2, stalls=True, exit_code=143)
     output = capfd.readouterr().out  # a failed rank's stderr is in it
     assert "saved: 200 documents (1 without text were skipped), 4,490 tokens" in output
     assert re.search("text: 3 files of split train: 0.jsonl to 2.jsonl, .* bytes; left out: 1 of split test", output)
     assert re.search("train/data-00000-of-00001.arrow, .* bytes; left out: 1 of split validation", output)
-    assert "nothing to resume: there is no run in" in output and "the process that tokenizes it ended" in output
+    assert "nothing to resume: there is no run in" in output
+    assert "stopped by SIGTERM at step 8; continue with --resume" in output
     saved = [path.name for path in (straight / "died" / "checkpoints").glob("step_*")]
     assert saved == ["step_000008"], "its first two chunks have 48 windows, as many as eight steps need"
+    train(*flags, dies_at=2, exit_code=1)
+    assert "the process that tokenizes it ended" in capfd.readouterr().out
     shutil.rmtree(straight / "died" / "data")
     train(*flags)
     assert "resumed from" in capfd.readouterr().out

@@ -152,7 +152,7 @@ def _memory_of_unfused_attention(spec: RunSpec) -> Iterator[str]:
 def check_estimable(resolved: dict[str, Any]) -> None:
     """Reject a DeepSpeed configuration that the planner has no estimate for.
 
-    These are states offloaded to NVMe, and masters that are not in fp32, except in bf16 under plain ZeRO-3.
+    These are masters that are not in fp32, except in bf16 under plain ZeRO-3.
     """
     zero = resolved.get("zero_optimization", {})
     bf16 = resolved.get("bf16") or {}
@@ -164,9 +164,6 @@ def check_estimable(resolved: dict[str, Any]) -> None:
         )
     if (resolved.get("fp16") or {}).get("fp16_master_weights_and_grads"):
         raise ValueError("fp16_master_weights_and_grads: the planner knows fp32 masters only; plan without it")
-    for key in ("offload_optimizer", "offload_param"):
-        if (zero.get(key) or {}).get("device") == "nvme":
-            raise ValueError(f'{key}.device = "nvme": the planner has no estimate for NVMe; plan with "cpu"')
 
 
 def plan_run(spec: RunSpec, machine: Machine) -> Plan:

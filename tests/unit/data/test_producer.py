@@ -217,6 +217,16 @@ def test_an_unwritable_folder_is_reported(tmp_path):
         producer.wait(0)
 
 
+def test_nobody_waits_for_text_once_a_run_is_to_end(tmp_path):
+    with producing(chunk_spec(write_stream(tmp_path / "text"), tmp_path / "data")) as producer:
+        producer.request(0)
+        os.kill(producer.process.pid, signal.SIGSTOP)
+        answers = iter([False, False, True])
+        producer.should_stop = lambda: next(answers)
+        with pytest.raises(ValueError, match="a signal ended the wait for its text"):
+            producer.wait(0)
+
+
 def test_a_slow_text_is_logged(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(producer_module, "PATIENCE_SECONDS", 0.1)

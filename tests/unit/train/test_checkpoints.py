@@ -237,14 +237,23 @@ def test_no_checkpoint_is_removed_before_the_newest_is_known_to_be_good(checkpoi
     assert checkpoints.newest_before(100) == (None, [checkpoints.folder / f"step_000{step}00" for step in (1, 2)])
 
 
-@pytest.mark.parametrize("gone", ["removed", "damaged"])
-def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints, gone):
+def test_a_gap_in_the_past_costs_no_good_checkpoint(checkpoints):
     write_checkpoint(checkpoints.folder, 300)
-    if gone == "removed":
-        shutil.rmtree(checkpoints.folder / "step_000200")
-    else:
-        (checkpoints.folder / "step_000200" / "checkpoint.json").write_text("{")
+    shutil.rmtree(checkpoints.folder / "step_000200")
     assert save_and_remove_old(checkpoints, 400, 3) == ["step_000100", "step_000300", "step_000400"]
+
+
+@pytest.mark.parametrize("change", ["damaged", "a file too many"])
+def test_what_does_not_look_intact_is_not_removed_with_old_checkpoints(checkpoints, caplog, change):
+    """A note beside the weights, or one failed read, must cost no checkpoint; nor does it count as one that is kept."""
+    newest = write_checkpoint(checkpoints.folder, 300)
+    if change == "damaged":
+        (newest / "checkpoint.json").write_text("{")
+    else:
+        (newest / "notes.txt").write_text("the best so far")
+    assert save_and_remove_old(checkpoints, 400, 2) == ["step_000200", "step_000300", "step_000400"]
+    assert save_and_remove_old(checkpoints, 500, 2) == ["step_000300", "step_000400", "step_000500"]
+    assert caplog.text.count("it is not removed with old checkpoints") == 1 and "step_000300" in caplog.text
 
 
 def test_a_file_that_cannot_be_removed_ends_nothing(checkpoints, monkeypatch, caplog):
