@@ -196,8 +196,9 @@ class SparseForge:
                 "forge.start(probe) before the first engine.step"
             )
         self.sharded.step += 1
-        # A loop of its own may have forgotten to say how long it is.
-        if self.step_count == self.config.max_steps + 1 and self.sharded.layout.rank == 0:
+        # A loop of its own may have forgotten to say how long it is; a continued run may be meant to be longer.
+        is_behind = self.step_count == self.config.max_steps + 1
+        if is_behind and not self._saved.loaded and self.sharded.layout.rank == 0:
             _LOG.warning(
                 "step %d is behind max_steps, over which masks are scheduled; give the number of steps of the whole "
                 "run: SparseForgeConfig(max_steps=...), or SparseForge(engine, config, max_steps=...)",

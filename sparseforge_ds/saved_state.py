@@ -28,6 +28,8 @@ class SavedState:
         self._curvature = curvature
         self.started = False
         """True if `forge.start` was called before the checkpoint that was loaded; unknown once a step was made."""
+        self.loaded = False
+        """True once a checkpoint was loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of masks and curvature; see `SparseForge.state_dict`."""
@@ -54,6 +56,7 @@ class SavedState:
         weights.metrics.forget_targets()
         for name, branch in branches(weights.engine.module).items():
             branch.enabled = weights.step >= weights.config.branch_step and name in weights.shards
+        self.loaded = True
 
     def _checked(self, state: object, where: str) -> dict[str, Any]:
         """Return a saved state, after a check that it is of a run like this one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -108,6 +109,21 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
         with contextlib.suppress(OSError):
             for parent in made_parents:
                 parent.rmdir()
+
+
+@contextlib.contextmanager
+def only_process(path: Path, remedy: str) -> Iterator[None]:
+    """Hold the lock of a file in the block; it ends with the process, also if that is killed.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    with os.fdopen(open_own_file(path, os.O_WRONLY), "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another process is at work; {remedy}") from None
+        yield
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

@@ -187,9 +187,9 @@ def run(args: argparse.Namespace) -> int:
             raise
         return 2
     if ranks.first:
+        print(json.dumps(result))  # first: the file's disk may have filled in hours of measuring
         if args.json is not None:
             write_report(args.json, result)
-        print(json.dumps(result))
     return 0
 
 
@@ -242,13 +242,17 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         if args.backend == "vllm":
             if adapter is not None:
                 raise ValueError(f"--backend vllm: {args.model} has an adapter; use --backend hf, or --adapter none")
+            if args.dense is not None and find_adapter(args.dense, None) is not None:
+                raise ValueError(f"--backend vllm: {args.dense} has an adapter; use --backend hf")
             return texts, tokenizers, tasks, None, None, adapter
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
             prune_by_magnitude(model, pattern, any_family(model, config) if args.any_family else config)
         # KL needs both models at once; accuracies are measured one after the other.
-        dense = load_model(args.dense, str(model.dtype).removeprefix("torch.")) if args.dense and texts else None
+        dense = None
+        if args.dense and texts:
+            dense = load_model(args.dense, str(model.dtype).removeprefix("torch."), find_adapter(args.dense, None))
         return texts, tokenizers, tasks, model, dense, adapter
 
     texts, tokenizers, tasks, model, dense, adapter = ranks.all_or_raise(load)
@@ -298,7 +302,7 @@ def _measure_tasks(
         dtype: of the weights.
     """
     from sparseforge_ds.evaluate import task_scores
-    from sparseforge_ds.evaluate.finished_model import load_model
+    from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
 
     settings = task_scores.TaskSettings(
         limit=args.limit,
@@ -326,7 +330,7 @@ def _measure_tasks(
             del model
             gc.collect()
         if dense is None and args.backend != "vllm":
-            dense = load_model(args.dense, dtype)
+            dense = load_model(args.dense, dtype, find_adapter(args.dense, None))
         results["dense"] = measure(args.dense, dense, tokenizers[1])
         task_scores.compare_answers(results["this"], results["dense"])
         if has_kl and model.get_output_embeddings().weight.shape[0] == dense.get_output_embeddings().weight.shape[0]:
@@ -341,8 +345,7 @@ def _measure_tasks(
             continue
         entries = {model: {"tasks": by_task, "means": means(by_task)} for model, by_task in metrics.items()}
         record[part] = {**entries["this"], "limit": args.limit}
-        if is_part:
-            record[part] |= {flag: getattr(args, flag) for flag in _FLAGS_OF_ANSWERS}
+        record[part] |= {flag: getattr(args, flag) for flag in _FLAGS_OF_ANSWERS}
         if args.dense is not None:
             record[part]["dense"] = {"model": args.dense, **entries["dense"]}
         print(generation_table(metrics) if is_part else accuracy_table(metrics, args.paper))

@@ -69,6 +69,7 @@ def register(commands: Any) -> None:
         help="with --values int4: kept values that share a scale, a multiple of 16 (default: the run's, or a row)",
     )
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help=EXCLUDE)
+    parser.add_argument("--pattern", help="like 4:8, of a folder without sparsity.json (default: 2:4)")
     parser.add_argument(
         "--text",
         metavar="TEXT",
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
             f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
         )
     # Read descriptions of the source alone; its weights are read while they are written.
-    source = open_source(args.source, args.model, args.dtype, args.exclude)
+    source = open_source(args.source, args.model, args.dtype, args.exclude, args.pattern)
     grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group_size))
     if args.format == "packed24" and source.grid is not None:
         print(
@@ -154,6 +155,7 @@ def _comparison(text: str) -> Callable[[Source, Path], dict[str, Any]]:
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
         from sparseforge_ds.export.reference import add_branches, filled_model
         from sparseforge_ds.extras.packed24 import register_format
+        from sparseforge_ds.model.hub_access import public_name
 
     # Read the text before the export starts: an error in it costs no written folder.
     register_format()
@@ -163,13 +165,13 @@ def _comparison(text: str) -> Callable[[Source, Path], dict[str, Any]]:
     def compare(source: Source, folder: Path) -> dict[str, Any]:
         # Score the written model against the source with its weights as they were, branches included.
         rounded = load_model(str(folder))
-        exact = filled_model(source)
+        exact = filled_model(source).to(rounded.device)
         if source.branches:
             add_branches(exact, source)
         tokenizer = load_tokenizer(str(folder))
-        score = measure(rounded, tokenizer, documents, scoring, dense=exact.to(rounded.device))
+        score = measure(rounded, tokenizer, documents, scoring, dense=exact)
         perplexities = {"perplexity": score.perplexity, "perplexity_without_rounding": score.dense_perplexity}
-        return {"text": text, "tokens": score.tokens, "kl": score.kl, **perplexities}
+        return {"text": public_name(text), "tokens": score.tokens, "kl": score.kl, **perplexities}
 
     return compare
 

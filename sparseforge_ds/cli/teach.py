@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch_size {args.batch_size}: use an integer >= 1")
     require_model(args.model)
     with large_imports():
-        from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
+        from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer
         from sparseforge_ds.evaluate.teach import TeachSettings, check_settings, find_texts, teach
         from sparseforge_ds.model.registration import load_config
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     check_settings(settings, load_config(args.model, args.model))
     sources = find_texts(args.text, args.text_field, args.split, args.sample_by, args.loss_on)
     tokenizer = load_tokenizer(args.model)
-    model = load_model(args.model, args.dtype)
+    model = load_model(args.model, args.dtype, find_adapter(args.model, None))
     for source in sources:
         record = teach(model, tokenizer, source, Path(args.output), settings)
         tokens = record.windows * record.seq_length

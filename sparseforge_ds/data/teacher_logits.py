@@ -1,11 +1,12 @@
 """A teacher's largest logits of every token of a text, written once and read by the number of a window.
 
 A window is the run of `seq_length` tokens at a multiple of that length, whatever the order in which a run reads it: so
-ranks, batches, epochs and a resumed run get the logits of their tokens. Three files belong to a text:
+ranks, batches, epochs and a resumed run get the logits of their tokens. Four files belong to a text:
 
     <key>.json      its `LogitsRecord`
     <key>.entries   (windows, seq_length, K) entries of the vocabulary, uint16 or uint32
     <key>.shares    (windows, seq_length, K + 1) log-probabilities in fp16, see `model.top_logits`
+    <key>.crc       (windows, 2) CRCs of both, uint32, against which every window is read
 
 fp16 has eight times the precision of bf16, and its range covers logarithms of probabilities.
 """
@@ -16,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,6 +84,7 @@ class TeacherLogits:
         self._entries = np.memmap(folder / f"{record.key}.entries", record.entry_dtype, mode, shape=shape)
         shape = (*shape[:2], record.top_k + 1)
         self._shares = np.memmap(folder / f"{record.key}.shares", "<f2", mode, shape=shape)
+        self._crc = np.memmap(folder / f"{record.key}.crc", "<u4", mode, shape=(record.windows, 2))
 
     @classmethod
     def create(cls, folder: Path, record: LogitsRecord) -> TeacherLogits:
@@ -101,6 +104,7 @@ class TeacherLogits:
         tokens = record.windows * record.seq_length
         sizes = {"entries": record.top_k * np.dtype(record.entry_dtype).itemsize, "shares": (record.top_k + 1) * 2}
         files = {folder / f"{record.key}.{name}": tokens * size for name, size in sizes.items()}
+        files[folder / f"{record.key}.crc"] = record.windows * 8
         # What a file has lost would be zeros in the room that is taken below.
         damaged_files = [file for file, size in files.items() if not file.exists() or file.stat().st_size != size]
         if damaged_files and record.written:
@@ -145,27 +149,17 @@ class TeacherLogits:
         # Logits of this text and tokenizer, or a message that says what differs.
         path = folder / f"{key}.json"
         if not path.is_file():
-            stored_facts = []
-            for record_path in sorted(folder.glob("*.json")):
-                with contextlib.suppress(ValueError):  # JSON of something else
-                    stored_facts.append(_read_record(record_path).facts)
-            changes = differences(dict(stored_facts[0]), dict(facts), "data") if stored_facts else []
+            all_changes = [differences(dict(stored.facts), dict(facts), "data") for stored in _stored(folder)]
+            changes = min(all_changes, key=len, default=[])  # those of the text that is most like it
             raise ValueError(
                 f"--teacher_logits {folder}: has no logits of this text and tokenizer"
                 f"{f' ({shorten(changes)})' if changes else ''}; make them by sparseforge teach"
             )
         # The run's settings must be those that they were made with, and all of them must be there.
         record = _read_record(path)
-        for name, stored, current in (
-            ("--seq_length", record.seq_length, seq_length),
-            ("vocabulary", record.vocabulary, vocabulary),
-            ("distillation.temperature", record.temperature, temperature),
-        ):
-            if stored != current:
-                raise ValueError(
-                    f"--teacher_logits {folder}: its {name} is {stored:g}, and this run's {current:g}; use the same, "
-                    "or make others by sparseforge teach"
-                )
+        _require_same(folder, record, seq_length, temperature)
+        if record.vocabulary != vocabulary:
+            raise _differs(folder, "vocabulary", record.vocabulary, vocabulary)
         if record.written < record.windows:
             raise ValueError(
                 f"--teacher_logits {folder}: is incomplete ({record.written:,} of {record.windows:,} windows); repeat "
@@ -181,17 +175,65 @@ class TeacherLogits:
         rows = slice(self.record.written, self.record.written + len(entry_BSK))
         self._entries[rows] = entry_BSK
         self._shares[rows] = share_BSL
+        for window in range(rows.start, rows.stop):
+            self._crc[window] = self._crc_of(window)
         self.record = replace(self.record, written=rows.stop)
 
     def save(self) -> None:
         """Wait until everything is on the disk, and note how much it is."""
         self._entries.flush()
         self._shares.flush()
+        self._crc.flush()
         write_json(self.folder / f"{self.record.key}.json", asdict(self.record))
 
     def read(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return entries (S, K) and log-probabilities (S, K + 1) of a window."""
+        """Return entries (S, K) and log-probabilities (S, K + 1) of a window.
+
+        Raises:
+            ValueError: they are not as they were written.
+        """
+        if self._crc_of(window) != tuple(self._crc[window].tolist()):
+            raise ValueError(
+                f"--teacher_logits {self.folder}: window {window} of {self.record.key} has other bytes than were "
+                "written; remove the files of that name, and make them again by sparseforge teach"
+            )
         return self._entries[window], self._shares[window]
+
+    def _crc_of(self, window: int) -> tuple[int, int]:
+        return zlib.crc32(self._entries[window].tobytes()), zlib.crc32(self._shares[window].tobytes())
+
+
+def require_usable(folder: Path, seq_length: int, temperature: float) -> None:
+    """Raise ValueError where a folder has logits, and none of them are of this length and temperature."""
+    records = _stored(folder)
+    if not any((record.seq_length, record.temperature) == (seq_length, temperature) for record in records):
+        for record in records:
+            _require_same(folder, record, seq_length, temperature)
+
+
+def _require_same(folder: Path, record: LogitsRecord, seq_length: int, temperature: float) -> None:
+    for name, stored, current in (
+        ("--seq_length", record.seq_length, seq_length),
+        ("distillation.temperature", record.temperature, temperature),
+    ):
+        if stored != current:
+            raise _differs(folder, name, stored, current)
+
+
+def _differs(folder: Path, name: str, stored: float, current: float) -> ValueError:
+    return ValueError(
+        f"--teacher_logits {folder}: its {name} is {stored:g}, and this run's {current:g}; use the same, or make "
+        "others by sparseforge teach"
+    )
+
+
+def _stored(folder: Path) -> list[LogitsRecord]:
+    """Return the records of all texts that a folder has logits of."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(ValueError):  # JSON of something else
+            records.append(_read_record(path))
+    return records
 
 
 def remove_unsaved(folder: Path, key: str) -> None:

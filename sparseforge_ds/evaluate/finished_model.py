@@ -190,8 +190,9 @@ def share_of_zeros(model: PreTrainedModel) -> float | None:
     """
     outside = {id(layer) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
     zeros = total = 0
-    for module in model.modules():
-        for parameter in () if id(module) in outside else module.parameters(recurse=False):
+    for name, module in model.named_modules():
+        is_outside = id(module) in outside or ".lora_" in name
+        for parameter in () if is_outside else module.parameters(recurse=False):
             is_matrix = isinstance(module, (nn.Linear, Conv1D)) and parameter.dim() == 2
             if (is_matrix or parameter.dim() == 3) and parameter.is_floating_point():
                 zeros += parameter.numel() - int(parameter.count_nonzero())

@@ -186,13 +186,13 @@ def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
 
 
 def _cell(metrics: Mapping[str, float], metric: str) -> str:
-    """Return a cell with a metric and its standard error in percent; empty where it is missing.
+    """Return a cell with a metric and its standard error; empty where it is missing.
 
-    Metrics of text (`word_perplexity`, `bits_per_byte`) are no shares.
+    Shares are in percent. Metrics that are no shares stay: perplexities and bits, and those above 1, such as BLEU.
     """
     if metric not in metrics:
         return ""
     error = metrics.get(with_ending(metric, _STDERR))
     name = metric.split(",")[0]
-    unit = 1 if name.endswith("perplexity") or name == "bits_per_byte" else 100
+    unit = 1 if name.endswith("perplexity") or name == "bits_per_byte" or metrics[metric] > 1 else 100
     return f"{unit * metrics[metric]:.2f}" + ("" if error is None else f" ± {unit * error:.2f}")

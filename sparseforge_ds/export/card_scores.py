@@ -77,10 +77,11 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
     # Accuracies of tasks, and lengths of generated answers.
     for part, kind in (("zero_shot", "multiple-choice"), ("generation", "text-generation")):
         section = content.get(part) or {"tasks": {}}
-        limit = {"limit": section["limit"]} if section.get("limit") else {}
+        keys = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "backend", "model_args")
+        conditions = {key: section[key] for key in keys if section.get(key) not in (None, False)}
         for task, row in section["tasks"].items():
             chosen = ("acc", "acc_norm") if part == "zero_shot" else [key for key in row if _is_of_answers(key, row)]
-            results += [_result(kind, task, metric, row[metric], limit) for metric in chosen if metric in row]
+            results += [_result(kind, task, metric, row[metric], conditions) for metric in chosen if metric in row]
     return results
 
 
@@ -134,5 +135,7 @@ def _result(task: str, name: str, metric: str, value: float, arguments: dict[str
         metric_type="accuracy" if metric.startswith("acc") else "kl" if metric == KL else metric,
         metric_name=metric,
         metric_value=round(float(value), 6),
+        # The hub keeps one set of arguments for each config of a dataset.
+        dataset_config=", ".join(f"{key}={value}" for key, value in arguments.items()) or None,
         dataset_args=arguments or None,
     )

@@ -55,7 +55,12 @@ class FolderSource(Source):
     """Final weights of a model in a folder; each is checked against its listed sha256 as it is read."""
 
     def __init__(
-        self, path: str | Path, model: str | Path | None = None, dtype: str = "auto", exclude: Sequence[str] = ()
+        self,
+        path: str | Path,
+        model: str | Path | None = None,
+        dtype: str = "auto",
+        exclude: Sequence[str] = (),
+        pattern: str | None = None,
     ) -> None:
         """Open a folder; the arguments are those of `open_source`.
 
@@ -69,6 +74,8 @@ class FolderSource(Source):
             raise ValueError(
                 f"--exclude {exclude[0]}: {path} has a sparsity.json, which says what is dense; leave it out"
             )
+        if self._exported and pattern is not None:
+            raise ValueError(f"--pattern {pattern}: {path} has a sparsity.json, which says the pattern; leave it out")
         stored_config = read_json_object(self.folder / "config.json")
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
@@ -80,7 +87,7 @@ class FolderSource(Source):
         # The record of the folder, or one that is made from its weights.
         written = read_json_object(self.folder / "sparsity.json") if self._exported else {}
         reject_foreign_adapter(self.folder, written)
-        self._sparsity = written if self._exported else self._infer_record(exclude)
+        self._sparsity = written if self._exported else self._infer_record(exclude, pattern)
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
@@ -149,13 +156,13 @@ class FolderSource(Source):
         first = next(iter(self._sparsity["weights"]))
         return require_dtype(stored_dtype, f"{self.folder}: {first}: its dtype {stored_dtype!r}"), None
 
-    def _infer_record(self, exclude: Sequence[str]) -> dict[str, Any]:
+    def _infer_record(self, exclude: Sequence[str], pattern_name: str | None) -> dict[str, Any]:
         """Return the content that `sparsity.json` would have in a folder without one.
 
         Raises:
-            ValueError: the weights are not 2:4.
+            ValueError: the weights are not in the pattern, 2:4 if none is given.
         """
-        pattern = NM(2, 4)
+        pattern = NM(2, 4) if pattern_name is None else parse_pattern(pattern_name)
         report = check_folder(self.folder, pattern, exclude=exclude)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
@@ -164,7 +171,8 @@ class FolderSource(Source):
             )
             raise ValueError(
                 f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
-                f"run `sparseforge verify {self.folder}` to see every weight, and --exclude those that are dense"
+                f"run `sparseforge verify {self.folder} --pattern {pattern}` to see every weight; --exclude those that "
+                "are dense, and --pattern names another pattern"
             )
         if report.notes:
             raise ValueError(f"{self.folder}: {report.notes[0]}; run `sparseforge verify {self.folder}` to see all")

@@ -173,7 +173,10 @@ def copy_other_files(model_folder: Path, folder: Path) -> None:
         if file.is_file() and belongs and not has_weights and file.name not in _WRITTEN:
             shutil.copyfile(file, folder / file.name)
     if (templates := model_folder / CHAT_TEMPLATES).is_dir():
-        shutil.copytree(templates, folder / CHAT_TEMPLATES)
+        (folder / CHAT_TEMPLATES).mkdir()  # copytree would copy its mode, which may forbid writing
+        for file in sorted(templates.iterdir()):
+            if file.is_file():
+                shutil.copyfile(file, folder / CHAT_TEMPLATES / file.name)
 
 
 def stored_grid(grid: Grid) -> dict[str, Any]:

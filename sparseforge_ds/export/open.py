@@ -12,7 +12,11 @@ from sparseforge_ds.export.source import Source
 
 
 def open_source(
-    path: str | Path, model: str | Path | None = None, dtype: str = "auto", exclude: Sequence[str] = ()
+    path: str | Path,
+    model: str | Path | None = None,
+    dtype: str = "auto",
+    exclude: Sequence[str] = (),
+    pattern: str | None = None,
 ) -> Source:
     """Open a run, a checkpoint or a model's folder, and check everything that an export needs.
 
@@ -22,6 +26,7 @@ def open_source(
         model: folder of config.json and the tokenizer; by default the run's `model`, or the folder itself.
         dtype: one of `DTYPES`, or auto for that of config.json.
         exclude: globs of weights that are dense, in a folder without a sparsity.json.
+        pattern: of the weights in such a folder; None for 2:4.
 
     Raises:
         ValueError: the path is none of these, or is damaged.
@@ -37,7 +42,9 @@ def open_source(
     is_model = (path / "config.json").is_file() and has_weights
     is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
     if (is_model and not is_checkpoint) or (path / "sparsity.json").is_file():
-        return FolderSource(path, model, dtype, exclude)
+        return FolderSource(path, model, dtype, exclude, pattern)
     if exclude:
         raise ValueError(f"--exclude {exclude[0]}: {path} is a run, whose block says what is dense; leave it out")
+    if pattern is not None:
+        raise ValueError(f"--pattern {pattern}: {path} is a run, whose block says the pattern; leave it out")
     return RunSource(path, model, dtype)

@@ -101,10 +101,10 @@ def add_branches(model: nn.Module, source: Source) -> list[RemovableHandle]:
 
         return add
 
-    # Read the learned matrices once, in the dtype in which the model computes.
-    dtype = next(model.parameters()).dtype
+    # Read the learned matrices once, where and in the dtype in which the model computes.
+    like = next(model.parameters())
     k = source.low_rank.k
-    learned = {name: source.read_branch(name).to(dtype) for name in source.branch_specs}
+    learned = {name: source.read_branch(name).to(like.device, like.dtype) for name in source.branch_specs}
     return [
         model.get_submodule(name).register_forward_hook(
             hook(learned[f"{name}.{LOW_RANK}"], learned.get(f"{name}.{PROJECTION}"))

@@ -40,7 +40,14 @@ def push(folder: Path, name: str, private: bool = False) -> str:
         if changed:
             additions = [CommitOperationAdd(file, content) for file, content in changed.items()]
             api.create_commit(name, additions, commit_message=message)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message, ignore_patterns=list(changed))
+        # What an earlier upload had in other files would be loaded beside, or in place of, the new weights.
+        api.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message=message,
+            ignore_patterns=list(changed),
+            delete_patterns=["*.safetensors", "*.safetensors.index.json", *({ADAPTER_CONFIG} - changed.keys())],
+        )
     except (HTTPError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(

@@ -36,28 +36,42 @@ def trainer_micro_batch(inputs: dict[str, Any], trained: float | None, model: An
         ValueError: there are no labels, or they are no classes.
     """
     # The labels.
-    shifted = "shift_labels" in inputs
-    if not shifted and "labels" not in inputs:
+    if not {"labels", "shift_labels"} & inputs.keys():
         raise ValueError(
             f"the batches have no labels, but {', '.join(inputs)}: the trainer has a loss of its own, which neither a "
             'teacher nor a probe of the curvature can form; leave teacher and "curvature": {"source": "probe"} out, or '
             "give labels, -100 where nothing is to be learned"
         )
+    if "input_ids" not in inputs:
+        raise ValueError(
+            f"the batches have no input_ids, but {', '.join(inputs)}: neither a teacher nor a probe of the curvature "
+            'reads them; leave teacher and "curvature": {"source": "probe"} out'
+        )
+    head = task_head(model)
+    labels, shifted = _labels_of(inputs, head, model)
+
+    # Other inputs by the kind of head.
+    extra_inputs = {key: value for key, value in inputs.items() if key not in _NOT_EXTRA}
+    if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & extra_inputs.keys():
+        extra_inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    return MicroBatch(inputs["input_ids"], labels, trained, extra_inputs, shifted)
+
+
+def _labels_of(inputs: dict[str, Any], head: TaskHead | None, model: Any) -> tuple[Tensor, bool]:
+    """Return the labels of inputs that have some, and whether they stand at the positions that predict them.
+
+    Raises:
+        ValueError: they are no classes.
+    """
+    shifted = "shift_labels" in inputs
     labels = inputs["shift_labels" if shifted else "labels"]
     if labels.is_floating_point():
         raise ValueError(
             f"the labels are {labels.dtype}, numbers and not classes: {type(model).__name__} has another loss than the "
             "cross-entropy that a teacher or a probe of the curvature takes; leave them out"
         )
-
-    # Other inputs, and the shape of labels, by the kind of head.
-    extra_inputs = {key: value for key, value in inputs.items() if key not in _NOT_EXTRA}
-    head = task_head(model)
-    if head is TaskHead.SEQUENCE:
-        labels = labels.view(-1, 1)
-    if head is TaskHead.DECODER and not {"decoder_input_ids", "decoder_inputs_embeds"} & extra_inputs.keys():
-        extra_inputs["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    return MicroBatch(inputs["input_ids"], labels, trained, extra_inputs, shifted or head is not TaskHead.NEXT_TOKEN)
+    labels = labels.view(-1, 1) if head is TaskHead.SEQUENCE else labels
+    return labels, shifted or head is not TaskHead.NEXT_TOKEN
 
 
 def task_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) -> MicroBatch:
@@ -72,10 +86,10 @@ def task_micro_batch(inputs: dict[str, Any], trained: float | None, model: Any) 
 def trained_tokens(inputs: dict[str, Any], model: Any) -> Tensor | None:
     """Return the number of labels that a trainer's inputs train on, (), or None where the inputs do not tell."""
     inputs = _with_labels(inputs)
-    if not {"labels", "shift_labels"} & inputs.keys() or task_head(model) is None:
+    head = task_head(model)
+    if not {"labels", "shift_labels"} & inputs.keys() or head is None:
         return None
-    batch = trainer_micro_batch(inputs, None, model)
-    return (next_labels(batch.label_BS, batch.shifted) != IGNORED).sum()
+    return (next_labels(*_labels_of(inputs, head, model)) != IGNORED).sum()
 
 
 def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:

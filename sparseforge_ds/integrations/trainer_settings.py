@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -59,9 +61,16 @@ def refuse_settings(
     Raises:
         ValueError: a setting cannot go with a mask, or with a teacher.
     """
-    # Settings that cannot go with a mask.
+    # Ranks that transformers does not know of.
     args = trainer.args
     model = trainer.model
+    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and args.world_size == 1:
+        raise ValueError(
+            f"the launcher has started {launched} ranks, and TrainingArguments know of one, so that every rank would "
+            "train alone: without a GPU give use_cpu=True (--use_cpu true)"
+        )
+    # Settings that cannot go with a mask.
     if not trainer.is_deepspeed_enabled:
         raise ValueError(
             f"{type(trainer).__name__} trains on DeepSpeed, which is not set up: give deepspeed=JSON to the training "

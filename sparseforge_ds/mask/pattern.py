@@ -117,8 +117,11 @@ class Block:
     def __post_init__(self) -> None:
         if self.size < 2 or not 0.0 < self.density < 1.0:
             raise ValueError(f"pattern {self}: a block pattern needs size >= 2 and 0 < density < 1, like block16")
-        if abs(self.density * self.size**2 - self.kept_count) > 1e-9 * self.size**2:
-            raise ValueError(f"pattern {self}: density * size^2 must be a whole number of entries")
+        is_whole = abs(self.density * self.size**2 - self.kept_count) <= 1e-9 * self.size**2
+        if not is_whole or not 0 < self.kept_count < self.members:
+            raise ValueError(
+                f"pattern {self}: density * size^2 must be a whole number of entries, from 1 to {self.members - 1}"
+            )
 
     def __str__(self) -> str:
         return f"block{self.size}:{self.density:g}"

@@ -34,6 +34,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.olmoe.modeling_olmoe import OlmoeModel
 
+from sparseforge_ds.model.token_losses import IGNORED
 from sparseforge_ds.transformers_internals import (
     CACHE,
     MoeCausalLMOutputWithPast,
@@ -235,7 +236,11 @@ class DeepseekForCausalLM(DeepseekPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            loss = loss if aux_loss is None else loss + aux_loss
+            if aux_loss is not None:
+                # A trainer that accumulates sums losses which are divided by all tokens of a step; so must this one be.
+                items = kwargs.get("num_items_in_batch")
+                share = 1.0 if items is None else (labels[:, 1:] != IGNORED).sum() / items
+                loss = loss + share * aux_loss
         return MoeCausalLMOutputWithPast(
             loss=loss,
             aux_loss=aux_loss,

@@ -8,6 +8,7 @@ that their class contracts. Names and full shapes are enough, so offline tools u
 from __future__ import annotations
 
 import fnmatch
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -244,9 +245,10 @@ class _Matrices:
         if misfits:
             name, cause = next(iter(misfits.items()))
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
+            globs = json.dumps(list(dict.fromkeys(map(name_pattern, misfits)))[:4])
             raise ValueError(
                 f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}; choose another pattern, or "
-                f'keep such weights dense with "exclude": ["{name}"] in the sparseforge block, or --exclude (globs)'
+                f'keep such weights dense with "exclude": {globs} in the sparseforge block, or --exclude (globs)'
             )
         # So must the groups that share a scale.
         if config.quantize is not None:

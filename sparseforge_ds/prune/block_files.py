@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_file, open_own_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, only_process, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.prune.dense_model import DenseModel
@@ -48,12 +48,9 @@ class BlockFiles:
                 "move it, or give another OUT"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        # The lock ends with the process, also if that is killed.
-        self._lock = os.fdopen(open_own_file(folder / "lock", os.O_WRONLY), "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another process is at work in it; wait for it, or give another OUT") from None
+        # The lock ends with the process.
+        self._lock = ExitStack()
+        self._lock.enter_context(only_process(folder / "lock", "wait for it, or give another OUT"))
         # Results of other settings are not mixed with those of this run.
         if path.is_file():
             if changed := differences(read_json_object(path), identity, "prune"):
@@ -96,6 +93,7 @@ class BlockFiles:
             "error_before": None if math.isnan(result.error_before) else result.error_before,
             "error": None if math.isnan(result.error) else result.error,
             "few_tokens": result.few_tokens,
+            "crc32": {name: _checksum(tensor) for name, tensor in tensors.items()},
         }
         with atomic_file(path) as file:
             file.write(save(tensors, {"facts": json.dumps(facts)}))
@@ -125,8 +123,16 @@ def _contents(path: Path) -> tuple[set[str], dict[str, str]]:
 def read_result(path: Path, name: str) -> Tensor:
     """Read a tensor from a file of results into memory of its own."""
     with opened_result(path) as file:
-        value: Tensor = file.get_tensor(name)
-    return value.clone()
+        value: Tensor = file.get_tensor(name).clone()
+        written = json.loads(file.metadata()["facts"])["crc32"][name]
+    if _checksum(value) != written:
+        raise _damage(path, f"other bytes of {name} than were written")
+    return value
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return the CRC of a tensor's bytes: a resumed prune reads blocks that may have lain on a disk for days."""
+    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 @contextmanager
@@ -136,6 +142,8 @@ def opened_result(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise ValueError(
-            f"{path}: is damaged ({str(error)[:200]}); remove it and all blocks after it, and they are pruned again"
-        ) from None
+        raise _damage(path, str(error)[:200]) from None
+
+
+def _damage(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path}: is damaged ({why}); remove it and all blocks after it, and they are pruned again")

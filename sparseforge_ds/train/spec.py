@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_batch, sequence_ranks, with_batch
-from sparseforge_ds.config.deepspeed_config import (
-    read_deepspeed,
-    resolve,
-    training_dtype,
-    zero_stage,
-)
+from sparseforge_ds.config.deepspeed_config import read_deepspeed, resolve, training_dtype, zero_stage
 from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
+from sparseforge_ds.data.teacher_logits import require_usable
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.tokenization import check_frame, check_trained
 from sparseforge_ds.model.any_family import any_family
@@ -212,6 +209,8 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
         )
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
+    else:
+        require_usable(Path(arguments.teacher_logits or ""), arguments.seq_length, config.distillation.temperature)
     if problem is not None:
         raise ValueError(f"--teacher_logits {arguments.teacher_logits}: {problem}")
 
@@ -247,6 +246,8 @@ def make_spec(
         model = find(arguments.model, "--model")
     teacher = None
     if config.distillation is not None and arguments.teacher_logits is None:
+        if arguments.teacher is None:
+            _refuse_sparse_teacher(model)
         teacher = model if arguments.teacher is None else find(arguments.teacher, "--teacher")
         _check_teacher(config, model, teacher)
 
@@ -328,6 +329,20 @@ def _keep_matching_leaves(filled: dict[str, Any], modules: list[str]) -> None:
         ]
         if not any(leaf.values()):
             del zero["leaf_module"]
+
+
+def _refuse_sparse_teacher(model: Pretrained) -> None:
+    """Reject a model that was pruned before as its own teacher, which is meant to be dense."""
+    record = model.folder / "sparsity.json"
+    if not record.is_file():
+        return
+    source = read_json_object(record).get("source")
+    dense = source.get("dense") if isinstance(source, dict) else None
+    raise ValueError(
+        f"--model {model.name}: is sparse already (sparsity.json), and would be its own teacher; give the dense model "
+        f"that it was made of{f' ({dense})' if isinstance(dense, str) else ''}: --teacher DENSE, or "
+        f"--teacher {model.name} to stay close to it as it is"
+    )
 
 
 def _check_teacher(config: SparseForgeConfig, model: Pretrained, teacher: Pretrained) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -539,6 +540,8 @@ def refusals(root: Path, trained: Any) -> Any:
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
     pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
     offline = type("Offline", (SparseForgeTrainer,), {"init_hf_repo": lambda self, token=None: None})
+    with mock.patch.object(TrainingArguments, "world_size", 1):  # as without a GPU and use_cpu
+        yield "ranks", said(lambda: SparseForgeTrainer(model=student, args=again()))
     yield "branches", said(lambda: offline(model=student, args=pushing()))
     alone = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), save_only_model=True)
     yield "branches alone", said(lambda: SparseForgeTrainer(model=student, args=alone()))
@@ -626,6 +629,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "param group of their own" in refused["optimizers"]
     assert "compute_loss_func is another loss" in refused["two losses"]
     assert "save_only_model with sparseforge.low_rank" in refused["branches alone"]
+    assert "has started 2 ranks, and TrainingArguments know of one" in refused["ranks"]
     assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]

@@ -261,8 +261,9 @@ def lines(advices: list[Advice], batch: int, gpu: Gpu) -> Iterator[str]:
     )
     least, most = MEASURED_SHARES
     yield (
-        f"error: 8 layers of Llama-2-7B in 16 bits on {MEASURED_ON}: {errors}; measured tokens/s were {least:g} "
-        f"to {most:g} of the predicted. Whole models were measured on no other card, and 8 and 4 bits on none"
+        f"predicted and measured: 8 layers of Llama-2-7B in 16 bits on {MEASURED_ON}: {errors}; measured tokens/s "
+        f"were {least:g} to {most:g} of the predicted. "
+        "Whole models were measured on no other card, and 8 and 4 bits on none"
     )
 
 

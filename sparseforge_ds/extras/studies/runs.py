@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ class Run:
         return {
             **content,
             "train_batch_size": config.batch,
-            "sparseforge": config.block(self.method, self.steps, self.decay),
+            "sparseforge": {"seed": self.seed, **config.block(self.method, self.steps, self.decay)},
         }
 
     def flags(self, config: CompareConfig) -> dict[str, Any]:
@@ -110,7 +111,10 @@ class Pruning:
         for flag, value in flags.items():
             if value not in (None, (), []):
                 words += [f"--{flag}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
-        return shlex.join([*words, "--any_family"] if settings["any_family"] else words)
+        command = shlex.join([*words, "--any_family"] if settings["any_family"] else words)
+        # Keys of the block for which `sparseforge prune` has no flag.
+        others = {key: settings["block"][key] for key in ("include", "allow_dense") if settings["block"].get(key)}
+        return f"{command}  # with {json.dumps(others)} in its block" if others else command
 
 
 def selection_runs(config: CompareConfig) -> list[Run]:

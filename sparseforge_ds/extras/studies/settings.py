@@ -22,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _RESERVED = (
     *("deepspeed", "model", "dataset", "text_field", "max_steps", "epochs", "seq_length", "output_dir", "allow_dense"),
     *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume", "global_batch"),
+    "gradient_accumulation_steps",  # --micro_batch decides it, for the same tokens in a step
     *NOT_OF_A_RUN,
 )
 """Run flags that the grid or the base decides, or that have no meaning for a single run."""
@@ -228,7 +229,7 @@ class CompareConfig:
     def one_shot_block(self, entry: OneShot) -> dict[str, Any]:
         """Return the `sparseforge` block of a model that is pruned without a run."""
         base = self.base.get("sparseforge", {})
-        own = {"pattern": entry.pattern, "exclude": entry.exclude}
+        own = {"pattern": entry.pattern, "exclude": entry.exclude, "include": None, "allow_dense": None}
         chosen = {key: base.get(key) if value is None else value for key, value in own.items()}
         block = {"method": "naive_retrain", "importance": "magnitude"}
         return block | {key: value for key, value in chosen.items() if value is not None}

@@ -164,7 +164,7 @@ def cost_of(line: Any, config: CompareConfig) -> Cost:
     if line.method in config.one_shot:
         block = config.one_shot_block(config.one_shot[line.method])
     elif line.kind == "one_shot":  # magnitude
-        return inference_cost(replace(config.pruned, low_rank=None))
+        return inference_cost(replace(config.pruned, low_rank=None, quantize=None))
     else:
         block = config.block(config.methods[line.method], line.steps)
     return inference_cost(SparseForgeConfig.from_dict(block))

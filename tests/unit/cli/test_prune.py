@@ -105,6 +105,9 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     block_file.write_bytes(content[: len(content) // 2])
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
+    block_file.write_bytes(content[:-2] + bytes([content[-2], content[-1] ^ 0x80]))  # the sign of a weight
+    assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
+    assert "is damaged (other bytes of model.layers.0" in capsys.readouterr().err
     block_file.write_bytes(content)
 
     def note(module: Any, *inputs: Any) -> Any:

@@ -91,6 +91,7 @@ def test_an_adapter_on_the_hub_is_that_of_a_folder(
         assert of_hub["perplexity"]["nll"] == measured(str(folder), *flags)["perplexity"]["nll"]
     assert abs(own["perplexity"]["nll"] - bare["perplexity"]["nll"]) > 1e-4
     assert measured(str(folder), "--adapter", ID)["perplexity"]["nll"] == own["perplexity"]["nll"]
+    assert measured(ID, "--dense", str(folder))["perplexity"]["kl"] < 1e-6, "the dense model has its adapter, too"
     assert main(["evaluate", ID, *text, "--one_shot", "2:4"]) == 2
     assert f"--one_shot 2:4: {ID} is measured with its adapter, " in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -34,11 +34,12 @@ def test_ours_beside_the_papers_and_empty_where_nothing_is_known() -> None:
 
 
 def test_a_task_without_acc_has_a_row_for_each_of_its_metrics() -> None:
-    metrics = {"perplexity": 31.5, "perplexity_stderr": 0.5, "exact_match,strict": 0.25, "items": 8.0}
+    metrics = {"perplexity": 31.5, "perplexity_stderr": 0.5, "exact_match,strict": 0.25, "bleu": 25.3, "items": 8.0}
     lines = accuracy_table({"this": {"a_task": metrics}}, "llama2-7b").splitlines()
-    assert lines[2:4] == [
+    assert lines[2:5] == [
         "| a_task, perplexity | 8 | 31.50 ± 0.50 |  |  |  |",
         "| a_task, exact_match, strict | 8 | 25.00 |  |  |  |",
+        "| a_task, bleu | 8 | 25.30 |  |  |  |",
     ]
 
 

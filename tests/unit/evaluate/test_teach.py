@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -122,6 +123,30 @@ def test_logits_that_have_lost_a_part_are_made_again(
     assert main(command(written, "logits")) == 0
     assert file.read_bytes() == before
     assert f"{file} is not as it was written: the logits are made again" in caplog.text
+
+
+def test_two_commands_do_not_write_the_logits_of_one_text(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tokens,) = (written / "logits" / "tokens").glob("*.json")
+    with (written / "logits" / f"{tokens.stem}.lock").open("w") as held:
+        files = sorted((written / "logits").iterdir())
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(command(written, "logits")) == 2
+    assert "another process is at work; wait for it, or give another --output" in capsys.readouterr().err
+    assert sorted((written / "logits").iterdir()) == files
+
+
+@pytest.mark.parametrize("kind", ["entries", "shares"])
+def test_a_window_whose_bytes_have_changed_on_the_disk_is_not_trained_on(written: Path, kind: str) -> None:
+    (file,) = (written / "logits").glob(f"*.{kind}")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    try:
+        (logits,) = batches_of(written).teacher_logits or ()
+        logits.read(0)
+        with pytest.raises(ValueError, match="window .* other bytes than were written; remove the files"):
+            logits.read(logits.record.windows - 1)
+    finally:
+        file.write_bytes(content)
 
 
 def test_other_texts_and_settings_are_refused_before_training(written: Path) -> None:

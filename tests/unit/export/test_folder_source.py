@@ -190,6 +190,24 @@ def test_a_card_does_not_say_that_we_pruned_it(tmp_path: Path) -> None:
     )
 
 
+def test_another_pattern_from_elsewhere_is_exported_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dense(tmp_path / "elsewhere", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    names = [row.name for row in check_folder(folder, NM(2, 4)).rows]
+    for name in names:
+        kept = top_n(tensors[name].abs().view(-1, 8), 4).view_as(tensors[name])
+        tensors[name] = tensors[name] * kept
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    command = ["export", str(folder), str(tmp_path / "out"), "--skip_proof"]
+    assert main(command) == 2 and "and --pattern names another pattern" in capsys.readouterr().err
+    assert main([*command, "--pattern", "4:8"]) == 0 and f"{len(names)} weights in 4:8" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "again"), "--pattern", "4:8"]) == 2
+    assert "has a sparsity.json, which says the pattern; leave it out" in capsys.readouterr().err
+
+
 def test_what_is_not_2_4_is_refused_before_anything_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import http.server
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +296,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
 
 
 @contextlib.contextmanager
-def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
+def hub_that_takes(refuses: bool = False, has: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
     """Serve a hub of models: its address, the files that were committed, and the paths that were asked for."""
     files: dict[str, bytes] = {}
     asked: list[str] = []
@@ -319,6 +319,8 @@ def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes
                 return self.answer(200, {"files": modes})
             if "/commit/" in self.path:
                 for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "deletedFile":
+                        files[line["value"]["path"]] = b""
                     if line["key"] == "file":
                         files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
                 made = {"commitUrl": f"{address}/owner/made/commit/a", "commitOid": "a" * 40, "hookOutput": ""}
@@ -327,7 +329,9 @@ def hub_that_takes(refuses: bool = False) -> Iterator[tuple[str, dict[str, bytes
 
         def do_GET(self) -> None:
             asked.append(self.path)
-            self.answer(200, {"id": "owner/made", "sha": "a" * 40, "siblings": []})
+            if "/tree/" in self.path:
+                return self.answer(200, [{"type": "file", "path": name, "oid": "b" * 40, "size": 1} for name in has])
+            self.answer(200, {"id": "owner/made", "sha": "a" * 40, "siblings": [{"rfilename": name} for name in has]})
 
         def answer(self, status: int, content: Any) -> None:
             data = json.dumps(content).encode()
@@ -360,6 +364,14 @@ def test_folder_and_card_are_uploaded(
     assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
     assert 'from_pretrained("owner/made")' in files["README.md"].decode()
     assert asked[0] == "/api/repos/create" and asked[-1] == "/api/models/owner/made/commit/main"
+
+
+def test_weights_and_adapters_of_an_earlier_upload_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json", "notes.txt")
+    with hub_that_takes(has=earlier) as (address, files, _):
+        monkeypatch.setattr(upload.huggingface_hub, "HfApi", lambda: HfApi(endpoint=address, token="hf_none"))
+        upload.push(folder, "owner/made")
+    assert {name for name, content in files.items() if not content} == set(earlier[:3])
 
 
 def test_an_adapter_names_the_model_that_it_is_uploaded_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,11 @@ from itertools import islice
 
 import datasets
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
-from sparseforge_ds.integrations.trainer_batches import endless_examples
+from sparseforge_ds.integrations.trainer_batches import endless_examples, trained_tokens, trainer_micro_batch
+from tests.tiny_models import tiny_llama
 
 
 class WithLength(IterableDataset[int]):
@@ -20,6 +22,15 @@ class WithLength(IterableDataset[int]):
 
     def __len__(self) -> int:
         return 3
+
+
+def test_labels_are_counted_of_batches_without_token_ids() -> None:
+    """Embeddings or pictures stand in their place; only a teacher or a probe needs the ids."""
+    model = tiny_llama()
+    inputs = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.tensor([[1, -100, 2, 3]])}
+    assert trained_tokens(inputs, model) == 2
+    with pytest.raises(ValueError, match="the batches have no input_ids, but inputs_embeds, labels: neither a teacher"):
+        trainer_micro_batch(inputs, None, model)
 
 
 @pytest.mark.parametrize("dataset", [[0, 1, 2], WithLength(), datasets.Dataset.from_dict({"a": [0, 1, 2]})])

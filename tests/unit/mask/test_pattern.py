@@ -126,7 +126,10 @@ def test_a_pattern_is_read_from_its_text(text: str, pattern: Pattern) -> None:
     assert parse_pattern(str(pattern)) == pattern
 
 
-@pytest.mark.parametrize("text", ["", "2-4", "2:4:8", "block", "block16:2", "block16:0.3001", "block1", "4:2", "0:4"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "2-4", "2:4:8", "block", "block16:2", "block16:0.3001", "block16:.000000000001", "block1", "4:2", "0:4"],
+)
 def test_a_text_that_is_no_pattern_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="like|for example|whole number"):
         parse_pattern(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -91,3 +93,11 @@ def test_streams_that_fit_nowhere_are_refused(tmp_path: Path, monkeypatch: pytes
     dense, pruned, where = make_streams((2, 1, 4, 8), torch.bfloat16, torch.device("cpu"), tmp_path)
     dense[1] = torch.ones(1, 4, 8)
     assert dense[1].eq(1).all() and len(pruned) == 2 and "on the disk" in where
+    assert not list(tmp_path.iterdir()), "their files have no name, so that nothing is left of them"
+
+    def full(_handle: int, _start: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*\.stream"):
+        make_streams((2, 1, 4, 8), torch.bfloat16, torch.device("cpu"), tmp_path)

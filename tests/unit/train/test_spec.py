@@ -225,6 +225,16 @@ def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):
         make_spec(arguments(teacher=str(other)), world_size=2)
 
 
+def test_a_pruned_model_is_its_own_teacher_only_if_that_is_said(arguments, model):
+    write_json(model / "sparsity.json", {"source": {"dense": "models/dense"}})
+    with pytest.raises(
+        ValueError, match=r"is sparse already .* made of \(models/dense\): --teacher DENSE, or --teacher "
+    ):
+        make_spec(arguments(), world_size=2)
+    make_spec(arguments(teacher=str(model)), world_size=2)
+    make_spec(arguments(deepspeed_json(distillation=None)), world_size=2)
+
+
 def test_hidden_states_of_a_deeper_teacher_are_refused(arguments, tmp_path):
     other = write_model(tmp_path / "other", tiny_llama(vocab_size=BYTE_VOCABULARY, num_hidden_layers=3))
     hidden = {"hidden": {"weight": 4.0}}

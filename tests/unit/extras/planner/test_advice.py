@@ -136,7 +136,7 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "read from: bf16 products of 8 rows (14336 x 4096, ",
         "on h200, together 113.1 us dense and 80.5 us 2:4, which is ",
         "of its bandwidth; and 864 GB/s of this card",
-        "error: 8 layers of Llama-2-7B in 16 bits on h200: batch 1 1.42x for 1.38x measured (+3%)",
+        "predicted and measured: 8 layers of Llama-2-7B in 16 bits on h200: batch 1 1.42x for 1.38x measured (+3%)",
     ):
         assert part in text
     assert "measured on h200, does not fit |" in text

@@ -17,7 +17,7 @@ from sparseforge_ds.extras.studies.runs import (
     unique,
 )
 from sparseforge_ds.extras.studies.settings import read_comparison
-from tests.unit.extras.studies.test_settings import write
+from tests.unit.extras.studies.test_settings import GOOD, write
 
 
 def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
@@ -33,6 +33,13 @@ def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
     assert command == f"sparseforge prune {config.model} out --text {config.train_text} --text_field text {flags}"
     alone = read_comparison(write(tmp_path, one_shot={"alone": {"epochs": 0}}))
     assert [pruning.seed for pruning in prunings(alone)] == [3], "no seed changes it"
+    # What the runs prune, models without a run prune, too.
+    base = {**GOOD["base"], "sparseforge": {"importance": "magnitude", "include": ["*.mlp.*"]}}
+    (some, _) = prunings(read_comparison(write(tmp_path, base=base)))
+    assert some.settings(config)["block"] == pruned[0].settings(config)["block"]
+    of_mlps = read_comparison(write(tmp_path, base=base))
+    assert some.settings(of_mlps)["block"]["include"] == ["*.mlp.*"]
+    assert some.command(of_mlps, Path("out")).endswith('--rate 0.02  # with {"include": ["*.mlp.*"]} in its block')
     chosen = choose_rates(config, {"fixed-lr0.001-seed3-steps40": 5.0, "fixed-lr0.002-seed3-steps40": 4.0})
     assert {key: run.learning_rate for key, run in chosen.items()} == {
         **{("ours", steps): 0.5 for steps in (40, 80)},
@@ -40,6 +47,8 @@ def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
     }
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
+    # A seed reaches what a method draws: its block has it.
+    assert {run.deepspeed(config)["sparseforge"]["seed"] for run in counting} == {0, 3}
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
     assert again == {"fixed-lr0.002-seed3-steps40"}
     assert len(unique([*selection_runs(config), *counting])) == 2 + 8 - 1

@@ -110,6 +110,7 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"methods": {"pruned": {}}}, "'pruned' is a name in methods and in one_shot"),
         ({"methods": {"a": {"flags": {"seed": 3}}}}, "methods.a.flags.seed: the grid or its base decides it"),
         ({"flags": {"global_batch": 16}}, "flags.global_batch: the grid or its base decides it"),
+        ({"flags": {"gradient_accumulation_steps": 4}}, "flags.gradient_accumulation_steps: the grid or its base"),
         (
             {"methods": {"a": {"flags": {"warm_up": 0}}}},
             "a.flags.warm_up: unknown key; did you mean methods.a.flags.warmup",
