@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -64,7 +63,7 @@ def refuse_settings(
     # Ranks that transformers does not know of.
     args = trainer.args
     model = trainer.model
-    launched = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and args.world_size == 1:
         raise ValueError(
             f"the launcher has started {launched} ranks, and TrainingArguments know of one, so that every rank would "
