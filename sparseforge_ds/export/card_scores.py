@@ -77,7 +77,8 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
     # Accuracies of tasks, and lengths of generated answers.
     for part, kind in (("zero_shot", "multiple-choice"), ("generation", "text-generation")):
         section = content.get(part) or {"tasks": {}}
-        keys = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "backend", "model_args")
+        # No arguments of vLLM, which may name folders of a machine.
+        keys = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "backend")
         conditions = {key: section[key] for key in keys if section.get(key) not in (None, False)}
         for task, row in section["tasks"].items():
             chosen = ("acc", "acc_norm") if part == "zero_shot" else [key for key in row if _is_of_answers(key, row)]

@@ -26,7 +26,7 @@ def small_sizes(seq_length):
     return ChunkSizes(seq_length, 256, 512)
 
 
-def main_on_small_chunks(command_line, dies_at, stalls):
+def main_on_small_chunks(command_line, dies_at, stalls=False):
     """Run the launcher's body with chunks of some windows; the tokenizing process ends before it makes a chunk.
 
     If it `stalls`, it lives on and gives nothing, and rank 0 gets SIGTERM while it waits.

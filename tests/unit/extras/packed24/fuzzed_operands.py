@@ -139,7 +139,9 @@ def try_case(seed: int) -> str:
     try:
         product = OPERATORS[operator](**by_argument(operator, operands))
     except ValueError as error:
-        assert not is_sound and "\n" not in str(error), f"seed {seed}: {operator}: {error}"
+        # Not every processor with the instruction has the kernel of this dtype.
+        cannot_round = in_8_bits and "it needs a processor with AVX512-VNNI" in str(error)
+        assert (not is_sound or cannot_round) and "\n" not in str(error), f"seed {seed}: {operator}: {error}"
         return "refused"
     try:
         expected = literal(operands, "gradient" in operator)
