@@ -197,10 +197,10 @@ class SparseForge:
             )
         self.sharded.step += 1
         # A loop of its own may have forgotten to say how long it is; a continued run may be meant to be longer.
-        is_behind = self.step_count == self.config.max_steps + 1
-        if is_behind and not self._saved.loaded and self.sharded.layout.rank == 0:
+        is_past_end = self.step_count == self.config.max_steps + 1
+        if is_past_end and not self._saved.loaded and self.sharded.layout.rank == 0:
             _LOG.warning(
-                "step %d is behind max_steps, over which masks are scheduled; give the number of steps of the whole "
+                "step %d is past max_steps, over which masks are scheduled; give the number of steps of the whole "
                 "run: SparseForgeConfig(max_steps=...), or SparseForge(engine, config, max_steps=...)",
                 self.step_count,
             )

@@ -88,12 +88,12 @@ class ShardedWeights:
                 '{"type": "AdamW"} in the DeepSpeed JSON'
             )
         # Adam of DeepSpeed can leave out the correction, of torch it has no such setting.
-        for setting, repeated in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
-            if any(bool(group.get(setting, repeated)) != repeated for group in inner.param_groups):
-                without = "with" if repeated else "without"
+        for setting, required in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
+            if any(bool(group.get(setting, required)) != required for group in inner.param_groups):
+                with_or_without = "with" if required else "without"
                 raise ValueError(
-                    f'method "{method}" repeats the step of Adam {without} {setting}; leave {setting} out of the '
-                    "parameters of the optimizer"
+                    f'method "{method}" repeats the step of Adam {with_or_without} {setting}; leave {setting} out of '
+                    "the parameters of the optimizer"
                 )
 
     def require_gradients(self, what: str) -> None:

@@ -6,12 +6,16 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_LOG = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -111,19 +115,61 @@ def atomic_folder(path: Path, temporary: Path | None = None, replace: bool = Fal
                 parent.rmdir()
 
 
-@contextlib.contextmanager
-def only_process(path: Path, remedy: str) -> Iterator[None]:
-    """Hold the lock of a file in the block; it ends with the process, also if that is killed.
+def reserve(path: Path, size: int) -> None:
+    """Make a file exactly so large, with all its room taken: a full disk would end a process that maps it by SIGBUS.
 
     Raises:
-        ValueError: another process holds it.
+        OSError: the disk is too full; it names the file.
+        ValueError: the file is a link.
     """
-    with os.fdopen(open_own_file(path, os.O_WRONLY), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{path}: another process is at work; {remedy}") from None
+    handle = open_own_file(path, os.O_RDWR)
+    try:
+        with name_in_errors(path):
+            os.ftruncate(handle, min(size, os.fstat(handle).st_size))
+            os.posix_fallocate(handle, 0, max(1, size))
+    finally:
+        os.close(handle)
+
+
+def take_lock(path: Path, refusal: str, remedy: str) -> int:
+    """Lock a file until its handle is closed, or this process ends, also by a kill.
+
+    Args:
+        path: of the file, which is created if it is missing, and says who has it.
+        refusal: what the error says another process does.
+        remedy: what the error advises.
+
+    Returns:
+        The handle of the open file.
+
+    Raises:
+        ValueError: another process has the lock, or the file is a link.
+    """
+    lock = open_own_file(path, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 200).decode(errors="replace").strip()
+        os.close(lock)
+        raise ValueError(f"{refusal} ({holder or 'of an unknown process'}); {remedy}") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            os.close(lock)
+            raise
+        _LOG.warning("%s is on a file system without locks: do not start a second process there", path.parent)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return lock
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: str, remedy: str) -> Iterator[None]:
+    """Hold a lock in the block; see `take_lock`."""
+    lock = take_lock(path, refusal, remedy)
+    try:
         yield
+    finally:
+        os.close(lock)
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:

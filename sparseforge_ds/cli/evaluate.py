@@ -224,6 +224,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         for name in models:
             register_packed24(name)
         adapter = find_adapter(args.model, args.adapter)
+        dense_adapter = None if args.dense is None else find_adapter(args.dense, None)
         if pattern is not None and adapter is not None:
             raise ValueError(
                 f"--one_shot {pattern}: {args.model} is measured with its adapter, which has no 2:4 weights; give "
@@ -242,9 +243,9 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         if args.backend == "vllm":
             if adapter is not None:
                 raise ValueError(f"--backend vllm: {args.model} has an adapter; use --backend hf, or --adapter none")
-            if args.dense is not None and find_adapter(args.dense, None) is not None:
+            if dense_adapter is not None:
                 raise ValueError(f"--backend vllm: {args.dense} has an adapter; use --backend hf")
-            return texts, tokenizers, tasks, None, None, adapter
+            return texts, tokenizers, tasks, None, None, adapter, dense_adapter
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
@@ -252,10 +253,10 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         # KL needs both models at once; accuracies are measured one after the other.
         dense = None
         if args.dense and texts:
-            dense = load_model(args.dense, str(model.dtype).removeprefix("torch."), find_adapter(args.dense, None))
-        return texts, tokenizers, tasks, model, dense, adapter
+            dense = load_model(args.dense, str(model.dtype).removeprefix("torch."), dense_adapter)
+        return texts, tokenizers, tasks, model, dense, adapter, dense_adapter
 
-    texts, tokenizers, tasks, model, dense, adapter = ranks.all_or_raise(load)
+    texts, tokenizers, tasks, model, dense, adapter, dense_adapter = ranks.all_or_raise(load)
 
     # Score the texts.
     dtype = args.dtype if model is None else str(model.dtype).removeprefix("torch.")
@@ -285,12 +286,17 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     if tasks is not None:
         models = [dense, model]
         del model, dense
-        record |= _measure_tasks(args, tasks, tokenizers, models, dtype)
+        record |= _measure_tasks(args, tasks, tokenizers, models, dtype, dense_adapter)
     return record
 
 
 def _measure_tasks(
-    args: argparse.Namespace, tasks: LoadedTasks, tokenizers: list[Any], models: list[Any], dtype: str
+    args: argparse.Namespace,
+    tasks: LoadedTasks,
+    tokenizers: list[Any],
+    models: list[Any],
+    dtype: str,
+    dense_adapter: str | None,
 ) -> dict[str, Any]:
     """Measure accuracy, print it for people, and return its part of the JSON.
 
@@ -300,9 +306,10 @@ def _measure_tasks(
         tokenizers: of the model and, with `--dense`, of the dense model.
         models: the dense model and the model, each None if it is not loaded; the list is emptied, which frees them.
         dtype: of the weights.
+        dense_adapter: adapter that belongs to the dense model; None for none.
     """
     from sparseforge_ds.evaluate import task_scores
-    from sparseforge_ds.evaluate.finished_model import find_adapter, load_model
+    from sparseforge_ds.evaluate.finished_model import load_model
 
     settings = task_scores.TaskSettings(
         limit=args.limit,
@@ -330,7 +337,7 @@ def _measure_tasks(
             del model
             gc.collect()
         if dense is None and args.backend != "vllm":
-            dense = load_model(args.dense, dtype, find_adapter(args.dense, None))
+            dense = load_model(args.dense, dtype, dense_adapter)
         results["dense"] = measure(args.dense, dense, tokenizers[1])
         task_scores.compare_answers(results["this"], results["dense"])
         if has_kl and model.get_output_embeddings().weight.shape[0] == dense.get_output_embeddings().weight.shape[0]:

@@ -35,7 +35,7 @@ AHEAD = 2
 """Chunks that are made before they are needed."""
 PATIENCE_SECONDS = 60.0
 """Time after which a rank that waits for a chunk says so."""
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 """Time between two looks at whether the run is to end, while a rank waits for a chunk."""
 _log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Producer:
         """
         self.request(chunk)
         chunks = self.spec.chunks
-        told_time = time.monotonic()
+        last_notice_time = time.monotonic()
         while True:
             record = chunks.record(chunk)
             if record is not None:
@@ -185,10 +185,10 @@ class Producer:
                 raise ValueError(self._failure)
             if self.should_stop():
                 raise ValueError(f"--dataset {self.spec.source.name}: a signal ended the wait for its text")
-            if self._connection.poll(_LOOK_SECONDS):
+            if self._connection.poll(_POLL_SECONDS):
                 self._receive()
-            elif time.monotonic() - told_time > PATIENCE_SECONDS:
-                told_time = time.monotonic()
+            elif time.monotonic() - last_notice_time > PATIENCE_SECONDS:
+                last_notice_time = time.monotonic()
                 _log.info(
                     "waiting for text: --dataset %s comes more slowly than the run reads it", self.spec.source.name
                 )

@@ -119,8 +119,8 @@ class StreamedWindows:
             return record
         # The newest chunk that was read pins all tokens before it, also where the next one is needed by now.
         newest, known = self._newest
-        found = record if chunk == newest else self._chunks.record(newest)
-        if found is not None and found["sha256"] != known["sha256"]:
+        record_on_disk = record if chunk == newest else self._chunks.record(newest)
+        if record_on_disk is not None and record_on_disk["sha256"] != known["sha256"]:
             raise ValueError(
                 f"--dataset {self.name}: chunk {newest} of its tokens in {self._chunks.folder} differs from the one "
                 "that the checkpoint was trained on: text, tokenizer or the version of tokenizers have changed; bring "

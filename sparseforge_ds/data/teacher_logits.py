@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from sparseforge_ds.checkpoint.disk import name_in_errors, open_own_file, write_json
+from sparseforge_ds.checkpoint.disk import reserve, write_json
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.model.top_logits import TopLogits
 
@@ -111,15 +110,9 @@ class TeacherLogits:
             _LOG.warning("%s is not as it was written: the logits are made again", damaged_files[0])
             record = replace(record, written=0)
             write_json(path, asdict(record))
-        # All room is taken now: a full disk would end a process that writes to a mapped file.
+        # Files may be there, of more entries.
         for file, size in files.items():
-            handle = open_own_file(file, os.O_RDWR)
-            try:
-                with name_in_errors(file):
-                    os.ftruncate(handle, min(size, os.fstat(handle).st_size))  # others may have been of more entries
-                    os.posix_fallocate(handle, 0, size)
-            finally:
-                os.close(handle)
+            reserve(file, size)
         return cls(folder, record, "r+")
 
     @classmethod
@@ -200,15 +193,14 @@ class TeacherLogits:
         return self._entries[window], self._shares[window]
 
     def _crc_of(self, window: int) -> tuple[int, int]:
-        return zlib.crc32(self._entries[window].tobytes()), zlib.crc32(self._shares[window].tobytes())
+        return zlib.crc32(self._entries[window].data), zlib.crc32(self._shares[window].data)
 
 
-def require_usable(folder: Path, seq_length: int, temperature: float) -> None:
+def require_matching_settings(folder: Path, seq_length: int, temperature: float) -> None:
     """Raise ValueError where a folder has logits, and none of them are of this length and temperature."""
     records = _stored(folder)
-    if not any((record.seq_length, record.temperature) == (seq_length, temperature) for record in records):
-        for record in records:
-            _require_same(folder, record, seq_length, temperature)
+    if records and not any((record.seq_length, record.temperature) == (seq_length, temperature) for record in records):
+        _require_same(folder, records[0], seq_length, temperature)
 
 
 def _require_same(folder: Path, record: LogitsRecord, seq_length: int, temperature: float) -> None:

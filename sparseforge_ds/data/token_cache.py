@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import random
 import time
 import zlib
@@ -113,7 +114,7 @@ def ensure_token_cache(
     record = folder / f"{key}.json"
     path = folder / f"{key}.bin"
     # 1. An intact cache is used as it is. A launch that was killed beside it may have left a file as large as it.
-    if folder.is_dir():
+    if os.access(folder, os.W_OK):
         remove_leftovers(folder)
     if record.exists():
         try:

@@ -188,6 +188,8 @@ def share_of_zeros(model: PreTrainedModel) -> float | None:
     It tells a 2:4 model (0.5) from one whose masks were still soft when it was saved. Matrices of a packed model are
     not stored plainly.
     """
+    if getattr(model, "hf_quantizer", None) is not None:
+        return None
     outside = {id(layer) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
     zeros = total = 0
     for name, module in model.named_modules():

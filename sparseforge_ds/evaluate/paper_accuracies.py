@@ -121,11 +121,11 @@ def accuracy_table(models: Mapping[str, Results], paper: str | None) -> str:
         items = " / ".join(sorted({f"{metrics['items']:g}" for metrics in of_models.values()}))
         names = {metric: None for metrics in of_models.values() for metric in metrics if is_accuracy(metric)}
         if "acc" in names:
-            measured = [_cell(of_models.get(name, {}), metric) for name, metric in columns]
+            measured = [_cell(of_models, name, metric) for name, metric in columns]
             rows.append([task, items, *measured, *(_known(values, task) for values in of_paper)])
             continue
         for own in names:
-            measured = [_cell(of_models.get(name, {}), own if metric == "acc" else metric) for name, metric in columns]
+            measured = [_cell(of_models, name, own if metric == "acc" else metric) for name, metric in columns]
             rows.append([f"{task}, {own.replace(',', ', ')}", items, *measured, *("" for _ in of_paper)])
     # A row for every mean that is known, of our models or of the paper's.
     averages = {name: means(results) for name, results in models.items()}
@@ -155,7 +155,8 @@ def generation_table(models: Mapping[str, Results]) -> str:
     for task, metrics in first.items():
         for metric in filter(is_accuracy, metrics):
             row = [f"{task}, {metric.replace(',', ', ')}", f"{metrics['items']:g}"]
-            row += [_cell(results[task], metric) for results in models.values()]
+            of_models = {name: results[task] for name, results in models.items()}
+            row += [_cell(of_models, name, metric) for name in models]
             row += [_known(metrics, with_ending(metric, ending), 100) for ending in (LOST, GAINED) if is_compared]
             row += [f"{results[task][TOKENS]:.1f}" for results in models.values()]
             row += [_known(results[task], CUT, 100) for results in models.values()]
@@ -185,14 +186,23 @@ def _known(values: Mapping[str, float], key: str, unit: int = 1) -> str:
     return f"{unit * values[key]:.2f}" if key in values else ""
 
 
-def _cell(metrics: Mapping[str, float], metric: str) -> str:
-    """Return a cell with a metric and its standard error; empty where it is missing.
+def _cell(models: Mapping[str, Mapping[str, float]], name: str, metric: str) -> str:
+    """Return a cell with a model's metric and its standard error; empty where it is missing.
 
-    Shares are in percent. Metrics that are no shares stay: perplexities and bits, and those above 1, such as BLEU.
+    Args:
+        models: metrics of one task by the name of a model, which decide the unit together.
+        name: of the model.
+        metric: of the cell.
     """
-    if metric not in metrics:
+    if metric not in models.get(name, {}):
         return ""
+    metrics = models[name]
+    unit = 100 if _is_share(metric, [other[metric] for other in models.values() if metric in other]) else 1
     error = metrics.get(with_ending(metric, _STDERR))
-    name = metric.split(",")[0]
-    unit = 1 if name.endswith("perplexity") or name == "bits_per_byte" or metrics[metric] > 1 else 100
     return f"{unit * metrics[metric]:.2f}" + ("" if error is None else f" ± {unit * error:.2f}")
+
+
+def _is_share(metric: str, values: Sequence[float]) -> bool:
+    """Return False for perplexities, bits, and metrics that are above 1 for some model, such as BLEU."""
+    name = metric.split(",")[0]
+    return not name.endswith("perplexity") and name != "bits_per_byte" and max(values) <= 1

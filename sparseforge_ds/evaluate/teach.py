@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.checkpoint.disk import only_process
+from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.data.mixture import find_source
@@ -85,7 +85,8 @@ def teach(
     key, _ = cache_key(source, tokenizer, settings.document_frame)
     folder.mkdir(parents=True, exist_ok=True)
     # What one removes at its end, another one of the same text would be writing to.
-    with only_process(folder / f"{key}.lock", "wait for it, or give another --output"):
+    refusal = f"--output {folder}: another process writes the logits of this text"
+    with locked(folder / f"{key}.lock", refusal, "wait for it, or give another --output"):
         try:
             return _write_logits(model, tokenizer, source, folder, settings)
         finally:

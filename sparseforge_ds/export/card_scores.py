@@ -79,7 +79,7 @@ def _results_in(content: dict[str, Any]) -> list[EvalResult]:
         section = content.get(part) or {"tasks": {}}
         # No arguments of vLLM, which may name folders of a machine.
         keys = ("limit", "num_fewshot", "gen_kwargs", "apply_chat_template", "backend")
-        conditions = {key: section[key] for key in keys if section.get(key) not in (None, False)}
+        conditions = {key: section[key] for key in keys if section.get(key) is not None and section[key] is not False}
         for task, row in section["tasks"].items():
             chosen = ("acc", "acc_norm") if part == "zero_shot" else [key for key in row if _is_of_answers(key, row)]
             results += [_result(kind, task, metric, row[metric], conditions) for metric in chosen if metric in row]

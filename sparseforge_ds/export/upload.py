@@ -16,6 +16,12 @@ from sparseforge_ds.export.adapter import ADAPTER_CONFIG
 from sparseforge_ds.export.stored import read_sparsity
 from sparseforge_ds.model.hub_access import REPOSITORY
 
+_LOADED = (
+    *("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"),
+    "adapter_model.safetensors",
+)
+"""Files that transformers loads from the root of a repository; others there are left alone."""
+
 
 def require_hub_name(name: str) -> None:
     """Reject a value of `--push` that is no name on the hub."""
@@ -46,7 +52,7 @@ def push(folder: Path, name: str, private: bool = False) -> str:
             folder_path=folder,
             commit_message=message,
             ignore_patterns=list(changed),
-            delete_patterns=["*.safetensors", "*.safetensors.index.json", *({ADAPTER_CONFIG} - changed.keys())],
+            delete_patterns=[*_LOADED, *({ADAPTER_CONFIG} - changed.keys())],
         )
     except (HTTPError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_file, only_process, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, take_lock, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
+from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.start.solve import SolvedBlock
@@ -49,8 +49,8 @@ class BlockFiles:
             )
         folder.mkdir(parents=True, exist_ok=True)
         # The lock ends with the process.
-        self._lock = ExitStack()
-        self._lock.enter_context(only_process(folder / "lock", "wait for it, or give another OUT"))
+        refusal = f"{folder}: another process is at work in it"
+        self._lock = os.fdopen(take_lock(folder / "lock", refusal, "wait for it, or give another OUT"))
         # Results of other settings are not mixed with those of this run.
         if path.is_file():
             if changed := differences(read_json_object(path), identity, "prune"):
@@ -93,10 +93,10 @@ class BlockFiles:
             "error_before": None if math.isnan(result.error_before) else result.error_before,
             "error": None if math.isnan(result.error) else result.error,
             "few_tokens": result.few_tokens,
-            "crc32": {name: _checksum(tensor) for name, tensor in tensors.items()},
         }
+        hashes = {name: hash_tensor(tensor) for name, tensor in tensors.items()}
         with atomic_file(path) as file:
-            file.write(save(tensors, {"facts": json.dumps(facts)}))
+            file.write(save(tensors, {"facts": json.dumps(facts), "sha256": json.dumps(hashes)}))
         self.done[number] = path
 
     def results(self) -> dict[str, Path]:
@@ -124,15 +124,10 @@ def read_result(path: Path, name: str) -> Tensor:
     """Read a tensor from a file of results into memory of its own."""
     with opened_result(path) as file:
         value: Tensor = file.get_tensor(name).clone()
-        written = json.loads(file.metadata()["facts"])["crc32"][name]
-    if _checksum(value) != written:
+        hashes = json.loads(file.metadata().get("sha256", "{}"))
+    if hash_tensor(value) != hashes.get(name):  # a prune that goes on may read blocks that lay on the disk for days
         raise _damage(path, f"other bytes of {name} than were written")
     return value
-
-
-def _checksum(tensor: Tensor) -> int:
-    """Return the CRC of a tensor's bytes: a resumed prune reads blocks that may have lain on a disk for days."""
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 @contextmanager

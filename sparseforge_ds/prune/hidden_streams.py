@@ -6,7 +6,6 @@ Legend of shape suffixes: N micro-batches, B sequences of one, S their tokens, H
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import MutableSequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseforge_ds.checkpoint.disk import name_in_errors
+from sparseforge_ds.checkpoint.disk import reserve
 from sparseforge_ds.export.free_memory import free_memory
 
 SHARE = 0.4
@@ -39,13 +38,7 @@ class HiddenStream(MutableSequence[Tensor]):
         self._device = device
         if isinstance(storage, Path):
             numel = math.prod(shape_NBSH)
-            # All room is taken now: a full disk would end a process that writes to a mapped file.
-            handle = os.open(storage, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                with name_in_errors(storage):
-                    os.posix_fallocate(handle, 0, max(1, numel * dtype.itemsize))
-            finally:
-                os.close(handle)
+            reserve(storage, numel * dtype.itemsize)
             self._all = torch.from_file(str(storage), shared=True, size=numel, dtype=dtype).view(shape_NBSH)
             storage.unlink()  # the mapping lives on, and nothing is left of it however the process ends
         else:

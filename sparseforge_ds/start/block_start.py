@@ -13,16 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, MutableSequence, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 from transformers.pytorch_utils import Conv1D
 
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
@@ -31,17 +28,15 @@ from sparseforge_ds.model.shared_weights import refuse_shared
 from sparseforge_ds.ranks import AgreedError, all_or_raise
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.start import DecoderBlock, SolvedBlock, SolveOptions, decoder_blocks, solve_block
-from sparseforge_ds.start.blocks import argument_names, run_block, shared_arguments
+from sparseforge_ds.start.block_inputs import BlockInputs
+from sparseforge_ds.start.blocks import run_block
 from sparseforge_ds.start.first_mask import mask_for
 from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches, batches_of
 from sparseforge_ds.zero.full_parameters import FullParameters, plain_copy
-from sparseforge_ds.zero.layer_hooks import uncompiled
 
 _LOG = logging.getLogger(__name__)
 _LEAST_STEPS = 16
 """Optimizer steps that every block makes at least, where `start.tokens` is not given."""
-_ON_DEVICE = 0.25
-"""Share of a GPU's free memory that both streams may take before they wait on the host."""
 _ALONE = {torch.float32: 1e-3}
 """Largest relative distance between the outputs of a block that runs alone and of the same block in its model."""
 _ALONE_IN_16_BITS = 0.1
@@ -123,11 +118,11 @@ class BlockStart:
 
     # -- what the blocks are called with ------------------------------------------------------------------------------
 
-    def _read(self, batches: ProbeBatches) -> _Inputs:
+    def _read(self, batches: ProbeBatches) -> BlockInputs:
         """Run the dense model over as many batches as the start reads, and keep what its blocks are called with."""
         layout = self.weights.layout
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
-        inputs = _Inputs(modules, self.dtype)
+        inputs = BlockInputs(modules, self.dtype)
         tokens = 0
         batches_to_read = 0
         with inputs.recording(layout.engine.module):
@@ -168,7 +163,7 @@ class BlockStart:
         min_batches = 1 if settings.tokens is not None else math.ceil(_LEAST_STEPS / max(settings.epochs, 1))
         return max(batches, min_batches)
 
-    def _check_chain(self, inputs: _Inputs) -> None:
+    def _check_chain(self, inputs: BlockInputs) -> None:
         """Raise AgreedError where blocks do not hand hidden states to each other as they are."""
         layout = self.weights.layout
         chains = layout.all_reduce(torch.tensor(float(inputs.is_chain), device=layout.device))
@@ -182,7 +177,7 @@ class BlockStart:
 
     # -- one block ----------------------------------------------------------------------------------------------------
 
-    def _solve(self, number: int, block: DecoderBlock, inputs: _Inputs, parameters: FullParameters) -> SolvedBlock:
+    def _solve(self, number: int, block: DecoderBlock, inputs: BlockInputs, parameters: FullParameters) -> SolvedBlock:
         """Gather, solve and hand back one block. Collective."""
         weights = self.weights
         layout = weights.layout
@@ -261,7 +256,7 @@ class BlockStart:
                 self.weights.layout.all_reduce(tensor)
 
 
-def _passes(batches: ProbeBatches, batch: int, inputs: _Inputs) -> list[Closure]:
+def _passes(batches: ProbeBatches, batch: int, inputs: BlockInputs) -> list[Closure]:
     """Return the passes of a batch, as many as the first one had."""
     passes = list(batches.passes(batch))
     inputs.per_step = inputs.per_step or len(passes)
@@ -271,133 +266,3 @@ def _passes(batches: ProbeBatches, batch: int, inputs: _Inputs) -> list[Closure]
             "give as many in every one"
         )
     return passes
-
-
-class _Inputs:
-    """Arguments of the decoder blocks, one call a micro-batch, and their streams of hidden states."""
-
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        self.dense: _Stream = _Stream(dtype)
-        self.pruned: _Stream = _Stream(dtype)
-        self.arguments: list[list[dict[str, Any]]] = []
-        """Other arguments of every block by name, for each micro-batch; equal ones share their tensors."""
-        self.ends: list[Tensor] = []
-        """(B, H) output of each block in the engine, at the last token of the first micro-batch."""
-        self.per_step = 0
-        """Micro-batches of this rank in an optimizer step."""
-        self.is_chain = True
-        """True while blocks are called once a pass, and in the first micro-batch with the output of the one before."""
-        self._modules = modules
-        self._in_16_bits = dtype == torch.float16
-        self._known: list[dict[str, Any]] = []
-        self._last: Tensor | None = None
-
-    @contextmanager
-    def recording(self, model: nn.Module) -> Iterator[None]:
-        """Keep what passes of the model, which is not in training, call the blocks with."""
-        # Listen at the entry and the exit of every block.
-        training = model.training
-        handles = []
-        for number, module in enumerate(self._modules):
-            handles += [
-                module.register_forward_pre_hook(
-                    lambda module, args, kwargs, n=number: self._enter(n, module, args, kwargs), with_kwargs=True
-                ),
-                module.register_forward_hook(lambda _module, _args, output, n=number: self._leave(n, output)),
-            ]
-        model.eval()
-        try:
-            with uncompiled():
-                yield
-        finally:
-            model.train(training)
-            for handle in handles:
-                handle.remove()
-        # A block that was called twice, or never, breaks the chain.
-        complete = all(len(calls) == len(self._modules) for calls in self.arguments)
-        self.is_chain &= complete and len(self.ends) == len(self._modules)
-
-    def settle(self, batches: int) -> None:
-        """Keep both streams on the host where a GPU has no room for so many batches as large as the first one."""
-        first = self.dense[0]
-        size = sum(hidden.nbytes for hidden in self.dense)
-        if first.is_cuda and 2 * batches * size > _ON_DEVICE * torch.cuda.mem_get_info(first.device)[0]:
-            self.dense.to_host()
-
-    def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = argument_names(module)
-        by_name = dict(zip(names, args, strict=False)) | kwargs
-        hidden = by_name.pop(names[0])
-        if number == 0:
-            self.dense.append(hidden)
-            self.arguments.append([])
-        elif len(self.arguments) == 1 and (self._last is None or not torch.equal(hidden, self._last)):
-            self.is_chain = False
-        arguments = {key: self._to_keep(value) for key, value in by_name.items()}
-        self.arguments[-1].append(shared_arguments(arguments, self._known))
-
-    def _leave(self, number: int, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if len(self.arguments) == 1:
-            self.ends.append(hidden[:, -1].detach().clone())
-            self._last = hidden.detach()
-        else:
-            self._last = None
-
-    def _to_keep(self, value: Any) -> Any:
-        """Return an argument as a block is called with it again.
-
-        It has no cache of keys and values, and no 16 bits that an fp32 block would not take.
-        """
-        if isinstance(value, Tensor):
-            value = value.detach()
-            return value.float() if self._in_16_bits and value.is_floating_point() else value
-        if isinstance(value, (tuple, list)):
-            kept = map(self._to_keep, value)
-            return type(value)(*kept) if hasattr(value, "_fields") else type(value)(kept)
-        return None if isinstance(value, Cache) else value
-
-
-class _Stream(MutableSequence[Tensor]):
-    """(B, S, H) hidden states of every micro-batch, in the dtype of a forward pass, perhaps on the host."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._hidden: list[Tensor] = []
-        self._device: torch.device | None = None
-        self._on_host = False
-
-    def __len__(self) -> int:
-        return len(self._hidden)
-
-    def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
-        """Return the hidden states where they are computed with."""
-        return self._hidden[number].to(self._device, non_blocking=True)
-
-    def __setitem__(self, number: int, hidden: Tensor) -> None:  # type: ignore[override]
-        """Overwrite in place: what is pinned is read again in the order of the device's work."""
-        self._hidden[number].copy_(hidden, non_blocking=True)
-
-    def __delitem__(self, number: int) -> None:  # type: ignore[override]
-        del self._hidden[number]
-
-    def insert(self, number: int, hidden: Tensor) -> None:
-        """Add a copy."""
-        self._device = hidden.device
-        self._hidden.insert(number, self._home(hidden.detach().to(self._dtype, copy=True)))
-
-    def copy(self) -> _Stream:
-        """Return another stream of the same hidden states."""
-        other = _Stream(self._dtype)
-        other._on_host = self._on_host
-        for hidden in self:
-            other.append(hidden)
-        return other
-
-    def to_host(self) -> None:
-        """Keep what is here, and what comes, in pinned memory of the host."""
-        self._on_host = True
-        self._hidden = [self._home(hidden) for hidden in self._hidden]
-
-    def _home(self, hidden: Tensor) -> Tensor:
-        return hidden.cpu().pin_memory() if self._on_host else hidden

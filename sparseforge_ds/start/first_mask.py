@@ -171,8 +171,8 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
         weight: its shape and input axis are used.
         value: its values, in its shape.
         pattern: of the mask.
-        square_EI: sums of squared inputs, of each expert or of all tokens; None for magnitude. Weights whose inputs
-            are 0 come last in their group, by magnitude among themselves: so do all weights of an unseen expert.
+        square_EI: sums of squared inputs, of each expert or of all tokens; None for magnitude. An input that
+            is 0 counts as `UNSEEN_INPUT` says, so that magnitude decides among such, and in an unseen expert.
 
     Returns:
         bool in the weight's shape.

@@ -269,12 +269,10 @@ class Checkpoints:
             return
         intact = []
         for folder in list_checkpoints(self.folder):
-            try:
-                self._read_manifest(folder)
+            if (damage := self._damage_of(folder)) is None:
                 intact.append(folder)
-            except ValueError as error:
-                if folder not in self._told:
-                    _LOG.warning("%s; it is not removed with old checkpoints", error)
+            elif folder not in self._told:
+                _LOG.warning("%s; it is not removed with old checkpoints", damage)
                 self._told.add(folder)
         for folder in intact[: -self.keep]:
             if folder != best:
@@ -285,11 +283,15 @@ class Checkpoints:
             file.write(tag.encode())
 
     def _is_intact(self, folder: Path) -> bool:
+        return self._damage_of(folder) is None
+
+    def _damage_of(self, folder: Path) -> str | None:
+        """Return the reason why a checkpoint does not look as it was written, or None if it does."""
         try:
             self._read_manifest(folder)
-        except ValueError:
-            return False
-        return True
+        except ValueError as error:
+            return str(error)
+        return None
 
     def _remove(self, folder: Path) -> None:
         """Remove a checkpoint. It loses its final name first, so that a half-removed one does not count."""

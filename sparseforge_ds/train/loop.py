@@ -180,7 +180,7 @@ def _train(
 
 
 def _end_if_asked(context: TrainContext, checkpoints: Checkpoints, preemption: Preemption, step: int) -> None:
-    """Raise PreemptedError if a signal has asked a rank to stop; what is worth saving is saved. Collective."""
+    """Raise PreemptedError if a signal has asked a rank to stop. Collective; the caller has saved before."""
     if signal_number := max(context.ranks.gather(preemption.requested)):
         checkpoints.remove_old()
         raise PreemptedError(signal_number, f"at step {step}" + ("" if step else ", with nothing to save yet"))

@@ -15,14 +15,10 @@ All machines of a run must see it.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import logging
-import os
 import shlex
 import shutil
-import socket
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +30,7 @@ import transformers
 from transformers import GenerationConfig
 
 import sparseforge_ds
-from sparseforge_ds.checkpoint.disk import atomic_folder, open_own_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_folder, take_lock, write_json
 from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json_object
 from sparseforge_ds.checkpoint.model_files import is_legal_file
 from sparseforge_ds.checkpoint.tensors import fingerprint_weights
@@ -179,23 +175,8 @@ def lock_folder(folder: Path) -> int:
     Raises:
         ValueError: another run is at work in the folder, or the lock is a link.
     """
-    lock = open_own_file(folder / ".lock", os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 200).decode(errors="replace").strip()
-        os.close(lock)
-        raise ValueError(
-            f"--output_dir {folder}: another run is at work in it ({holder or 'of an unknown process'}); wait for its "
-            "end, stop it, or give another folder"
-        ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            raise
-        _LOG.warning("%s is on a file system without locks: do not start a second run in it", folder)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    return lock
+    refusal = f"--output_dir {folder}: another run is at work in it"
+    return take_lock(folder / ".lock", refusal, "wait for its end, stop it, or give another folder")
 
 
 def room_for_checkpoints(spec: RunSpec) -> int:

@@ -17,7 +17,7 @@ from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_
 from sparseforge_ds.config.deepspeed_config import read_deepspeed, resolve, training_dtype, zero_stage
 from sparseforge_ds.data.held_out import find_held_out
 from sparseforge_ds.data.mixture import Mixture, find_text
-from sparseforge_ds.data.teacher_logits import require_usable
+from sparseforge_ds.data.teacher_logits import require_matching_settings
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.tokenization import check_frame, check_trained
 from sparseforge_ds.model.any_family import any_family
@@ -161,7 +161,8 @@ def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeCon
         arguments.gradient_accumulation_steps,
     )
     overrides = {} if arguments.max_steps is None else {"max_steps": arguments.max_steps}
-    config = SparseForgeConfig.from_dict({**content["sparseforge"], **overrides})
+    # --seed is that of all random choices; a block may name another one for its own.
+    config = SparseForgeConfig.from_dict({"seed": arguments.seed, **content["sparseforge"], **overrides})
     return content, config.allowing_dense(arguments.allow_dense)
 
 
@@ -210,7 +211,9 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     else:
-        require_usable(Path(arguments.teacher_logits or ""), arguments.seq_length, config.distillation.temperature)
+        require_matching_settings(
+            Path(arguments.teacher_logits or ""), arguments.seq_length, config.distillation.temperature
+        )
     if problem is not None:
         raise ValueError(f"--teacher_logits {arguments.teacher_logits}: {problem}")
 

@@ -38,7 +38,7 @@ class Run:
         return {
             **content,
             "train_batch_size": config.batch,
-            "sparseforge": {"seed": self.seed, **config.block(self.method, self.steps, self.decay)},
+            "sparseforge": config.block(self.method, self.steps, self.decay),
         }
 
     def flags(self, config: CompareConfig) -> dict[str, Any]:

@@ -14,16 +14,14 @@ OUT/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import queue
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import open_own_file
+from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.assessment import Evaluator
@@ -88,7 +86,8 @@ class Study:
             ValueError: a run failed. The others have saved, and the same command continues.
         """
         config = self.config
-        with _locked(self.out):
+        refusal = f"{self.out}: a comparison is running in it"
+        with locked(self.out / ".lock", refusal, "wait for its end, or give another --out"):
             write_text(self.out / "config.json", self.text)
             self.baselines = self._measure_baselines()
             # First the runs that decide learning rates, and those that need none.
@@ -249,16 +248,3 @@ def threads_of_environment() -> int | None:
     if value is not None and not (value.isdecimal() and int(value)):
         raise ValueError(f"OMP_NUM_THREADS={value}: use an integer >= 1, or unset it")
     return None if value is None else int(value)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder against a second comparison."""
-    with open(open_own_file(folder / ".lock", os.O_WRONLY), "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{folder}: a comparison is running in it; wait for its end, or give another --out"
-            ) from None
-        yield

@@ -117,6 +117,8 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(block_by_block, "solve_block", note)
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 0
+    record = json.loads((tmp_path / "out" / "sparsity.json").read_text())
+    assert record["source"]["errors"][0].keys() == {"error_before", "error", "few_tokens"}
     assert solved == ["block 0", "block 1", "block 2"] and not (tmp_path / "out.part").exists()
     for name in ("model.safetensors", "sparsity.json", "config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

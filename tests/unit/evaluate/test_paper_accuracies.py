@@ -36,6 +36,8 @@ def test_ours_beside_the_papers_and_empty_where_nothing_is_known() -> None:
 def test_a_task_without_acc_has_a_row_for_each_of_its_metrics() -> None:
     metrics = {"perplexity": 31.5, "perplexity_stderr": 0.5, "exact_match,strict": 0.25, "bleu": 25.3, "items": 8.0}
     lines = accuracy_table({"this": {"a_task": metrics}}, "llama2-7b").splitlines()
+    both = accuracy_table({"this": {"a_task": {**metrics, "bleu": 0.9}}, "dense": {"a_task": metrics}}, None)
+    assert "| a_task, bleu | 8 | 0.90 |  | 25.30 |  |" in both, "one unit in a row"
     assert lines[2:5] == [
         "| a_task, perplexity | 8 | 31.50 ± 0.50 |  |  |  |",
         "| a_task, exact_match, strict | 8 | 25.00 |  |  |  |",

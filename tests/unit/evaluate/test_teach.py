@@ -131,7 +131,10 @@ def test_two_commands_do_not_write_the_logits_of_one_text(written: Path, capsys:
         files = sorted((written / "logits").iterdir())
         fcntl.flock(held, fcntl.LOCK_EX)
         assert main(command(written, "logits")) == 2
-    assert "another process is at work; wait for it, or give another --output" in capsys.readouterr().err
+    assert (
+        "another process writes the logits of this text (of an unknown process); wait for it, or give another --output"
+        in capsys.readouterr().err
+    )
     assert sorted((written / "logits").iterdir()) == files
 
 

@@ -65,7 +65,11 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
     }
     zero_shot = {
         "model": str(folder),
-        "zero_shot": {"tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}}, "limit": 40},
+        "zero_shot": {
+            "tasks": {"arc_easy": {"acc": 0.5, "acc_norm": 0.45, "acc_stderr": 0.1}},
+            "limit": 40,
+            "num_fewshot": 0,
+        },
     }
     strict = {
         "exact_match,strict-match": 0.3,
@@ -95,6 +99,9 @@ def test_a_card_has_the_settings_and_scores_of_the_run(folder: Path, tmp_path: P
         ("gsm8k", "answer_tokens"): 90.5,
         ("gsm8k", "cut_at_limit"): 0.25,
     }
+    # The hub keeps one set of arguments for a config of a dataset, and none of two settings takes the other's.
+    assert scores["arc_easy", "acc"].dataset_args == {"limit": 40, "num_fewshot": 0}
+    assert scores["arc_easy", "acc"].dataset_config == "limit=40, num_fewshot=0"
     assert scores["wikitext2", "perplexity"].dataset_args == {
         "protocol": "windows",
         "seq_length": 4096,

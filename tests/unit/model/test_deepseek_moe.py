@@ -338,11 +338,11 @@ def test_the_balance_loss_reaches_the_router_through_activation_checkpointing() 
 def test_a_trainer_that_accumulates_counts_the_balance_loss_once() -> None:
     model = _tiny(aux_loss_alpha=10.0).train()
     batch = token_batch()
-    whole = model(**batch, num_items_in_batch=batch["labels"][:, 1:].numel())
-    assert whole.loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
+    step_at_once = model(**batch, num_items_in_batch=batch["labels"][:, 1:].numel())
+    assert step_at_once.loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     # Of four micro-batches that are alike, each is a quarter of the step.
     part = model(**batch, num_items_in_batch=4 * batch["labels"][:, 1:].numel())
-    assert 4 * part.loss.item() == pytest.approx(whole.loss.item(), rel=1e-6)
+    assert 4 * part.loss.item() == pytest.approx(step_at_once.loss.item(), rel=1e-6)
 
 
 def test_labels_loss_is_the_shifted_cross_entropy() -> None:

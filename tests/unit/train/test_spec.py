@@ -49,6 +49,11 @@ def test_a_plan_knows_the_run(arguments):
     assert "leaf_module" not in spec.deepspeed["zero_optimization"]
 
 
+def test_the_seed_of_a_run_is_that_of_its_method_unless_the_block_names_one(arguments):
+    assert make_spec(arguments(seed=7), world_size=1).config.seed == 7
+    assert make_spec(arguments(deepspeed_json(seed=3), seed=7), world_size=1).config.seed == 3
+
+
 def test_loaded_weights_are_those_of_the_file(arguments, model):
     spec = make_spec(arguments(), world_size=1)
     expected = load_file(model / "model.safetensors")

@@ -19,6 +19,7 @@ import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as us
 from sparseforge_ds import keep_mask
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.evaluate.finished_model import share_of_zeros
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
@@ -73,6 +74,8 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES | ROUNDED)
 def test_layers_stay_packed_and_compute_the_same(folders: FOLDERS, name: str) -> None:
+    assert share_of_zeros(load(folders[name][0])) == pytest.approx(0.5, abs=0.1)
+    assert share_of_zeros(load(folders[name][1])) is None, "kept values alone are no matrices"
     dense, packed = (load(folder) for folder in folders[name])
     layers = [module for module in packed.modules() if isinstance(module, (FAMILIES | ROUNDED)[name])]
     stored = TensorFolder(folders[name][1]).specs

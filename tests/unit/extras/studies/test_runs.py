@@ -47,8 +47,6 @@ def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
     }
     counting = result_runs(config, chosen)
     assert len(counting) == 2 * 2 * 2
-    # A seed reaches what a method draws: its block has it.
-    assert {run.deepspeed(config)["sparseforge"]["seed"] for run in counting} == {0, 3}
     again = {run.name for run in counting} & {run.name for run in selection_runs(config)}
     assert again == {"fixed-lr0.002-seed3-steps40"}
     assert len(unique([*selection_runs(config), *counting])) == 2 + 8 - 1
