@@ -251,6 +251,13 @@ def _check_same_run(spec: RunSpec) -> None:
     now = RunState.from_weights(spec.config, spec.weights)
     if saved.config.max_steps != spec.config.max_steps:
         raise ValueError(_other_length(spec, saved.config.max_steps))
+    saved_flags = record.get("run")
+    saved_seed = saved_flags.get("seed") if isinstance(saved_flags, dict) else None
+    if saved_seed not in (None, spec.arguments.seed):  # before the block, which takes its seed from the flag
+        raise ValueError(
+            f"--resume: the run in {spec.folder} was trained on other data (seed {saved_seed}, here "
+            f"{spec.arguments.seed}); give --seed {saved_seed}, or start in a new --output_dir"
+        )
     if changes := saved.changes(now):
         if saved.weights != now.weights:
             changes = [*_change_of_model(record, spec), *changes]
