@@ -21,7 +21,7 @@ RADIUS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 1e-1}
 
 
 class Hutchinson(Estimator):
-    """v (H v) with v at the weights, by gradient differences (eq. 2)."""
+    """v (H D v) / D with v at the weights and D their radii, by gradient differences (eq. 2)."""
 
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context
@@ -97,5 +97,8 @@ class Hutchinson(Estimator):
             table[row, 0] = values.square().sum()
             table[row, 1] = values.numel()
         square, count = context.matrices.layout.sum_shards(table).unbind(1)
-        radii = (self.radius * (square / count).sqrt()).to(context.layout.flats[0].device)
+        rms = (square / count).sqrt()
+        # A matrix of zeros, as fresh blocks have it, is moved like the largest one.
+        rms = torch.where(rms > 0, rms, rms.max())
+        radii = (self.radius * rms).to(context.layout.flats[0].device)
         return dict(zip(context.shards, radii.unbind(0), strict=True))

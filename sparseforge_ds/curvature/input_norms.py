@@ -24,7 +24,8 @@ class InputNorms(SumsEstimator):
     """Wanda's activation norms as a curvature: H_oi = mean x_i^2, so that H W^2 is Wanda's score squared.
 
     The score that is compared is (H + eps) W^2, eq. 3: eps raises inputs that are far below the mean of a matrix. With
-    `curvature.damping` 0 the order is Wanda's own.
+    `curvature.damping` 0 the order is Wanda's own, but for scores that eq. 4 rounds to the same fp32 number, which are
+    those that lie very far below the mean.
 
     All rows of H are equal: it is the product of its row and column sums.
     """

@@ -14,8 +14,9 @@ from torch import Tensor
 def hutchinson_sample(difference: Tensor, sign: Tensor, radius: Tensor | float) -> Tensor:
     """Return one Hutchinson sample of the diagonal by a central gradient difference (eq. 2).
 
-    With v Rademacher and g the gradient at w +- r v:  v (g(w + r v) - g(w - r v)) / 2r = v (H v) + O(r^2), whose mean
-    over v is diag(H). Signed: clamping samples would bias the average upwards by the off-diagonal noise.
+    With v Rademacher, g the gradient at w +- D v, and D the diagonal matrix of every weight's r:
+    v (g(w + D v) - g(w - D v)) / 2r = v (H D v) / r + O(r^2), whose mean over v is diag(H).
+    Signed: clamping samples would bias the average upwards by the off-diagonal noise.
 
     Linear in its first argument, so that the two sides can be added one after the other.
 

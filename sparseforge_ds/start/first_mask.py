@@ -71,7 +71,7 @@ class InputMoments:
         """Number of tokens, (E,) of each weight; E is 1 unless experts are fused."""
         self._same_input: dict[str, str] = {}
         """Name of the weight that has the moments of another one."""
-        self._inputs_in_pass: dict[tuple[int, torch.Size, tuple[int, ...]], tuple[str, Tensor]] = {}
+        self._inputs_in_pass: dict[tuple[int, torch.Size, tuple[int, ...], int], tuple[str, Tensor]] = {}
         """First weight that read an input in this pass, and the input, by its place in memory."""
         device = next(block.parameters()).device
         # Sums of diagonals have a fixed shape; whole moments are made when the first input comes.
@@ -138,7 +138,7 @@ class InputMoments:
             return
         # q, k and v read the same tensor, and so do gate and up: one sum serves them all.
         if name not in self.moments:
-            key = (input_TI.data_ptr(), input_TI.shape, input_TI.stride())
+            key = (input_TI.data_ptr(), input_TI.shape, input_TI.stride(), input_TI._version)
             if key in self._inputs_in_pass:
                 self._same_input[name] = self._inputs_in_pass[key][0]
                 return

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from importlib.metadata import version
@@ -115,6 +115,9 @@ class ShardLayout(ABC):
     @abstractmethod
     def _read(self) -> None:
         """Fill `flats`, `param_group_of_flat`, and the shards."""
+
+    def forget_states(self, index: int, keys: Collection[str]) -> None:  # noqa: B027
+        """Drop what DeepSpeed itself holds of optimizer states of a flat that are gone; here it holds nothing."""
 
     @abstractmethod
     def push(self) -> None:

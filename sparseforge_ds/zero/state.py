@@ -226,9 +226,10 @@ class ShardState:
                 kept = mask[chunk] != 0
                 bits.copy_(pack(kept))
                 flat.data.view(-1)[chunk] = dense.view(-1)[chunk].masked_fill_(~kept, 0.0)
-            for key in self.keys:
-                if key != "dense" or not self.keeps_dense(index):
-                    del state[key]
+            gone = [key for key in self.keys if key != "dense" or not self.keeps_dense(index)]
+            for key in gone:
+                del state[key]
+            self.layout.forget_states(index, gone)
             # Moments of pruned weights would move them at the next step.
             for moment in self._moments(index).values():
                 masked_gradient(moment.view(-1), self.packed_kept(index))

@@ -329,6 +329,8 @@ SCORES = [
     {"importance": "wanda", "method": "naive_retrain"},
     {"importance": "sparsegpt", "method": "naive_retrain"},
 ]
+BY_WEIGHTS = {"importance": "hutchinson", "curvature": {"first_probes": 16, "probes": 8}}
+"""Moves weights by a share of their size; a block whose gradients are all 0 has no usable curvature then."""
 
 
 def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tuple[str, bool]:
@@ -358,11 +360,12 @@ def with_zeros(config: dict[str, Any], zero: tuple[str, ...], stage: int) -> tup
 
 
 def with_zeros_all() -> dict[str, tuple[str, bool]]:
-    return {
+    results = {
         f"{block} {config}": with_zeros(config, zero, 2 if number % 2 else 3)
         for number, config in enumerate(SCORES)
         for block, zero in BLOCKS.items()
     }
+    return results | {"hutchinson at weights": with_zeros(BY_WEIGHTS, BLOCKS["a zero matrix"], 3)}
 
 
 def test_zeros_in_a_model_are_ties_and_no_error() -> None:

@@ -56,11 +56,13 @@ class Drifting(torch.optim.SGD):
 
 
 def states_of(engine: Any, forge: Any) -> list[str]:
-    """List the states of a forge in the optimizer's state."""
+    """List the states of a forge in the optimizer's state, and those that DeepSpeed has views of."""
     state = engine.basic_optimizer.state
-    return sorted(
-        {key for flat in forge.sharded.layout.flats for key in state.get(flat, {})} & {"dense", "mask", "curvature"}
-    )
+    keys = {key for flat in forge.sharded.layout.flats for key in state.get(flat, {})}
+    for parameter in engine.module.parameters():
+        mapping = getattr(parameter, "_hp_mapping", None)
+        keys |= set() if mapping is None or mapping.optim_fragment is None else mapping.optim_fragment.keys()
+    return sorted(keys & {"dense", "mask", "curvature"})
 
 
 def strange_zeros(forge: Any) -> list[str]:
