@@ -179,6 +179,16 @@ class SparseForgeConfig:
         return keys + self.method.state_keys(self.parsed_pattern)
 
     @property
+    def block_start(self) -> BlockStartConfig | None:
+        """Return the settings of a start that goes block by block; None where there is none.
+
+        SparseGPT's mask alone is a start whose blocks are not trained.
+        """
+        if self.start is None and self.importance == "sparsegpt":
+            return BlockStartConfig(mask="sparsegpt", epochs=0)
+        return self.start
+
+    @property
     def mask_storage(self) -> Literal["uint16", "bool", "float32"]:
         """Return the dtype of masks while they move: fixed point if they are soft, 32 bits if they are sampled."""
         if self.method.name == "maskllm":
@@ -196,6 +206,15 @@ class SparseForgeConfig:
         assert self.quantize is not None
         begin = self.quantize.from_
         return self.resolved_schedule.freeze_step if begin == "freeze" else round(begin * self.max_steps)
+
+    def is_exact(self, step: int) -> bool:
+        """Return True if the network that is trained after step `step` computes what an export of it does.
+
+        It sees dense weights, a soft mask or weights that are not quantized yet before.
+        """
+        is_masked = self.mask_storage == "bool" and step >= self.method.dense_until(self.max_steps)
+        is_final = step >= self.release_step or is_masked
+        return is_final and self.is_quantized(step) == self.is_quantized(step, hard=True)
 
     def is_quantized(self, step: int, hard: bool = False) -> bool:
         """Return True if weights published after step `step` are quantized; `hard` is as if masks froze then."""

@@ -123,7 +123,11 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     values = vars(given_flags)
     if values.get("config") is not None:
         try:
-            values = read_run_file(values["config"]).flags | values
+            in_file = read_run_file(values["config"]).flags
+            # A run has one of these two lengths.
+            if len({"epochs", "max_steps"} & values.keys()) == 1:
+                in_file = {key: value for key, value in in_file.items() if key not in ("epochs", "max_steps")}
+            values = in_file | values
         except UnknownKeyError as error:
             raise ValueError(f"--config {values['config']}: {_unknown(f'--{error.key}')}") from None
         if "deepspeed" not in values:

@@ -43,6 +43,10 @@ class MethodConfig:
         """Return the names of the method's own optimizer states, each one fp32 number per element while masks move."""
         return ()
 
+    def dense_until(self, max_steps: int) -> int:
+        """Return the number of optimizer steps after which the network sees m W; it sees dense weights before."""
+        return 0
+
 
 def require_key(part: MethodConfig, key: str, condition: bool, cure: str) -> None:
     """Raise ValueError about a key of a method unless `condition` holds."""

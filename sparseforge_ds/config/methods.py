@@ -108,6 +108,10 @@ class CastConfig(RefreshedMaskConfig):
     """Train one factor per output of every pruned layer, which is folded into the weights when the mask freezes."""
     reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
+    @override
+    def dense_until(self, max_steps: int) -> int:
+        return self.schedule(max_steps).freeze_step
+
 
 @dataclass(frozen=True)
 class ElsaConfig(RefreshedMaskConfig):
@@ -128,6 +132,10 @@ class ElsaConfig(RefreshedMaskConfig):
     def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
         return ("split",)
 
+    @override
+    def dense_until(self, max_steps: int) -> int:
+        return self.schedule(max_steps).freeze_step
+
 
 @dataclass(frozen=True)
 class PatConfig(RefreshedMaskConfig):
@@ -146,6 +154,10 @@ class PatConfig(RefreshedMaskConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_key(self, "warmup", 0 <= self.warmup < 1 - self.frozen, "use 0 <= warmup < 1 - frozen")
+
+    @override
+    def dense_until(self, max_steps: int) -> int:
+        return min(round(self.warmup * max_steps) + 1, self.schedule(max_steps).freeze_step)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def run_file_text(arguments: RunArguments, deepspeed: dict[str, Any], block: dic
     """
     content = {name: value for name, value in flags(arguments).items() if name != "deepspeed"}
     content["deepspeed"] = {key: value for key, value in deepspeed.items() if key != BLOCK}
-    content[BLOCK] = block
+    # A seed of the block would win over a --seed beside the file.
+    content[BLOCK] = {key: value for key, value in block.items() if key != "seed" or value != arguments.seed}
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any
@@ -136,9 +137,11 @@ class StepBatches:
         return self.prepared or [self.prepare(batch_inputs) for batch_inputs in self.loaded]
 
     def passes(self, batch: int) -> list[Closure]:
-        """Return closures that compute the loss of each micro-batch: the sum over its tokens, divided by `divisor`."""
-        assert self.objective is not None
-        return [partial(self.objective.cross_entropy, micro_batch) for micro_batch in self._batches(self._divisor)]
+        """Return closures that compute the loss of each micro-batch: the sum over its tokens, divided by `divisor`.
+
+        The first of them to run communicates.
+        """
+        return [partial(self._loss, micro_batch) for micro_batch in self._batches]
 
     def divisor(self, batch: int) -> float:
         """Return the trained tokens of the step per micro-batch, over all ranks. Collective.
@@ -147,41 +150,54 @@ class StepBatches:
         """
         return self._divisor
 
-    def _batches(self, trained: float | None) -> list[MicroBatch]:
+    def _loss(self, batch: MicroBatch) -> Tensor:
         assert self.objective is not None
-        return [task_micro_batch(inputs, trained, self.objective.engine.module) for inputs in self.inputs]
+        return self.objective.cross_entropy(replace(batch, trained=self._divisor))
+
+    @cached_property
+    def _batches(self) -> list[MicroBatch]:
+        assert self.objective is not None
+        return [task_micro_batch(inputs, None, self.objective.engine.module) for inputs in self.inputs]
 
     @cached_property
     def _divisor(self) -> float:
-        labels = [next_labels(batch.label_BS, batch.shifted) for batch in self._batches(None)]
+        labels = [next_labels(batch.label_BS, batch.shifted) for batch in self._batches]
         trained = torch.stack([(label_N != IGNORED).sum() for label_N in labels]).sum()
         torch.distributed.all_reduce(trained)
         return max(1, int(trained)) / (torch.distributed.get_world_size() * len(self.inputs))
 
 
-class BlockStartBatches:
+class StartBatches:
     """Batches that a start reads under a trainer: the first examples of its train set, in the set's own order.
 
     It begins again where the examples are few. The trainer's own data loader is left alone.
 
     Args:
         trainer: the trainer, of which set, collator and micro-batch are used.
-        block_start: says how many sequences an Adam step has. The first examples say how long a sequence is.
+        block_start: says how many sequences an Adam step of a block has; None takes those of a training step. The first
+            examples say how long a sequence is.
         objective: the task loss.
     """
 
-    def __init__(self, trainer: Any, block_start: BlockStartConfig, objective: Objective) -> None:
+    def __init__(self, trainer: Any, block_start: BlockStartConfig | None, objective: Objective) -> None:
         self.objective = objective
         self._prepare = trainer._prepare_inputs
         self._collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
         self._rank = trainer.args.process_index
         self._ranks = trainer.args.world_size
+        self._size = largest = trainer.args.per_device_train_batch_size
+        self.per_batch = trainer.args.gradient_accumulation_steps
+        self._batches_read = 0
+        self._newest = StepBatches((), self._prepare, objective)
+        """The batch that was read last."""
+        self._examples = endless_examples(trainer.train_dataset)
+        if block_start is None:
+            return
         # Sequences are as long as those of the first micro-batch, on average over the ranks, whose sets may differ.
-        largest = trainer.args.per_device_train_batch_size
-        examples = endless_examples(trainer.train_dataset)
-        first = list(islice(examples, largest * self._ranks))
-        self._examples = chain(first, examples)
-        token_BS = self._collated(first, largest).token_BS
+        first = list(islice(self._examples, largest * self._ranks))
+        self._examples = chain(first, self._examples)
+        inputs = self._prepare(self._collated(first, largest))
+        token_BS = task_micro_batch(inputs, None, objective.engine.module).token_BS
         total = torch.tensor(token_BS.shape[1], device=token_BS.device)
         torch.distributed.all_reduce(total)
         length = max(1, int(total) // self._ranks)
@@ -191,20 +207,42 @@ class BlockStartBatches:
         self._size, self.per_batch = block_start.micro_batches(tokens, length, self._ranks, largest)
 
     def passes(self, batch: int) -> list[Closure]:
-        """Return the losses of this rank's next micro-batches; `batch` must count up by one."""
-        return [partial(self.objective.cross_entropy, self._next()) for _ in range(self.per_batch)]
+        """Return the losses of this rank's micro-batches; `batch` must count up by one."""
+        return self._at(batch).passes(batch)
 
-    def _next(self) -> MicroBatch:
+    def divisor(self, batch: int) -> float:
+        """Return `StepBatches.divisor` of the batch that was read last, or of the next one. Collective."""
+        return self._at(batch).divisor(batch)
+
+    def _at(self, batch: int) -> StepBatches:
+        if batch == self._batches_read:
+            loaded = [self._next() for _ in range(self.per_batch)]
+            self._newest = StepBatches(loaded, self._prepare, self.objective)
+            self._batches_read += 1
+        return self._newest
+
+    def _next(self) -> dict[str, Any]:
         return self._collated(list(islice(self._examples, self._size * self._ranks)), self._size)
 
-    def _collated(self, examples: list[Any], size: int) -> MicroBatch:
-        """Return this rank's part of the examples, `size` of them."""
-        inputs = self._prepare(self._collate(examples[self._rank * size :][:size]))
-        return task_micro_batch(inputs, None, self.objective.engine.module)
+    def _collated(self, examples: list[Any], size: int) -> dict[str, Any]:
+        """Return the inputs of this rank's part of the examples, `size` of them."""
+        inputs: dict[str, Any] = self._collate(examples[self._rank * size :][:size])
+        return inputs
 
 
 def endless_examples(dataset: Any) -> Iterator[Any]:
-    """Yield the examples of a set, map-style or iterable, again and again."""
+    """Yield the examples of a set, map-style or iterable, again and again.
+
+    Raises:
+        ValueError: it has none, or none a second time.
+    """
+    is_map = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
     while True:
-        is_map = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
-        yield from (dataset[i] for i in range(len(dataset))) if is_map else dataset
+        example = None
+        for example in (dataset[i] for i in range(len(dataset))) if is_map else dataset:
+            yield example
+        if example is None:
+            raise ValueError(
+                "train_dataset: a start reads it from its beginning, and it gives no example; give a set that can be "
+                "read more than once"
+            )

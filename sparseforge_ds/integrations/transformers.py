@@ -23,12 +23,12 @@ from accelerate.utils import DummyOptim
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_batches import (
-    BlockStartBatches,
+    StartBatches,
     StepBatches,
     trained_tokens,
     trainer_micro_batch,
@@ -197,10 +197,11 @@ class SparseForgeMixin(_Trainer):
     def _attach(self, engine: Any) -> None:
         """Attach a forge to the engine, and load the teacher."""
         config = self._config
-        if config.start is not None and (parts := self.get_sp_size()) > 1:
+        if config.block_start is not None and (parts := self.get_sp_size()) > 1:
+            key, cure = ("importance", '"fisher"') if config.start is None else ("start", "null")
             raise ValueError(
-                f"sparseforge.start reads whole sequences, and parallelism_config.sp_size = {parts} ranks share one; "
-                'train with the launcher, or set "start" to null'
+                f"sparseforge.{key} reads whole sequences, and parallelism_config.sp_size = {parts} ranks share one; "
+                f'train with the launcher, or set "{key}" to {cure}'
             )
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
@@ -261,9 +262,7 @@ class SparseForgeMixin(_Trainer):
         assert self.forge is not None
         if not self.forge.ready:
             self.model.train()  # as the trainer's step does; ranks share sequences in this mode only
-            self.forge.start(
-                self._step_batches() if self._config.start is None else self._block_start_batches(self._config.start)
-            )
+            self.forge.start(self._start_batches())
         self._num_items = num_items_in_batch
         self._is_divisor_told = False
         self._is_loss_ours = False
@@ -355,10 +354,13 @@ class SparseForgeMixin(_Trainer):
         torch.distributed.all_reduce(trained, group=self.deepspeed.seq_parallel_group)
         return max(1, int(trained)) / self.get_sp_size()
 
-    def _block_start_batches(self, block_start: BlockStartConfig) -> BlockStartBatches:
-        """Return the text of a start."""
-        assert self._task is not None
-        return BlockStartBatches(self, block_start, self._task)
+    def _start_batches(self) -> StartBatches | StepBatches:
+        """Return the text of a start; the step's own where nothing probes, or examples are not yet sequences."""
+        block_start = self._config.block_start
+        is_read_by_collator = all(isinstance(inputs, Mapping) for inputs in self._step_inputs)
+        if self._task is None or (block_start is None and (self.get_sp_size() > 1 or not is_read_by_collator)):
+            return self._step_batches()
+        return StartBatches(self, block_start, self._task)
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

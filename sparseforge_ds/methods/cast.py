@@ -43,11 +43,6 @@ class Cast(PeriodicMagnitudeMask):
         for layer in scaled_layers(self.weights.engine.module).values():
             layer.enabled = self.weights.step < self.weights.schedule.freeze_step
 
-    @property
-    @override
-    def dense_until(self) -> int:
-        return self.weights.schedule.freeze_step
-
     @override
     def after_step(self, index: int, param_group: dict[str, Any]) -> None:
         state = self.weights.state.partition(index)

@@ -32,11 +32,6 @@ class Elsa(PeriodicMagnitudeMask):
         super().__init__(weights, ranking)
         weights.require_adam("elsa")
 
-    @property
-    @override
-    def dense_until(self) -> int:
-        return self.weights.schedule.freeze_step
-
     @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Let z be the projection of W, and u be 0."""

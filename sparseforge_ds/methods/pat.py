@@ -7,9 +7,6 @@ Before it there may be dense steps (`warmup_steps`), and after it steps under a 
 
 from __future__ import annotations
 
-from typing_extensions import override
-
-from sparseforge_ds.config.methods import PatConfig
 from sparseforge_ds.methods.sr_ste import SrSte
 
 
@@ -17,10 +14,3 @@ class Pat(SrSte):
     """PAT: SR-STE after dense steps, by default without its pull on what is pruned."""
 
     chooses_at_freeze = True
-
-    @property
-    @override
-    def dense_until(self) -> int:
-        config = self.weights.config
-        assert isinstance(config.method, PatConfig)
-        return min(round(config.method.warmup * config.max_steps) + 1, self.weights.schedule.freeze_step)

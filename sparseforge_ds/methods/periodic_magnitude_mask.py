@@ -45,14 +45,9 @@ class PeriodicMagnitudeMask(StartingMask):
         self.weights.account()
         return self.ranking.report()
 
-    @property
-    def dense_until(self) -> int:
-        """Number of optimizer steps after which the network sees m W; it sees W before."""
-        return 0
-
     @override
     def publish(self, index: int, dense: Tensor, before: Tensor | None, out: Tensor, step: int) -> None:
-        if step < self.dense_until:
+        if step < self.settings.dense_until(self.weights.config.max_steps):
             out.copy_(dense.view(out.shape))
         else:
             super().publish(index, dense, before, out, step)

@@ -14,7 +14,7 @@ from sparseforge_ds.curvature.ranking import Ranking
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.methods.method import MaskMethod
 from sparseforge_ds.sharded_weights import ShardedWeights
-from sparseforge_ds.start.block_start import BlockStart, block_start_of
+from sparseforge_ds.start.block_start import BlockStart
 from sparseforge_ds.zero.extra_passes import Closure, ProbeBatches
 
 
@@ -23,7 +23,7 @@ class StartingMask(MaskMethod):
 
     def __init__(self, weights: ShardedWeights, ranking: Ranking) -> None:
         super().__init__(weights, ranking)
-        block_start = block_start_of(weights.config)
+        block_start = weights.config.block_start
         self._by_block = (
             None if block_start is None else BlockStart(weights, ranking.curvature.extra_passes, block_start)
         )

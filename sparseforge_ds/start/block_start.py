@@ -42,21 +42,9 @@ _ALONE = {torch.float32: 1e-3}
 _ALONE_IN_16_BITS = 0.1
 
 
-def block_start_of(config: SparseForgeConfig) -> BlockStartConfig | None:
-    """Return the settings of a start that goes block by block; None where the config has none.
-
-    SparseGPT's mask alone is a start whose blocks are not trained.
-    """
-    if config.start is not None:
-        return config.start
-    if config.importance != "sparsegpt":
-        return None
-    return BlockStartConfig(mask="sparsegpt", epochs=0)
-
-
 def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: SparseForgeConfig) -> None:
     """Raise ValueError where a start cannot go block by block, without a weight being loaded."""
-    block_start = block_start_of(config)
+    block_start = config.block_start
     if block_start is None:
         return
     key = 'importance "sparsegpt"' if config.start is None else "start"

@@ -94,7 +94,7 @@ class Evaluation:
     def ranking(self) -> dict[int, float] | None:
         """Return the losses that may make a checkpoint the best, by step; None without `--keep_best`.
 
-        Losses under a soft mask do not count: the less is pruned yet, the lower they are.
+        Losses of a network that is not what would be exported do not count: the less is pruned yet, the lower they are.
         """
         if not self.context.spec.arguments.keep_best:
             return None
@@ -102,7 +102,7 @@ class Evaluation:
         return {
             step: loss
             for step, loss in self.losses.items()
-            if math.isfinite(loss) and (step >= config.release_step or config.mask_storage == "bool")
+            if math.isfinite(loss) and config.is_exact(step) and (config.quantize is None or config.is_quantized(step))
         }
 
     def result(self) -> dict[str, Any]:

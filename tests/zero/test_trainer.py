@@ -428,19 +428,28 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
-def chosen_mask(root: Path, factored: bool, least: int) -> tuple[bool, Tensor]:
-    """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much."""
+def chosen_mask(root: Path, factored: bool, least: int) -> tuple[bool, int, Tensor]:
+    """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much.
+
+    Return whether all of them were in training mode, how many of them differ, and the mask.
+    """
     block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
     config = deepspeed_json(1) | {"sparseforge": block}
     collator = partial(padded, least=least)
     trainer = trainer_of(root / "chosen", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
     trainer.model.eval()  # as `from_pretrained` leaves it
     modes: list[bool] = []
-    trainer.model.register_forward_pre_hook(lambda model, _inputs: modes.append(model.training))
+    read: set[tuple[int, ...]] = set()
+
+    def watch(model: Any, _positional: Any, inputs: dict[str, Any]) -> None:
+        modes.append(model.training)
+        read.add(tuple(inputs["input_ids"].flatten().tolist()))
+
+    trainer.model.register_forward_pre_hook(watch, with_kwargs=True)
     trainer.train()
     weights = dict(trainer.model.named_parameters())
     kept = [weights[row["name"]] != 0 for row in trainer.forge.state_dict()["weights"]]
-    return all(modes[1:]), torch.cat([mask.flatten() for mask in kept])
+    return all(modes[1:]), len(read), torch.cat([mask.flatten() for mask in kept])
 
 
 def counted_tokens(root: Path, own_mean: bool, calls_ours: bool = True) -> tuple[list[float], list[float], Tensor]:
@@ -603,7 +612,8 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     # Padding does not decide a mask that is chosen before the first step.
     for plain, more in (results["chosen"][:2], results["chosen"][2:]):  # by sums and by elements
         assert plain[0] and more[0], "passes before the first step were not in training mode"
-        assert int((plain[1] != more[1]).sum()) <= 2 and plain[1].sum() * 2 == plain[1].numel()
+        assert plain[1] >= 2 * STEPS, "the probes of a first mask read one step's sequences again and again"
+        assert int((plain[2] != more[2]).sum()) <= 2 and plain[2].sum() * 2 == plain[2].numel()
     # The curvature counts the tokens that are trained on, and its sums do not depend on how a loss is scaled.
     (items, counts, sums), (_, _, own_sums), (_, own_counts, sums_without_super) = results["tokens"]
     assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"

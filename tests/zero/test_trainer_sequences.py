@@ -28,7 +28,11 @@ def even(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0.0, **block: Any) -> Any:
-    """Return a trainer of 12 sequences a step, which all ranks share."""
+    """Return a trainer of 12 sequences a step, which all ranks share.
+
+    Where a mask is chosen on them, they are read in order: one rank takes the first ones of the set for that, and
+    several take those of the first step.
+    """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -53,6 +57,7 @@ def trainer_of(out: str, stage: int, teacher: str | None = None, clip: float = 0
         save_strategy="steps",
         save_steps=STEPS,
         parallelism_config=shared,
+        train_sampling_strategy="sequential" if "importance" in block else "random",
     )
     # The same sequences and weights on any ranks.
     generator = torch.Generator().manual_seed(5)
@@ -78,7 +83,11 @@ def trained(out: str, block: dict[str, Any], teacher: str | None) -> tuple[list[
 CASES: dict[str, dict[str, Any]] = {
     "its own loss": {},
     "teacher and probes": {"curvature": {"source": "probe"}},
-    "chosen before the first step": {"method": {"name": "naive_retrain"}, "importance": "fisher"},
+    "chosen before the first step": {
+        "method": {"name": "naive_retrain"},
+        "importance": "fisher",
+        "curvature": {"first_probes": 1},
+    },
 }
 
 

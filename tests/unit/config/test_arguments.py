@@ -81,7 +81,8 @@ def test_a_home_folder_behind_an_equals_sign_is_found(monkeypatch):
     """Shells leave `--model=~/m` as it is, and a run file has no shell."""
     monkeypatch.setenv("HOME", "/home/me")
     words = ["--model=~/m", "--output_dir=~", "--dataset", "~/a=0.5", "stream:~/b", "owner/c~d", "--teacher=~none/t"]
-    arguments = parse_arguments(["--deepspeed", "a.json", *words])
+    arguments = parse_arguments(["--deepspeed", "~/a.json", *words])
+    assert arguments.deepspeed == "/home/me/a.json"
     assert (arguments.model, arguments.output_dir) == ("/home/me/m", "/home/me")
     assert arguments.dataset == ["/home/me/a=0.5", "stream:/home/me/b", "owner/c~d"]
     assert arguments.teacher == "~none/t", "a user that does not exist"

@@ -160,3 +160,22 @@ def test_a_wrong_key_below_the_flags_is_named(run_file, text, message):
 def test_the_example_can_be_read():
     arguments = parse_arguments(["--config", str(ROOT / "examples" / "run.yaml")])
     assert read_deepspeed(arguments)["zero_optimization"]["stage"] == 3
+
+
+def test_a_seed_beside_a_printed_run_is_that_of_everything(tmp_path):
+    first = parse_arguments(["--deepspeed", "zero1", "--max_steps", "7"])
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(run_file_text(first, settings_of(first)[0], settings_of(first)[1].to_dict()))
+    again = parse_arguments(["--config", str(printed), "--seed", "1"])
+    assert again.seed == settings_of(again)[1].seed == 1
+
+
+@pytest.mark.parametrize(("in_file", "flag"), [("epochs: 2", "max_steps"), ("max_steps: 7", "epochs")])
+def test_a_length_of_the_command_line_replaces_that_of_the_file(run_file, in_file, flag):
+    path = run_file(f"deepspeed: zero1\n{in_file}")
+    arguments = parse_arguments(["--config", path, f"--{flag}=3"])
+    assert {"max_steps": arguments.max_steps, "epochs": arguments.epochs} == {
+        "max_steps": None,
+        "epochs": None,
+        flag: 3,
+    }

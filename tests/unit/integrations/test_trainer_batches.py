@@ -37,3 +37,9 @@ def test_labels_are_counted_of_batches_without_token_ids() -> None:
 def test_sets_are_read_again_and_again(dataset: object) -> None:
     examples = [value["a"] if isinstance(value, dict) else value for value in islice(endless_examples(dataset), 7)]
     assert examples == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("dataset", [[], iter([0])])
+def test_a_set_without_examples_is_no_endless_loop(dataset: object) -> None:
+    with pytest.raises(ValueError, match="train_dataset: a start reads it from its beginning, and it gives no example"):
+        list(islice(endless_examples(dataset), 2))

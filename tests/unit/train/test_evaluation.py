@@ -15,9 +15,11 @@ from sparseforge_ds.train.evaluation import Evaluation
 TEXT = HeldOut("text.jsonl", np.zeros((4, 8), dtype=np.uint16))
 
 
-def evaluation(held_out: HeldOut | None = TEXT, method: str = "sparseforge", **flags: Any) -> Evaluation:
+def evaluation(
+    held_out: HeldOut | None = TEXT, method: Any = "sparseforge", block: Any = None, **flags: Any
+) -> Evaluation:
     arguments = SimpleNamespace(**{"eval_every": 4, "save_every": 3, "keep_best": False, **flags})
-    config = SparseForgeConfig.from_dict({"max_steps": 10, "method": method})
+    config = SparseForgeConfig.from_dict({"max_steps": 10, "method": method, **(block or {})})
     spec = SimpleNamespace(arguments=arguments, steps=10, config=config)
     return Evaluation(SimpleNamespace(spec=spec), held_out)  # type: ignore[arg-type]
 
@@ -51,11 +53,25 @@ def test_scores_of_another_text_do_not_count(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("method", "counted"), [("sparseforge", {2: 3.0, 8: 2.5}), ("sr_ste", {0: 2.0, 2: 3.0, 8: 2.5})]
+    ("method", "block", "counted"),
+    [
+        ("sparseforge", {}, {2: 3.0, 8: 2.5}),
+        ("sr_ste", {}, {0: 2.0, 2: 3.0, 8: 2.5}),
+        ("cast", {}, {}),
+        ({"name": "elsa", "frozen": 0.2}, {}, {8: 2.5}),
+        ({"name": "pat", "warmup": 0.5}, {}, {8: 2.5}),
+        ("sparseforge", {"quantize": {"bits": 4, "from": 0.8}}, {8: 2.5}),
+        ({"name": "sr_ste", "frozen": 0.2}, {"quantize": {"bits": 4, "from": "freeze"}}, {8: 2.5}),
+    ],
 )
-def test_soft_masks_are_never_the_best(method: str, counted: dict[int, float]) -> None:
-    """Freeze masks of sparseforge at the second of 10 steps."""
-    result = evaluation(keep_best=True, method=method)
+def test_a_network_that_is_not_what_is_exported_is_never_the_best(
+    method: Any, block: dict[str, Any], counted: dict[int, float]
+) -> None:
+    """Soft masks, dense weights and weights that are not quantized yet have the lower losses.
+
+    Masks of sparseforge freeze at the second of 10 steps.
+    """
+    result = evaluation(keep_best=True, method=method, block=block)
     result.losses = {0: 2.0, 2: 3.0, 8: 2.5, 9: float("nan")}
     assert result.ranking() == counted
     assert evaluation(method=method).ranking() is None
