@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/install.sh
 
-run=runs/stdlib_llama            # the default output folder of launch/train.py
-result=runs/stdlib_llama_2to4
+run=runs/demo
+result=runs/demo_2to4
 dense=sparseforge_ds/assets/stdlib_llama
 reports="$run/reports"
 
@@ -32,7 +32,8 @@ done
 
 echo "demo: training on $ranks ranks"
 SECONDS=0
-deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning launch/train.py --deepspeed ds_configs/zero3.json
+deepspeed --num_gpus "$ranks" --master_port "$port" --log_level warning launch/train.py \
+    --deepspeed ds_configs/zero3.json --output_dir "$run"
 trained="$SECONDS"
 
 echo "demo: export, verification and evaluation"

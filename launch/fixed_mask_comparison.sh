@@ -29,8 +29,11 @@ else
     ranks=1
     while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
-folder=runs/fixed_mask_comparison_seed$seed
-rm -rf "$folder"
+folder="runs/fixed_mask_comparison_$(basename "$model")_steps${steps}_seed$seed"
+if [ -e "$folder" ]; then
+    echo "error: $folder: results of an earlier call are there; move or remove the folder, or give another SEED" >&2
+    exit 1
+fi
 mkdir -p "$folder"
 
 perplexity() { # name, model and flags
@@ -49,13 +52,13 @@ logged() { # command; shows the end of the log of `name` where it fails
     "$@" >>"$folder/$name.log" 2>&1 || { tail -n 20 "$folder/$name.log" >&2; exit 1; }
 }
 
-train() { # name, sparseforge block, steps
+train() { # name, sparseforge block (null: the shipped one), steps
     local name=$1 block=$2
     shift 2
     python -c '
 import json, sys
 content = json.load(open("ds_configs/zero3.json"))
-content["sparseforge"] = json.loads(sys.argv[1])
+content["sparseforge"] = json.loads(sys.argv[1]) or content["sparseforge"]
 json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
     logged deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
@@ -74,4 +77,4 @@ perplexity "$name" "$folder/${name}_2to4"
 train fixed_magnitude '{"method": "naive_retrain"}' --max_steps "$steps"
 train fixed_wanda '{"method": "naive_retrain", "importance": "wanda"}' --max_steps "$steps"
 train sparseforge_paper '{"preset": "paper_like_no_low_rank"}' --max_steps "$steps"
-train sparseforge '{}' --max_steps "$steps"
+train sparseforge null --max_steps "$steps"

@@ -48,8 +48,9 @@ def run(args: argparse.Namespace) -> int:
     # DeepSpeed prints to stdout, while it is imported, that there is no GPU.
     with contextlib.redirect_stdout(sys.stderr), large_imports():
         from sparseforge_ds.config.strict import nearest
-        from sparseforge_ds.extras.planner.advice import advise, basis, check_batch, lines, model_bytes, with_layers
+        from sparseforge_ds.extras.planner.advice import advise, basis, check_batch, lines, model_bytes
         from sparseforge_ds.extras.planner.machine import GPUS
+        from sparseforge_ds.model.architecture import with_layers
         from sparseforge_ds.model.model_config import read_model_config
 
     # Check the flags.

@@ -24,4 +24,6 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="RUN", help="a run folder (its newest checkpoint), or one checkpoint folder")
     add_options(parser)
-    parser.set_defaults(run=run, format="hf", values=None, group_size=None, text=None, exclude=[], pattern=None)
+    parser.set_defaults(
+        run=run, format="hf", values=None, group_size=None, text=None, text_field=None, exclude=[], pattern=None
+    )

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.export import DTYPES
@@ -18,6 +19,7 @@ from sparseforge_ds.evaluate.paper_accuracies import PAPER_ACCURACIES, SUITES, a
 
 if TYPE_CHECKING:
     from sparseforge_ds.evaluate.harness import LoadedTasks
+    from sparseforge_ds.evaluate.task_scores import TaskScores, TaskSettings
     from sparseforge_ds.ranks import Ranks
 
 BACKENDS = ("hf", "vllm")
@@ -137,7 +139,8 @@ def register(commands: Any) -> None:
         "--num_fewshot",
         type=int,
         metavar="N",
-        help="examples in a prompt (default: the task's own number)",
+        help="examples in a prompt of tasks whose answers are generated (default: the task's own number; other tasks "
+        "have none)",
     )
     add(
         "--gen_kwargs",
@@ -177,24 +180,31 @@ def run(args: argparse.Namespace) -> int:
     # Measure on all ranks. The first one prints an error that all raise.
     from sparseforge_ds.ranks import launched_ranks
 
+    result: dict[str, Any] = {}
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         with launched_ranks() as ranks:
             if has_tasks and ranks.world_size > 1:
                 raise ValueError(f"--tasks and --suite run in one process, and there are {ranks.world_size}; use one")
-            result = _measure(args, ranks)
+            _measure(args, ranks, result)
     except ValueError:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             raise
         return 2
-    if ranks.first:
-        print(json.dumps(result))  # first: the file's disk may have filled in hours of measuring
-        if args.json is not None:
-            write_report(args.json, result)
+    finally:
+        # After an error too, since it may be hours of work; and before the file, of which the disk may be full.
+        if is_first and any(part in result for part in ("texts", "zero_shot", "generation")):
+            print(json.dumps(result))
+    if is_first and args.json is not None:
+        write_report(args.json, result)
     return 0
 
 
-def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Load the model once, measure what the flags say, and print it for people on the first rank."""
+def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> None:
+    """Load the model once, measure what the flags say, and print it for people on the first rank.
+
+    `record` gets every result as soon as it is there.
+    """
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate import perplexity
@@ -208,8 +218,10 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
+        from sparseforge_ds.evaluate.task_scores import require_positions
         from sparseforge_ds.mask.pattern import parse_pattern
         from sparseforge_ds.model.any_family import any_family
+        from sparseforge_ds.model.registration import load_config
 
     # Load everything; errors are agreed among the ranks.
     pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
@@ -232,20 +244,32 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             )
         texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
+        configs = [load_config(name, name) for name in models]
         tasks = None
         if names is not None:
             allows_code = bool(args.confirm_run_unsafe_code)
             tasks = load_tasks(names, args.include_path, args.limit, args.num_fewshot, allows_code)
             _check_flags_of_answers(args, tasks, tokenizers)
+            for name, config in zip(models, configs, strict=True):
+                require_positions(tasks, _task_settings(args), perplexity.max_positions(config), name)
         if args.dense is not None:
             for documents in texts.values():
                 require_same_tokens(tokenizers[0], tokenizers[1], documents)
+        cut_texts = {}
+        for text, documents in texts.items():
+            protocol: perplexity.Protocol = "windows" if documents_belong_together(text) else "documents"
+            lengths = (args.seq_length, args.stride, args.batch_size, args.max_tokens)
+            scoring = perplexity.Scoring(args.protocol or protocol, *lengths)
+            try:
+                cut_texts[text] = perplexity.cut_text(tokenizers[0], documents, scoring, configs)
+            except ValueError as error:
+                raise ValueError(f"--text {text}: {error}") from None
         if args.backend == "vllm":
             if adapter is not None:
                 raise ValueError(f"--backend vllm: {args.model} has an adapter; use --backend hf, or --adapter none")
             if dense_adapter is not None:
                 raise ValueError(f"--backend vllm: {args.dense} has an adapter; use --backend hf")
-            return texts, tokenizers, tasks, None, None, adapter, dense_adapter
+            return cut_texts, tokenizers, tasks, None, None, adapter, dense_adapter
         model = load_model(args.model, args.dtype, adapter)
         if pattern is not None:
             config = SparseForgeConfig(pattern=str(pattern))
@@ -254,40 +278,35 @@ def _measure(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         dense = None
         if args.dense and texts:
             dense = load_model(args.dense, str(model.dtype).removeprefix("torch."), dense_adapter)
-        return texts, tokenizers, tasks, model, dense, adapter, dense_adapter
+        return cut_texts, tokenizers, tasks, model, dense, adapter, dense_adapter
 
-    texts, tokenizers, tasks, model, dense, adapter, dense_adapter = ranks.all_or_raise(load)
+    cut_texts, tokenizers, tasks, model, dense, adapter, dense_adapter = ranks.all_or_raise(load)
 
     # Score the texts.
     dtype = args.dtype if model is None else str(model.dtype).removeprefix("torch.")
     zeros = None if model is None else share_of_zeros(model)
-    record: dict[str, Any] = {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype}
-    record["zeros"] = zeros
+    record |= {"model": args.model, "one_shot": args.one_shot, "adapter": adapter, "dtype": dtype, "zeros": zeros}
     title = f"{args.model}{f', one-shot magnitude {pattern}' if pattern else ''}, {dtype}"
     title += "" if zeros is None else f", {zeros:.1%} of the matrices 0"
-    scores = []
-    for text, documents in texts.items():
-        protocol: perplexity.Protocol = args.protocol or ("windows" if documents_belong_together(text) else "documents")
-        scoring = perplexity.Scoring(protocol, args.seq_length, args.stride, args.batch_size, args.max_tokens)
+    scores: list[dict[str, Any]] = []
+    for text, cut_text in cut_texts.items():
         start_time = time.monotonic()
-        score = perplexity.measure(model, tokenizers[0], documents, scoring, ranks, dense)
+        score = perplexity.score_text(model, cut_text, ranks, dense)
         seconds = round(time.monotonic() - start_time, 2)
         flags = {"stride": args.stride, "limit": args.limit, "max_tokens": args.max_tokens, "ranks": ranks.world_size}
         scores.append({"text": text, **asdict(score), **flags, "seconds": seconds})
-        if ranks.first:
-            print(f"{title} on {text}\n{score}, {seconds} s")
-    if scores:
         # Tools that measure one text read `perplexity`.
         record |= {"dense": args.dense, "perplexity": scores[0], "texts": scores}
-        if ranks.first and (len(scores) > 1 or dense is not None):
-            print(perplexity.table(scores))
+        if ranks.first:
+            print(f"{title} on {text}\n{score}, {seconds} s")
+    if ranks.first and scores and (len(scores) > 1 or dense is not None):
+        print(perplexity.table(scores))
 
     # Measure accuracy.
     if tasks is not None:
         models = [dense, model]
         del model, dense
-        record |= _measure_tasks(args, tasks, tokenizers, models, dtype, dense_adapter)
-    return record
+        _measure_tasks(args, tasks, tokenizers, models, dtype, dense_adapter, record)
 
 
 def _measure_tasks(
@@ -297,8 +316,9 @@ def _measure_tasks(
     models: list[Any],
     dtype: str,
     dense_adapter: str | None,
-) -> dict[str, Any]:
-    """Measure accuracy, print it for people, and return its part of the JSON.
+    record: dict[str, Any],
+) -> None:
+    """Measure accuracy, and print it for people.
 
     Args:
         args: the flags.
@@ -307,16 +327,12 @@ def _measure_tasks(
         models: the dense model and the model, each None if it is not loaded; the list is emptied, which frees them.
         dtype: of the weights.
         dense_adapter: adapter that belongs to the dense model; None for none.
+        record: the JSON, which gets the results of a model as soon as they are there.
     """
     from sparseforge_ds.evaluate import task_scores
     from sparseforge_ds.evaluate.finished_model import load_model
 
-    settings = task_scores.TaskSettings(
-        limit=args.limit,
-        gen_kwargs=task_scores.parse_arguments(args.gen_kwargs),
-        apply_chat_template=bool(args.apply_chat_template),
-        confirm_run_unsafe_code=bool(args.confirm_run_unsafe_code),
-    )
+    settings = _task_settings(args)
     model_args = task_scores.parse_arguments(args.model_args)
 
     def measure(name: str, model: Any, tokenizer: Any) -> task_scores.TaskScores:
@@ -330,6 +346,7 @@ def _measure_tasks(
     model = models.pop()
     dense = models.pop()
     results = {"this": measure(args.model, model, tokenizers[0])}
+    record |= _record_of_tasks(args, tasks, results)
     if args.dense is not None:
         same_tokens = tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
         has_kl = model is not None and same_tokens and bool(results["this"].generated)
@@ -343,20 +360,49 @@ def _measure_tasks(
         if has_kl and model.get_output_embeddings().weight.shape[0] == dense.get_output_embeddings().weight.shape[0]:
             task_scores.compare_next_tokens(results["this"], results["dense"], model, dense, args.batch_size)
 
-    # Tasks whose answers are generated have a table and a part of the JSON of their own.
+        record |= _record_of_tasks(args, tasks, results)
+    for is_generated, table in ((False, partial(accuracy_table, paper=args.paper)), (True, generation_table)):
+        metrics = _metrics_of(tasks, results, is_generated)
+        if metrics["this"]:
+            print(table(metrics))
+
+
+def _record_of_tasks(args: argparse.Namespace, tasks: LoadedTasks, results: dict[str, TaskScores]) -> dict[str, Any]:
+    """Return the part of the JSON about tasks, of `this` model and, once it is measured, of the `dense` one.
+
+    Tasks whose answers are generated have a part of their own, and alone read `--num_fewshot` and `--gen_kwargs`.
+    """
     record: dict[str, Any] = {}
-    for part, is_part in (("zero_shot", False), ("generation", True)):
-        names = [name for name in tasks.by_name if (name in results["this"].generated) == is_part]
-        metrics = {model: {name: result.metrics[name] for name in names} for model, result in results.items()}
-        if not names:
+    for part, is_generated in (("zero_shot", False), ("generation", True)):
+        metrics = _metrics_of(tasks, results, is_generated)
+        if not metrics["this"]:
             continue
         entries = {model: {"tasks": by_task, "means": means(by_task)} for model, by_task in metrics.items()}
-        record[part] = {**entries["this"], "limit": args.limit}
-        record[part] |= {flag: getattr(args, flag) for flag in _FLAGS_OF_ANSWERS}
-        if args.dense is not None:
+        flags = {flag: getattr(args, flag) for flag in _FLAGS_OF_ANSWERS}
+        if not is_generated:
+            flags |= {"num_fewshot": 0, "gen_kwargs": None}
+        record[part] = {**entries["this"], "limit": args.limit, **flags}
+        if "dense" in entries:
             record[part]["dense"] = {"model": args.dense, **entries["dense"]}
-        print(generation_table(metrics) if is_part else accuracy_table(metrics, args.paper))
     return record
+
+
+def _metrics_of(tasks: LoadedTasks, results: dict[str, TaskScores], is_generated: bool) -> dict[str, Any]:
+    """Return the metrics of every model, by task: of tasks whose answers are generated, or of the others."""
+    names = [name for name in tasks.by_name if (name in results["this"].generated) == is_generated]
+    return {model: {name: result.metrics[name] for name in names} for model, result in results.items()}
+
+
+def _task_settings(args: argparse.Namespace) -> TaskSettings:
+    """Return what the flags say about tasks."""
+    from sparseforge_ds.evaluate.task_scores import TaskSettings, parse_arguments
+
+    return TaskSettings(
+        limit=args.limit,
+        gen_kwargs=parse_arguments(args.gen_kwargs),
+        apply_chat_template=bool(args.apply_chat_template),
+        confirm_run_unsafe_code=bool(args.confirm_run_unsafe_code),
+    )
 
 
 def _check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any]) -> None:

@@ -76,6 +76,7 @@ def register(commands: Any) -> None:
         help=f"with --values: text, as for `sparseforge evaluate`, on whose first {TOKENS} tokens the KL divergence to "
         "the model without rounding is measured",
     )
+    parser.add_argument("--text_field", metavar="NAME", help="field of a record that holds the text (default: text)")
     parser.set_defaults(run=run)
 
 
@@ -105,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
+    if args.text_field is not None and args.text is None:
+        raise ValueError(f"--text_field {args.text_field}: it belongs to --text; give it, or leave it out")
     if args.group_size is not None and args.values is None:
         raise ValueError(
             f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
@@ -117,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             f"note: the values of {args.source} are {source.grid.name}, and are stored unpacked, in "
             f"{str(source.dtype).removeprefix('torch.')}; copy the folder to keep them packed"
         )
-    compare = None if args.text is None else _comparison(args.text)
+    compare = None if args.text is None else _comparison(args.text, args.text_field or "text", source)
     if source.unused:
         print(describe_unused(source.folder, source.unused))
     # Write and prove the folder, then say what it is.
@@ -147,20 +150,30 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _comparison(text: str) -> Callable[[Source, Path], dict[str, Any]]:
-    """Read a text, and return what measures a written folder on it against its source."""
+def _comparison(text: str, text_field: str, source: Source) -> Callable[[Source, Path], dict[str, Any]]:
+    """Read a text, and return what measures a written folder on it against its source.
+
+    Raises:
+        ValueError: the text cannot be read, or has too few tokens to be scored.
+    """
     with large_imports():
         from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
-        from sparseforge_ds.evaluate.perplexity import Scoring, measure
+        from sparseforge_ds.evaluate.perplexity import Scoring, cut_text, measure
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
         from sparseforge_ds.export.reference import add_branches, filled_model
         from sparseforge_ds.extras.packed24 import register_format
         from sparseforge_ds.model.hub_access import public_name
+        from sparseforge_ds.model.registration import load_config
 
-    # Read the text before the export starts: an error in it costs no written folder.
+    # Read and cut the text before the export starts: an error in it costs no written folder.
     register_format()
-    documents = read_text(text, "text", None)
+    documents = read_text(text, text_field, None)
     scoring = Scoring("windows" if documents_belong_together(text) else "documents", max_tokens=TOKENS)
+    model_folder = source.model_folder
+    try:
+        cut_text(load_tokenizer(str(model_folder)), documents, scoring, [load_config(model_folder, str(model_folder))])
+    except ValueError as error:
+        raise ValueError(f"--text {text}: {error}") from None
 
     def compare(source: Source, folder: Path) -> dict[str, Any]:
         # Score the written model against the source with its weights as they were, branches included.

@@ -131,6 +131,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch here would slow down every command
+            raise
+        smaller = [f"--{flag}" for flag in ("batch_size", "seq_length", "sequences") if hasattr(args, flag)]
+        cure = f"lower {' or '.join(smaller)}" if smaller else "take a larger GPU"
+        return _fail(f"{str(error).partition('. ')[0]}; free the GPU's memory, or {cure}")
     return code
 
 

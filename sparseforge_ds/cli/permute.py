@@ -51,7 +51,10 @@ def register(commands: Any) -> None:
     add("--dimensions", default="all", choices=DIMENSIONS, help="see below (default: all)")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
-    add("--text", help="calibration text, as for `sparseforge evaluate`: score by activations")
+    add(
+        "--text", help="calibration text, a file of any kind that training reads, or stdlib:train: score by activations"
+    )
+    add("--text_field", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--sequences", type=int, metavar="N", help="sequences of --text to read, at most (default: 32)")
     add("--seq_length", type=int, metavar="N", help="tokens of a sequence (default: 512, or all the model reads)")
     add("--rows", type=int, default=2048, metavar="N", help="outputs to score a dimension, at most (default: 2048)")
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("workers", "sequences", "rows"):
         if (value := getattr(args, flag)) is not None and value < 1:
             raise ValueError(f"--{flag} {value}: use an integer >= 1")
-    for flag in ("sequences", "seq_length"):
+    for flag in ("text_field", "sequences", "seq_length"):
         if args.text is None and getattr(args, flag) is not None:
             raise ValueError(
                 f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
@@ -125,6 +128,7 @@ def _find(
 
     # With a text, weights are scored by the activations that they meet.
     sequences = 32 if args.sequences is None else args.sequences
-    batches = calibration_windows(args.model, dense.config, args.text, sequences, args.seq_length)
+    text_field = args.text_field or "text"
+    batches = calibration_windows(args.model, dense.config, args.text, sequences, args.seq_length, text_field)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
     return find_by_activations(load_model(str(Path(args.model))), batches, config, settings)

@@ -35,7 +35,8 @@ def register(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
-    add("--text", required=True, help="calibration text, as for `sparseforge evaluate`")
+    add("--text", required=True, help="calibration text: a file of any kind that training reads, or stdlib:train")
+    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--sequences", type=int, default=64, metavar="N", help="sequences of --text to read, at most (default: 64)")
@@ -67,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     require_nm(config.parsed_pattern)
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
-    batches = calibration_windows(
-        args.model, DenseFolder(args.model).config, args.text, args.sequences, args.seq_length
-    )
+    dense_config = DenseFolder(args.model).config
+    batches = calibration_windows(args.model, dense_config, args.text, args.sequences, args.seq_length, args.text_field)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
 
     # Rotate in memory, and save like any model.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from sparseforge_ds.cli.export import DTYPES
-from sparseforge_ds.cli.given_model import require_model
+from sparseforge_ds.cli.given_model import register_packed24, require_model
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.config.strict import LARGEST
@@ -56,16 +56,19 @@ def run(args: argparse.Namespace) -> int:
     if args.batch_size < 1:
         raise ValueError(f"--batch_size {args.batch_size}: use an integer >= 1")
     require_model(args.model)
+    register_packed24(args.model)
     with large_imports():
         from sparseforge_ds.evaluate.finished_model import find_adapter, load_model, load_tokenizer
-        from sparseforge_ds.evaluate.teach import TeachSettings, check_settings, find_texts, teach
+        from sparseforge_ds.evaluate.teach import TeachSettings, check_settings, find_texts, teach, tokenize
         from sparseforge_ds.model.registration import load_config
 
-    # Check the settings and find all texts before the model is loaded.
+    # Check the settings, and find and tokenize all texts, before the model is loaded.
     settings = TeachSettings(args.seq_length, args.top_k, args.temperature, args.document_frame, args.batch_size)
     check_settings(settings, load_config(args.model, args.model))
     sources = find_texts(args.text, args.text_field, args.split, args.sample_by, args.loss_on)
     tokenizer = load_tokenizer(args.model)
+    for source in sources:
+        tokenize(source, tokenizer, Path(args.output), settings)
     model = load_model(args.model, args.dtype, find_adapter(args.model, None))
     for source in sources:
         record = teach(model, tokenizer, source, Path(args.output), settings)

@@ -207,10 +207,14 @@ class Batches:
     def require_trained(self, batch: range) -> None:
         """Raise an AgreedError if no token of some consecutive sequences is trained on."""
         if self.count_trained(batch) == 0:
+            # A run that goes on keeps its batch and its sequences.
+            cure = "raise --global_batch or --seq_length (or curvature.sequences, where that is set), or leave"
+            if self.position:
+                cure = "go on by --resume --resume_other_data with other text or"
             raise AgreedError(
                 "--loss_on completion, --document_attention: no token of the run's sequences "
-                f"{batch.start:,} to {batch.stop - 1:,} is trained on; raise --global_batch or --seq_length (or "
-                "curvature.sequences, where that is set), or leave the flag out"
+                f"{batch.start:,} to {batch.stop - 1:,} is trained on; {cure}{' without' if self.position else ''} "
+                f"the flag{'' if self.position else ' out'}"
             )
 
     def prepare(self, first: int, count: int) -> None:

@@ -82,7 +82,7 @@ class Conversation:
         return text, [(len(prompt), len(text))]
 
     def _assistant_spans(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[TextSpan]:
-        if not _GENERATION.search(tokenizer.get_chat_template()):
+        if not _GENERATION.search(tokenizer.get_chat_template(tools=self.tools and list(self.tools))):
             raise ValueError(
                 f"{self.where}: the chat template of {tokenizer.name_or_path} does not mark the assistant's turns, "
                 "which --loss_on completion trains on; put them between {% generation %} and {% endgeneration %} in "

@@ -97,7 +97,9 @@ class TeacherLogits:
         path = folder / f"{record.key}.json"
         if path.exists():
             before = _read_record(path)
-            if changes := differences(asdict(replace(before, written=0)), asdict(record), "logits"):
+            # The same text and the same teacher, whatever their files are called now.
+            comparable = replace(before, written=0, teacher=record.teacher, facts=record.facts)
+            if changes := differences(asdict(comparable), asdict(record), "logits"):
                 raise ValueError(f"{path}: is of other settings ({shorten(changes)}); give another --output")
             record = before
         tokens = record.windows * record.seq_length
@@ -238,6 +240,11 @@ def remove_unsaved(folder: Path, key: str) -> None:
     for path in folder.glob(f"{key}*"):
         if not path.with_suffix(".json").exists():
             path.unlink()
+    remove_empty(folder)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove a folder of logits, and that of the tokens in it, as far as they are empty."""
     for emptied in (folder / TOKENS, folder):
         with contextlib.suppress(OSError):  # it has other files, or is a mounted disk
             emptied.rmdir()

@@ -34,8 +34,9 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
     conventions = present_conventions(list(record), text_field, where)
-    with_text = (fields for fields in conventions if any(record[name] is not None for name in fields))
-    fields = next(with_text, conventions[0])
+    with_text = [fields for fields in conventions if any(record[name] is not None for name in fields)]
+    filled = [fields for fields in with_text if any(record[name] not in (None, "", []) for name in fields)]
+    fields = next(iter(filled or with_text), conventions[0])
     if fields == TOKEN_FIELDS[:1]:
         return parse_token_record(record, where)
     # Null is no text, or no messages beside others.

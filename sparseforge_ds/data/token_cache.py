@@ -11,6 +11,7 @@ written is made again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -221,5 +222,6 @@ def _hash_of(checksums: list[Any]) -> str:
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files of killed runs."""
     for leftover in folder.glob("*.tmp"):
-        if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
-            leftover.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its own process has just finished it
+            if time.time() - leftover.stat().st_mtime > _LEFTOVER_SECONDS:
+                leftover.unlink()

@@ -21,7 +21,9 @@ _CHARACTERS = 8
 """Characters of a token, as a first guess."""
 
 
-def calibration_windows(folder: str, config: Any, text: str, sequences: int, seq_length: int | None) -> list[Tensor]:
+def calibration_windows(
+    folder: str, config: Any, text: str, sequences: int, seq_length: int | None, text_field: str = "text"
+) -> list[Tensor]:
     """Return the first windows of a text, each (1, seq_length), tokenized for a model. The rest is not read.
 
     Args:
@@ -30,6 +32,7 @@ def calibration_windows(folder: str, config: Any, text: str, sequences: int, seq
         text: a value of `--text`.
         sequences: number of windows; a short text has fewer.
         seq_length: tokens of a window; None takes the model's positions, at most 512.
+        text_field: field of a record that holds the text.
 
     Raises:
         ValueError: a length that the model's positions or the text do not allow, a text that cannot be read, or tokens
@@ -40,7 +43,7 @@ def calibration_windows(folder: str, config: Any, text: str, sequences: int, seq
         seq_length = min(_LENGTH, positions)
     if not 1 <= seq_length <= positions:
         raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 1 to {positions}")
-    ids = _beginning(load_tokenizer(folder), iter_texts(text), sequences * seq_length)
+    ids = _beginning(load_tokenizer(folder), iter_texts(text, text_field), sequences * seq_length)
     check_tokens(ids, int(config.get_text_config().vocab_size), folder)
     return [torch.tensor([window]) for window in cut_windows(ids, seq_length, seq_length)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -115,6 +116,8 @@ def _load(
                     loaded[name].set_config("num_fewshot", num_fewshot)
                 _check_scoring(loaded[name], limit)
             elif name in loaded:
+                if own_number := loaded[name].config.num_fewshot:
+                    print(f"{name}: measured without examples; {own_number} are its own number", file=sys.stderr)
                 loaded[name].set_config("num_fewshot", 0)
                 if own_folders:
                     _check_answers(loaded[name], limit)

@@ -89,6 +89,21 @@ class Scoring:
     """Limit of scored tokens; the first windows or documents of the text are taken, at least one."""
 
 
+@dataclass(frozen=True)
+class CutText:
+    """Passages of a text, which models score."""
+
+    passages: list[Passage]
+    tokens: int
+    """Tokens of the whole text."""
+    documents: int
+    """Documents of the whole text."""
+    protocol: Protocol
+    seq_length: int
+    """Tokens of a window, or limit of a document."""
+    batch_size: int
+
+
 class NotFiniteError(ValueError):
     """A loss of a model on a text that is infinite or NaN."""
 
@@ -108,31 +123,38 @@ def measure(
         tokenizer: its tokenizer.
         documents: the text.
         scoring: protocol and lengths.
+        ranks: see `score_text`.
+        dense: see `score_text`.
+
+    Raises:
+        ValueError: as `cut_text` and `score_text`.
+        NotFiniteError: the loss is infinite or NaN.
+    """
+    configs = [model.config] if dense is None else [model.config, dense.config]
+    return score_text(model, cut_text(tokenizer, documents, scoring, configs), ranks, dense)
+
+
+def score_text(
+    model: PreTrainedModel, text: CutText, ranks: Ranks | None = None, dense: PreTrainedModel | None = None
+) -> Perplexity:
+    """Measure the perplexity of a model on a text that was cut for it.
+
+    Args:
+        model: the model.
+        text: the passages.
         ranks: ranks that share the work; collective then, and every rank gets the whole result.
         dense: a model to compare with on the same tokens, which must mean the same to it.
 
     Raises:
-        ValueError: a length does not fit a model or the text, a model does not know a token, or the vocabularies
-            differ in size.
+        ValueError: a model does not know a token, or the vocabularies differ in size.
         NotFiniteError: the loss is infinite or NaN.
     """
-    # Settle the length, and cut the text.
-    models = [model] if dense is None else [model, dense]
-    positions = min(max_positions(candidate.config) for candidate in models)
-    seq_length = scoring.seq_length
-    if seq_length is None:
-        seq_length = min(positions, LONGEST_DEFAULT) if scoring.protocol == "windows" else positions
-    if not 2 <= seq_length <= positions:
-        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
-    if scoring.batch_size < 1:
-        raise ValueError(f"--batch_size {scoring.batch_size}: use an integer >= 1")
-    passages, total = _passages(tokenizer, documents, scoring, seq_length)
     # Check the tokens of all passages, so that every rank finds the same error.
-    for candidate in models:
-        check_embeddings_for(candidate, itertools.chain.from_iterable(passage.tokens for passage in passages))
+    for candidate in [model] if dense is None else [model, dense]:
+        check_embeddings_for(candidate, itertools.chain.from_iterable(passage.tokens for passage in text.passages))
 
     # Average over tokens: the negative log-likelihood and, with a dense model, KL and the dense model's.
-    tokens, (nll, *dense_means) = mean_scores(model, passages, scoring.batch_size, ranks, dense)
+    tokens, (nll, *dense_means) = mean_scores(model, text.passages, text.batch_size, ranks, dense)
     for mean in (nll, *dense_means):
         if not math.isfinite(mean):
             culprit = dense if dense is not None and math.isfinite(nll) else model
@@ -142,10 +164,10 @@ def measure(
         perplexity=_exp(nll),
         nll=nll,
         tokens=tokens,
-        unscored=total - tokens,
-        protocol=scoring.protocol,
-        seq_length=seq_length,
-        documents=len(documents),
+        unscored=text.tokens - tokens,
+        protocol=text.protocol,
+        seq_length=text.seq_length,
+        documents=text.documents,
         kl=kl,
         dense_perplexity=None if dense_nll is None else _exp(dense_nll),
     )
@@ -199,10 +221,30 @@ def _exp(nll: float) -> float:
     return math.exp(nll) if nll < 700 else math.inf
 
 
-def _passages(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], scoring: Scoring, seq_length: int
-) -> tuple[list[Passage], int]:
-    """Return the passages to score, and the number of tokens of the whole text."""
+def cut_text(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], scoring: Scoring, configs: Sequence[Any]
+) -> CutText:
+    """Cut documents into the passages that models score.
+
+    Args:
+        tokenizer: tokenizer of the models.
+        documents: the text.
+        scoring: protocol and lengths.
+        configs: transformers' configs of the models.
+
+    Raises:
+        ValueError: a length does not fit a model or the text.
+    """
+    if scoring.batch_size < 1:
+        raise ValueError(f"--batch_size {scoring.batch_size}: use an integer >= 1")
+    # Settle the length.
+    positions = min(map(max_positions, configs))
+    seq_length = scoring.seq_length
+    if seq_length is None:
+        seq_length = min(positions, LONGEST_DEFAULT) if scoring.protocol == "windows" else positions
+    if not 2 <= seq_length <= positions:
+        raise ValueError(f"--seq_length {seq_length}: the model has {positions} positions; use 2 to {positions}")
+    # Cut the text by the protocol, and keep what the limit of tokens leaves.
     if scoring.protocol == "windows":
         stride = seq_length if scoring.stride is None else scoring.stride
         passages, total = windows(tokenizer, documents, seq_length, stride)
@@ -213,7 +255,7 @@ def _passages(
     if scoring.max_tokens is not None:
         scored = itertools.accumulate(len(passage.tokens) - passage.skip for passage in passages)
         passages = passages[: max(1, sum(count <= scoring.max_tokens for count in scored))]
-    return passages, total
+    return CutText(passages, total, len(documents), scoring.protocol, seq_length, scoring.batch_size)
 
 
 def windows(
@@ -235,7 +277,10 @@ def windows(
 def cut_windows(ids: list[int], seq_length: int, stride: int) -> list[list[int]]:
     """Cut tokens into windows, without the tail; ValueError where there is no window."""
     if len(ids) < seq_length:
-        raise ValueError(f"the text has {len(ids)} tokens, less than one window; use --seq_length {len(ids)} or less")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, less than one window of {seq_length}; give a longer text or, where the "
+            f"command takes it, --seq_length {len(ids)} or less"
+        )
     return [ids[start : start + seq_length] for start in range(0, len(ids) - seq_length + 1, stride)]
 
 

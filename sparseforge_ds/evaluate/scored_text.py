@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
+from datasets.exceptions import DatasetsError
 
 from sparseforge_ds.data.local_rows import load_rows
 from sparseforge_ds.data.stdlib_text import Split, stdlib_file
@@ -91,9 +92,9 @@ def read_wikitext2(source: str) -> str:
             rows = load_rows(_BUILDERS[path.suffix], data_files=[str(path.absolute())], split="train")
         else:
             raise ValueError(f"give a file of {', '.join(_BUILDERS)}")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise ValueError(f"--text {source}: cannot be read ({reason})") from None
     if "text" not in rows.column_names:
         raise ValueError(f"--text {source}: its rows have no column 'text' ({', '.join(rows.column_names)})")
-    return "\n\n".join(rows["text"])
+    return "\n\n".join(row or "" for row in rows["text"])

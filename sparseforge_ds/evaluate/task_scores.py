@@ -38,8 +38,6 @@ class TaskSettings:
 
     limit: int | None = None
     """Rows of each task; None for all."""
-    batch_size: int = 8
-    """Rows that go through the model together."""
     gen_kwargs: Mapping[str, Any] | None = None
     """Settings of generation that replace those of the tasks."""
     apply_chat_template: bool = False
@@ -110,7 +108,13 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
     from lm_eval import simple_evaluate
 
     settings = settings or TaskSettings()
-    _check(wrapped, tasks, settings)
+    tokenizer = wrapped.tokenizer
+    if settings.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            f"--apply_chat_template: the tokenizer of {tokenizer.name_or_path} has no chat template; leave the "
+            "flag out, or put one into the model's folder (chat_template.jinja)"
+        )
+    require_positions(tasks, settings, wrapped.max_length, "the model")
 
     # The harness shows these bars in log files too.
     for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
@@ -198,23 +202,25 @@ def compare_next_tokens(
             result.metrics[task][KL] = kl
 
 
-def _check(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings) -> None:
-    """Reject a model without the chat template, or without the positions, that the tasks need."""
-    if settings.apply_chat_template and not wrapped.tokenizer.chat_template:
-        raise ValueError(
-            f"--apply_chat_template: the tokenizer of {wrapped.tokenizer.name_or_path} has no chat template; leave the "
-            "flag out, or put one into the model's folder (chat_template.jinja)"
-        )
+def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:
+    """Raise ValueError where a model has too few positions for the answers of a task.
+
+    Args:
+        tasks: the tasks.
+        settings: of the measurement.
+        positions: tokens that the model can read at once.
+        model: its name, for messages.
+    """
     if aliases := sorted(_ALIASES_OF_LIMIT & (settings.gen_kwargs or {}).keys()):
         raise ValueError(f"--gen_kwargs {aliases[0]}: write max_gen_toks, the harness' name of that limit")
     for name, task in tasks.by_name.items():
         if task.OUTPUT_TYPE == "generate_until":
             generation = {**(task.config.generation_kwargs or {}), **(settings.gen_kwargs or {})}
             most = generation.get("max_gen_toks", _ANSWER_LIMIT)
-            if not isinstance(most, int) or not 1 <= most < wrapped.max_length:
+            if not isinstance(most, int) or not 1 <= most < positions:
                 raise ValueError(
-                    f"--tasks {name}: its answers have up to {most} tokens, and prompt and answer share the model's "
-                    f"{wrapped.max_length} positions; give fewer by --gen_kwargs max_gen_toks=N"
+                    f"--tasks {name}: its answers have up to {most} tokens, and prompt and answer share the "
+                    f"{positions} positions of {model}; give fewer by --gen_kwargs max_gen_toks=N"
                 )
 
 

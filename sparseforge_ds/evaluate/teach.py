@@ -17,9 +17,9 @@ from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
 from sparseforge_ds.data.mixture import find_source
-from sparseforge_ds.data.teacher_logits import TOKENS, LogitsRecord, TeacherLogits, remove_unsaved
+from sparseforge_ds.data.teacher_logits import TOKENS, LogitsRecord, TeacherLogits, remove_empty, remove_unsaved
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
-from sparseforge_ds.data.token_cache import ensure_token_cache
+from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
 from sparseforge_ds.data.tokenization import cache_key, unknown_token_error
 from sparseforge_ds.data.windows import ids_of_tokens
 from sparseforge_ds.evaluate.perplexity import max_positions
@@ -68,6 +68,25 @@ def check_settings(settings: TeachSettings, config: Any) -> None:
         raise ValueError(f"--seq_length {settings.seq_length}: use 2 to {positions}, the positions")
 
 
+def tokenize(
+    source: TextSource, tokenizer: PreTrainedTokenizerBase, folder: Path, settings: TeachSettings
+) -> TokenCache:
+    """Tokenize a text into the folder of its logits, unless its tokens are there.
+
+    Raises:
+        ValueError: the text cannot be read, or is shorter than a window.
+        OSError: the disk is too full.
+    """
+    try:
+        cache = ensure_token_cache(source, tokenizer, folder / TOKENS, settings.document_frame)
+    except ValueError as error:
+        remove_empty(folder)
+        raise ValueError(str(error).replace("--dataset", "--text")) from None
+    if cache.tokens < settings.seq_length:
+        raise ValueError(f"--text {source.name}: has {cache.tokens} tokens, less than --seq_length; give more text")
+    return cache
+
+
 def teach(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -104,12 +123,10 @@ def _write_logits(
     # Tokenize the text, and take room for its logits.
     head: Any = model.get_output_embeddings()
     vocabulary = int(head.weight.shape[0])
-    cache = ensure_token_cache(source, tokenizer, folder / TOKENS, settings.document_frame)
+    cache = tokenize(source, tokenizer, folder, settings)
     if cache.largest_id >= vocabulary:
         raise unknown_token_error(cache.largest_id, vocabulary)
     windows = cache.tokens // settings.seq_length
-    if not windows:
-        raise ValueError(f"--text {source.name}: has {cache.tokens} tokens, less than --seq_length; give more text")
     record = LogitsRecord(
         key=cache.name,
         facts=cache.facts,

@@ -134,6 +134,15 @@ class FolderSource(Source):
                 if branch_name is not None and branch_name.endswith(learned):
                     shapes[branch_name] = spec.shape
         self._set_branches(shapes)
+        # Transformers builds the branches of a packed folder by its config.json.
+        if is_packed_config(stored_config):
+            settings = stored_config["quantization_config"]
+            told = {key: value for key, value in settings.items() if key in ("low_rank", "low_rank_learned") and value}
+            if told != self.branch_settings:
+                raise ValueError(
+                    f"{self.folder / 'config.json'}: low_rank of its quantization_config is not that of the branches "
+                    "in the folder; export again"
+                )
 
     def _find_dtype(self, dtype: str) -> tuple[torch.dtype, str | None]:
         """Return the dtype of all parameters, and the setting that casts them to it, or None without a cast.

@@ -113,9 +113,7 @@ def write_model(
     # Config, tokenizer and the record beside the weights.
     quantization: dict[str, Any] = {"quant_method": PACKED24, "format": PACKED24_FORMAT}
     if branches:
-        quantization["low_rank"] = dict.fromkeys(source.branches, source.low_rank.k)
-        if source.low_rank.learned:
-            quantization["low_rank_learned"] = True
+        quantization |= source.branch_settings
     if grid is not None:
         quantization |= stored_grid(grid)
     if format == "compressed-tensors":

@@ -21,6 +21,7 @@ from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.checkpoint.zero_partitions import KEPT
+from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
 from sparseforge_ds.export.counting import chunk_ranges, count_members
 from sparseforge_ds.export.source import (
@@ -197,7 +198,7 @@ class RunSource(Source):
             },
             "coverage": description.get("coverage") or {},
             "config": self.config.to_dict(),
-            "run": describe_run(description, self.checkpoint.client_state.get("train"), self.step),
+            "run": describe_run(description, self.checkpoint.client_state.get("train"), self.step, self.config),
         }
 
     @override
@@ -320,13 +321,14 @@ class RunSource(Source):
         return self.checkpoint.weight(scale_name).float()[output]
 
 
-def describe_run(description: dict[str, Any], train: object, step: int) -> dict[str, Any]:
+def describe_run(description: dict[str, Any], train: object, step: int, config: SparseForgeConfig) -> dict[str, Any]:
     """Return the entry `run` of `sparsity.json`, which has no paths of this machine; empty for a foreign run.
 
     Args:
         description: content of the run's `sparseforge.json`.
         train: state of the trainer in the checkpoint.
         step: of the checkpoint.
+        config: the run's block.
     """
     flags = description.get("run")
     public_names = description.get("public_names")
@@ -337,9 +339,11 @@ def describe_run(description: dict[str, Any], train: object, step: int) -> dict[
     texts = [text for text in dataset if isinstance(text, str)] if isinstance(dataset, list) else []
     keys = ("seq_length", "global_batch", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
     settings = {key: flags.get(key) for key in keys}
-    # The loss that the run itself measured at this step.
+    # The loss that the run itself measured at this step, of a network that is the exported one.
     train_state = train if isinstance(train, dict) else {}
-    evaluation = _evaluation_at(step, train_state.get("evaluations"))
+    evaluation = _evaluation_at(step, train_state.get("evaluations")) if config.is_exact(step) else None
+    if evaluation is not None and isinstance(public_names.get("eval_dataset"), str):
+        evaluation["text"] = public_names["eval_dataset"]
     return {**names, "dataset": texts, **settings, "tokens": train_state.get("tokens"), "evaluation": evaluation}
 
 

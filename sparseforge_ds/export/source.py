@@ -94,6 +94,14 @@ class Source(abc.ABC):
         return specs
 
     @property
+    def branch_settings(self) -> dict[str, Any]:
+        """Keys of the `quantization_config` of a packed folder that are for branches; empty if there are none."""
+        if not self.branches:
+            return {}
+        settings: dict[str, Any] = {"low_rank": dict.fromkeys(self.branches, self.low_rank.k)}
+        return settings | ({"low_rank_learned": True} if self.low_rank.learned else {})
+
+    @property
     def _config(self) -> SparseForgeConfig | None:
         return recorded_config(self.folder, self.record.get("config"))
 

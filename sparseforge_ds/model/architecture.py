@@ -189,3 +189,19 @@ def _matrices(weight: PrunableWeight) -> tuple[int, int, int]:
     """Return the entry of `Architecture.matrices` for a weight."""
     outputs, inputs = weight.shape[-2:] if weight.input_axis == -1 else weight.shape[:-3:-1]
     return weight.numel // (outputs * inputs), outputs, inputs
+
+
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return a config cut to some decoder layers.
+
+    Raises:
+        ValueError: the model has fewer layers, or none is asked for.
+    """
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    if not 1 <= layers <= text.num_hidden_layers:
+        raise ValueError(f"--layers {layers} is not valid: the model has {text.num_hidden_layers}; use 1 to that many")
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return cut

@@ -78,11 +78,12 @@ def render_turns(
     """
     # Keys that are null are left out, as `apply_chat_template` does it.
     present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    template = tokenizer.get_chat_template()
+    schemas = None if tools is None else list(tools)
+    template = tokenizer.get_chat_template(tools=schemas)
     with _limits((present, tools)) as most_characters, _fixed_clock(template):
         texts, spans = render_jinja_template(
             [present],
-            tools=None if tools is None else list(tools),
+            tools=schemas,
             chat_template=template,
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,

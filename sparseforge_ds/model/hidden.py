@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.basis import basis_of
@@ -35,7 +36,9 @@ def compared_layers(model: nn.Module, config: HiddenConfig) -> list[nn.Module]:
         ValueError: the model has no layers that transformers can checkpoint, which is how layers are recognised.
     """
     layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
+    # Blocks of a vision tower have states of patches, which are no tokens.
+    language_model = model.get_decoder() if isinstance(model, PreTrainedModel) else model
+    for name, module in language_model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in layers)
         if isinstance(module, GradientCheckpointingLayer) and not is_inside:
             layers[name] = module

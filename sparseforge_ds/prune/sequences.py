@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ from sparseforge_ds.model.tokenizer import check_tokens
 LENGTH = 512
 """Tokens of a sequence by default."""
 _DOCUMENTS = 64
-"""Documents that are tokenized together."""
+"""Documents that are tokenized together, at most."""
+_CHARACTERS = 8
+"""Characters of a token, as a first guess."""
+_MARGIN = 64
+"""Tokens that are read and dropped at the end: a cut document may end in other tokens than the whole one."""
 
 
 def read_sequences(
@@ -40,9 +44,10 @@ def read_sequences(
     # Documents are tokenized until there are enough tokens.
     documents = iter_texts(text, text_field)
     ids: list[int] = []
-    while len(ids) < tokens and (some := list(islice(documents, _DOCUMENTS))):
-        for document in tokenize(some, tokenizer):
-            ids += document
+    while (needed := tokens - len(ids)) > 0 and (some := _next_documents(documents, _CHARACTERS * needed)):
+        for document_ids in tokenize(some[:-1], tokenizer) if len(some) > 1 else ():
+            ids += document_ids
+        ids += _first_ids(tokenizer, some[-1], tokens - len(ids))
     count = min(len(ids), tokens) // seq_length
     if not count:
         raise ValueError(
@@ -51,6 +56,27 @@ def read_sequences(
         )
     check_tokens(ids, int(config.get_text_config().vocab_size), tokenizer.name_or_path)
     return torch.tensor(ids[: count * seq_length]).view(count, seq_length)
+
+
+def _next_documents(documents: Iterator[str], characters: int) -> list[str]:
+    """Return the next documents; only the last one reaches beyond so many characters."""
+    batch: list[str] = []
+    while len(batch) < _DOCUMENTS and characters > 0 and (document := next(documents, None)) is not None:
+        batch.append(document)
+        characters -= len(document)
+    return batch
+
+
+def _first_ids(tokenizer: PreTrainedTokenizerBase, document: str, tokens: int) -> list[int]:
+    """Return at least the first `tokens` ids of a document, or all; a long one is not tokenized to its end."""
+    characters = _CHARACTERS * (max(tokens, 0) + _MARGIN)
+    while True:
+        (ids,) = tokenize([document[:characters]], tokenizer)
+        if characters >= len(document):
+            return ids
+        if len(ids) >= tokens + _MARGIN:
+            return ids[: max(tokens, 0)]
+        characters *= 2
 
 
 def length_of(seq_length: int | None, positions: int) -> int:

@@ -30,7 +30,8 @@ def model_states(model: Architecture, settings: MemorySettings, frozen: bool | N
     states = local(model, settings, 1)
     masked = local(model, settings, 1, only_masked=True)
     # Weights under a mask are always stepped in fp32.
-    moments = 8 * masked + (4 if settings.bf16_states else 8) * (states - masked)
+    of_masked, of_others = settings.moments
+    moments = 4 * of_masked * masked + (2 if settings.bf16_states else 4) * of_others * (states - masked)
     return {
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
@@ -73,8 +74,15 @@ def teacher_weights(teacher: Architecture, settings: MemorySettings) -> int:
     return settings.low * sum(math.ceil(parameter.numel / settings.ranks) for parameter in teacher.parameters)
 
 
-def checkpoint_bytes(model: Architecture, settings: MemorySettings, frozen: bool = False) -> int:
-    """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights."""
+def checkpoint_bytes(model: Architecture, settings: MemorySettings, frozen: bool | None = None) -> int:
+    """Return the bytes of a checkpoint on disk: masters and optimizer states of all ranks, and undivided weights.
+
+    Args:
+        model: the model.
+        settings: of the run.
+        frozen: whether masks are frozen; None takes False, unless they are frozen before the first step.
+    """
+    frozen = settings.always_frozen if frozen is None else frozen
     kinds = model_states(model, dataclasses.replace(settings, ranks=1), frozen)
     states = sum(kinds[kind] for kind in ("moments", "dense", "mask", "curvature", "method states"))
     states += kinds["kept bits"] if frozen else 0

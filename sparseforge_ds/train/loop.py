@@ -110,6 +110,9 @@ def _train(
         # are between two steps, and nothing is half done.
         try:
             batches.prepare_step()
+            # A rank checks the stored logits of its own sequences as it reads them.
+            reads_logits = batches.teacher_logits is not None
+            step_batches = context.ranks.all_or_raise(batches.step) if reads_logits else batches.step()
         except AgreedError:
             step_log.read()
             if before and saved_step != before and watch.loss_is_finite:
@@ -117,7 +120,7 @@ def _train(
                     save(context, checkpoints, monitor, evaluation, before)
             _end_if_asked(context, checkpoints, preemption, before)
             raise
-        micro_batches = [batch.to(context.device) for batch in batches.step()]
+        micro_batches = [batch.to(context.device) for batch in step_batches]
 
         losses = torch.zeros(len(LOSSES), device=context.device)
         mask_updated = False

@@ -51,6 +51,8 @@ class MemorySettings:
     """bf16_master_weights_and_grads and bf16_optimizer_states: only the states of masks are in fp32."""
     sequential: bool
     """stage3_allgather_sequential: each weight is gathered where it stays."""
+    moments: tuple[int, int] = (2, 2)
+    """Numbers that the optimizer keeps for an element of a weight under a mask, and of another one."""
 
     @property
     def low(self) -> int:
@@ -142,7 +144,20 @@ def settings(
         sub_group=int(zero.get("sub_group_size", 1e9)),
         bf16_states=bool((resolved.get("bf16") or {}).get("bf16_optimizer_states")),
         sequential=bool(zero.get("stage3_allgather_sequential", False)),
+        moments=_moments(resolved.get("optimizer", {})),
     )
+
+
+def _moments(optimizer: dict[str, Any]) -> tuple[int, int]:
+    """Return `MemorySettings.moments` of an optimizer; of one that is not known here, those of Adam."""
+    name = str(optimizer.get("type", "")).lower()
+    if name == "muon":  # momentum for matrices, and Adam for the rest
+        return 1, 2
+    if name == "sgd":
+        count = int(bool(optimizer.get("params", {}).get("momentum", 0)))
+    else:
+        count = 1 if name in ("lion", "adagrad") else 2
+    return count, count
 
 
 def leaf_suffixes(resolved: dict[str, Any]) -> tuple[str, ...]:

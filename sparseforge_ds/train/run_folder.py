@@ -31,7 +31,7 @@ from transformers import GenerationConfig
 
 import sparseforge_ds
 from sparseforge_ds.checkpoint.disk import atomic_folder, take_lock, write_json
-from sparseforge_ds.checkpoint.folder import list_checkpoints, read_json_object
+from sparseforge_ds.checkpoint.folder import checkpoint_step, list_checkpoints, read_json_object
 from sparseforge_ds.checkpoint.model_files import is_legal_file
 from sparseforge_ds.checkpoint.tensors import fingerprint_weights
 from sparseforge_ds.config.arguments import RunArguments, flags
@@ -68,6 +68,8 @@ def _public_names(arguments: RunArguments) -> dict[str, Any]:
     """Return the names of models and texts for cards. Paths exist here, so that they can be told from hub ids."""
     models = {"model": arguments.model, "teacher": arguments.teacher}
     names = {key: public_name(name) for key, name in models.items() if name is not None}
+    if arguments.eval_dataset is not None:
+        names["eval_dataset"] = public_name(arguments.eval_dataset)
     return {**names, "dataset": [public_name(source_and_share(value)[0]) for value in arguments.dataset]}
 
 
@@ -122,7 +124,7 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 def check_room(spec: RunSpec, free: int) -> None:
     """Raise ValueError where the checkpoints of a run take more than `free` bytes."""
     if (needed := room_for_checkpoints(spec)) > free:
-        checkpoint_size = checkpoint_bytes(spec.sizes, spec.memory_settings)
+        checkpoint_size = _checkpoint_bytes(spec)
         advice = ", or raise --save_every or lower --keep_checkpoints" if needed > checkpoint_size else ""
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
@@ -185,7 +187,14 @@ def room_for_checkpoints(spec: RunSpec) -> int:
     saves = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
     limit = arguments.keep_checkpoints + 1 + arguments.keep_best if arguments.keep_checkpoints else saves
     count = 1 if arguments.resume else min(saves, limit)  # a run that is resumed has the others on disk already
-    return count * checkpoint_bytes(spec.sizes, spec.memory_settings)
+    return count * _checkpoint_bytes(spec)
+
+
+def _checkpoint_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one of the checkpoints that this run will add; they are smaller once masks are frozen."""
+    saved = list_checkpoints(spec.folder / "checkpoints") if spec.arguments.resume else []
+    is_frozen = bool(saved) and checkpoint_step(saved[-1]) >= spec.config.release_step
+    return checkpoint_bytes(spec.sizes, spec.memory_settings, is_frozen or None)
 
 
 def write_folder(spec: RunSpec) -> None:

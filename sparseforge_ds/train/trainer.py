@@ -108,7 +108,6 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     if resumption is not None:
         continue_from(resumption, context, evaluation)
         ranks.on_first(lambda: checkpoints.name_best(evaluation.ranking()))  # a kill may have come before it was named
-    ranks.on_first(lambda: write_folder(spec))
 
     # A run that is complete already has nothing to train; a kill may have come between its last save and its result.
     first_step = context.forge.step_count
@@ -119,6 +118,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
         _LOG.info(f"the run in {spec.folder} is complete ({first_step} steps): nothing to do")
         ranks.leave()
         return
+    ranks.on_first(lambda: write_folder(spec))
     ranks.on_first(lambda: result_file.unlink(missing_ok=True))  # an earlier launch may have left one
 
     # Train.

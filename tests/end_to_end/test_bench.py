@@ -184,6 +184,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
     other = write_dense(tmp_path / "other", "llama-odd")
+    half = write_dense(tmp_path / "half", "llama", "bfloat16")
     positioned = tmp_path / "gptj"
     tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
     # Models, and settings that do not fit them or each other.
@@ -191,6 +192,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(positioned)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(dense)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
+        ([str(packed), "--against", str(half)], "times would tell of dtypes; give --dtype float32"),
         ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
         (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
@@ -205,6 +207,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([], "give MODEL, or --shapes for random weights, and not both"),
         ([str(packed), "--shapes", "qwen3-14b"], "give MODEL, or --shapes for random weights, and not both"),
         (["--shapes", "qwen3-14b", "--against", str(dense)], "--shapes makes both models; leave one out"),
+        (["--shapes", "qwen3-14b", "--layers", "41"], "--layers 41 is not valid: the model has 40; use 1 to that many"),
         ([str(packed), "--layers", "2"], "--layers 2: MODEL has its layers; leave it out, or give --shapes"),
         ([str(packed), "--engine", "eager", "--workload", "8x8"], "--workload: --engine eager does not read it; give"),
         ([str(packed), "--engine", "graph", "--prompt", "8"], "--prompt: --engine graph does not read it; give"),

@@ -211,6 +211,13 @@ def test_a_learned_projection_is_stored_in_both_formats(
     record = json.loads((packed / "sparsity.json").read_text())
     assert len(record["branches"]) == 2 * len(record["weights"]) and record["proof"]["logits"] == "bit-equal"
     assert main(["verify", str(packed)]) == 0
+    # a config.json by which transformers would build other branches is told apart
+    stored = json.loads((packed / "config.json").read_text())
+    other = {**config, "low_rank": dict.fromkeys(config["low_rank"], 4)}
+    (packed / "config.json").write_text(json.dumps({**stored, "quantization_config": other}))
+    with pytest.raises(ValueError, match="low_rank of its quantization_config is not that of the branches"):
+        open_source(packed)
+    (packed / "config.json").write_text(json.dumps(stored))
     # one whose projections are gone, or of another kind than its config says, is no model
     record["config"]["low_rank"]["learned"] = False
     (packed / "sparsity.json").write_text(json.dumps(record))

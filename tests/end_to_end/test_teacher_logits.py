@@ -19,6 +19,26 @@ def losses(run):
     return [event.value for event in log.Scalars("loss/kl")]
 
 
+def main_with_damage(command_line, at_read):
+    """Run the launcher's body; on rank 1 the logits of one window are not as they were written."""
+    import torch.distributed
+
+    from sparseforge_ds.data.teacher_logits import TeacherLogits
+    from sparseforge_ds.train.trainer import main
+
+    read = TeacherLogits.read
+    reads = []
+
+    def read_or_refuse(self, window):
+        reads.append(window)
+        if len(reads) == at_read and torch.distributed.get_rank() == 1:
+            raise ValueError(f"window {window} has other bytes than were written")
+        return read(self, window)
+
+    TeacherLogits.read = read_or_refuse
+    return main(command_line)
+
+
 def test_stored_logits_train_as_the_teacher_does_on_any_ranks_and_after_a_resume(tmp_path, capfd):
     """Store all entries but one of a mixture of two texts, read twice, so that the loss is the full one."""
     ids = {"vocab_size": BYTE_VOCABULARY, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None}
@@ -41,6 +61,12 @@ def test_stored_logits_train_as_the_teacher_does_on_any_ranks_and_after_a_resume
     for run in ("stored", "one"):
         for step, (value, expected) in enumerate(zip(losses(tmp_path / run), beside, strict=True)):
             assert abs(value - expected) < 0.01 * expected, (run, step, value, expected)
+
+    # Logits that are damaged for one rank end the run on all, behind the steps that it has made.
+    damaged = [*stored, f"--output_dir={tmp_path / 'damaged'}", "--save_every=500"]
+    assert run_distributed(main_with_damage, 2, damaged, 8) == [1, 1]
+    assert "on rank 1: window" in capfd.readouterr().out
+    assert [path.name for path in (tmp_path / "damaged" / "checkpoints").glob("step_*")] == ["step_000003"]
 
     # A resumed run has the same bits.
     straight = states(tmp_path / "stored" / "checkpoints" / "step_000008")

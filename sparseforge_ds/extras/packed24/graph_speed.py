@@ -23,6 +23,7 @@ from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of, tokens_of
+from sparseforge_ds.model.architecture import with_layers
 from sparseforge_ds.packed_format.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
 
@@ -79,12 +80,13 @@ def random_pair(shapes: str, layers: int | None, dtype: torch.dtype) -> tuple[Pr
         shapes: a key of `SHAPES`.
         layers: number of layers; None: all of the published model.
         dtype: dtype of the weights.
+
+    Raises:
+        ValueError: the published model has fewer layers.
     """
     config = AutoConfig.from_pretrained(SHAPES[shapes], trust_remote_code=False)
     if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        config = with_layers(config, layers)
     # The packed model first: otherwise two dense models and a packed one would be in memory.
     models = []
     for is_packed in (True, False):

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
+from sparseforge_ds.extras.packed24.quantizer import Packed24Quantizer
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
 from sparseforge_ds.packed_format.packing import POSITIONS, has_packed_weights, packed24_axis
 from sparseforge_ds.transformers_internals import CACHE
@@ -75,7 +76,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         dtype: dtype of both.
 
     Raises:
-        ValueError: a model cannot be loaded, the first is not packed, or their sizes differ.
+        ValueError: a model cannot be loaded, the first is not packed, or their sizes or dtypes differ.
     """
     packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
     if not any(map(has_packed_weights, packed.modules())):
@@ -85,8 +86,11 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         )
     other = name if against is None else against
     dense = load_model(other, dtype, find_adapter(other, NO_ADAPTER))
-    if getattr(dense, "hf_quantizer", None) is not None:
-        dense.hf_quantizer.make_dense(dense)
+    if (quantizer := getattr(dense, "hf_quantizer", None)) is not None:
+        if not isinstance(quantizer, Packed24Quantizer):
+            method = getattr(quantizer.quantization_config, "quant_method", type(quantizer).__name__)
+            raise ValueError(f"--against {other}: its weights are quantized ({method}); give the dense model")
+        quantizer.make_dense(dense)
     # Models of different sizes cannot be compared.
     packed_config = packed.config.get_text_config()
     dense_config = dense.config.get_text_config()
@@ -94,6 +98,11 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         expected = getattr(packed_config, key)
         if getattr(dense_config, key) != expected:
             raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
+    if dense.dtype != packed.dtype:
+        raise ValueError(
+            f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so that times would tell of dtypes; "
+            f"give --dtype {str(packed.dtype).removeprefix('torch.')}"
+        )
     # Parameters in a mapped file may be unaligned, and not in memory yet.
     for model in (packed, dense):
         for parameter in model.parameters():

@@ -7,7 +7,6 @@ models, so that whole models can be compared with what is predicted here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -131,24 +130,8 @@ def model_bytes(config: PretrainedConfig, batch: int, context: int) -> ModelByte
         pruned_read=pruned - of_experts + of_experts * chosen,
         other=other,
         other_read=other if is_head else other - embeddings.weight.numel(),
-        cache=batch * _cache_of_sequence(text, context),
+        cache=batch * cache_of_sequence(text, context),
     )
-
-
-def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return a config cut to some decoder layers.
-
-    Raises:
-        ValueError: the model has fewer layers, or none is asked for.
-    """
-    cut = copy.deepcopy(config)
-    text = cut.get_text_config()
-    if not 1 <= layers <= text.num_hidden_layers:
-        raise ValueError(f"--layers {layers} is not valid: the model has {text.num_hidden_layers}; use 1 to that many")
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
-    return cut
 
 
 def advise(model: ModelBytes, gpu: Gpu, batch: int) -> list[Advice]:
@@ -267,13 +250,16 @@ def lines(advices: list[Advice], batch: int, gpu: Gpu) -> Iterator[str]:
     )
 
 
-def _cache_of_sequence(text: PretrainedConfig, context: int) -> int:
+def cache_of_sequence(text: PretrainedConfig, context: int) -> int:
     """Return the bytes of keys and values of one sequence; layers without a growing cache count nothing."""
     heads = getattr(text, "num_attention_heads", None)
     if heads is None:
         return 0
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    numbers = 2 * (getattr(text, "num_key_value_heads", None) or heads) * width
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        key_value_heads = 1  # GPT BigCode, and Falcon's first models
+    numbers = 2 * key_value_heads * width
     if getattr(text, "qk_nope_head_dim", None):  # latent attention, whose cache transformers keeps expanded
         numbers = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     reach = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

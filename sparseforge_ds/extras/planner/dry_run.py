@@ -124,6 +124,8 @@ def _memory(spec: RunSpec, unchecked: list[str]) -> Iterator[str]:
         return
     yield layout_rows(plan.memory_lines())
     unchecked.extend(_memory_of_unfused_attention(spec))
+    if str(spec.deepspeed["optimizer"]["type"]).lower() == "muon":
+        unchecked.append("memory: the whole matrices that Muon gathers and makes orthogonal in its step")
     # The ladder's last rung is the run with all changes that save memory.
     if not plan.fits:
         changes = [change for change, _ in plan.ladder]

@@ -78,8 +78,15 @@ class PrunePlan:
             yield "", self.rate
         # Whether that fits, and what to do where it does not.
         room = f"{self.available / GIB:.1f} GiB"
-        less = "take a device with more memory, or --mask magnitude"
-        yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {less}"
+        yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {self._cure}"
+
+    @property
+    def _cure(self) -> str:
+        """What makes the phase smaller that takes the most."""
+        if self._worst == "training":
+            return "give --soft 0, a smaller --batch or --seq_length, or --epochs 0, or take a device with more memory"
+        by_moments = self.work.block_start.mask == "sparsegpt"
+        return f"take a device with more memory{', or --mask magnitude' if by_moments else ''}"
 
     @property
     def _worst(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,13 +35,13 @@ class Records:
         Raises:
             ValueError: the run was started with other settings.
         """
-        wanted = json.loads(json.dumps(wanted))
+        wanted = _with_absolute_paths(json.loads(json.dumps(wanted)))
         record = self.read(name)
         if record is None:
             record = {"wanted": wanted}
             self.write(name, record)
-        if record["wanted"] != wanted:
-            before = record["wanted"]
+        before = _with_absolute_paths(record["wanted"])
+        if before != wanted:
             differing = [key for key in sorted(set(before) | set(wanted)) if before.get(key) != wanted.get(key)]
             raise ValueError(
                 f"{self.folder.parent}: the run {name} was started with other settings ({', '.join(differing)}); give "
@@ -63,6 +64,20 @@ class Records:
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Write the record of a run."""
         write_text(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+
+def _with_absolute_paths(value: Any) -> Any:
+    """Return settings whose names of files and folders do not depend on the working directory."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_paths(inner) for inner in value]
+    if not isinstance(value, str) or not value:
+        return value
+    prefix = "stream:" if value.startswith("stream:") else ""
+    path = value.removeprefix(prefix)
+    is_path = (os.sep in path or bool(Path(path).suffix)) and os.path.exists(path)
+    return f"{prefix}{os.path.abspath(path)}" if is_path else value
 
 
 def settled(record: Mapping[str, Any]) -> bool:

@@ -34,16 +34,16 @@ class TaskColumns:
 
     Args:
         tasks: the tasks.
-        batch_size: rows of one forward.
+        batch_size: rows of one forward pass.
 
     Raises:
         ValueError: a task cannot be loaded.
     """
 
     def __init__(self, tasks: MeasuredTasks, batch_size: int) -> None:
+        self._batch_size = batch_size
         self._settings = TaskSettings(
             limit=tasks.limit,
-            batch_size=batch_size,
             gen_kwargs=parse_arguments(tasks.gen_kwargs),
             apply_chat_template=tasks.apply_chat_template,
             confirm_run_unsafe_code=tasks.confirm_run_unsafe_code,
@@ -71,4 +71,4 @@ class TaskColumns:
         return figures
 
     def _run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScores:
-        return measure(wrap_model(model, tokenizer, self._settings.batch_size), self._tasks, self._settings)
+        return measure(wrap_model(model, tokenizer, self._batch_size), self._tasks, self._settings)

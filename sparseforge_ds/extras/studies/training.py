@@ -159,7 +159,9 @@ class Trainer:
             return
         if "diverged" in result:
             raise DivergedRunError(result["diverged"])
-        if self._stop.is_set() or _STOPPED in codes:
+        # A rank that fails has the others stopped.
+        has_failed = any(code not in (0, _STOPPED, -signal.SIGTERM) for code in codes)
+        if self._stop.is_set() or (_STOPPED in codes and not has_failed):
             raise StoppedError
         lines = log.read_bytes()[begin:].decode(errors="replace").splitlines() if log.exists() else []
         message = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 import sparseforge_ds
 from sparseforge_ds.cli import verify
@@ -155,6 +156,11 @@ def test_help_is_there_at_once() -> None:
         (PermissionError(13, "Permission denied", "runs/x"), 2, "error: runs/x: Permission denied\n"),
         (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"),
+            2,
+            "error: CUDA out of memory; free the GPU's memory, or take a larger GPU\n",
+        ),
     ],
 )
 def test_an_error_is_one_line(

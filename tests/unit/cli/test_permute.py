@@ -66,6 +66,11 @@ def test_a_permutation_is_the_same_every_time(tmp_path: Path) -> None:
     assert a == b and a != (folder / "model.safetensors").read_bytes()
 
 
+def test_a_text_field_without_a_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["permute", "m", str(tmp_path / "out"), "--text_field", "content"]) == 2
+    assert "--text_field content: it belongs to --text, which scores by activations" in capsys.readouterr().err
+
+
 def test_what_cannot_be_permuted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "dense")
     out = tmp_path / "out"

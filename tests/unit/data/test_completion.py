@@ -268,6 +268,10 @@ def test_a_step_without_any_trained_token_is_an_error():
         stream.prepare_step()
     batch = next(stream.micro_batches(range(4)).__iter__())
     assert batch.trained == 0.5
+    # Later a run can change neither its batch nor its sequences.
+    stream.position = 4
+    with pytest.raises(AgreedError, match="go on by --resume --resume_other_data with other text or without the flag"):
+        stream.prepare_step()
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
 
 
@@ -332,6 +336,9 @@ def test_tools_calls_and_reasoning_go_through_the_template(tmp_path):
             assert with_tools.render(tokenizer) == text, (name, suffix)
             assert without.render(tokenizer) == "<user>2+3?<assistant>It is 5.;"
             assert trained_text_of(with_tools, tokenizer) == '(sum)add{"a": 2, "b": 3};It is 5.;'
+            # A tokenizer may have a template of its own for conversations with tools.
+            both = tokenizer_with({"default": "{{ messages }}", "tool_use": WITH_TOOLS})
+            assert trained_text_of(with_tools, both) == trained_text_of(with_tools, tokenizer)
     # Prompt and completion, and templates without tools, are as before.
     pair = {"prompt": TOOL_CHAT[:1], "completion": TOOL_CHAT[1:2], "tools": TOOLS}
     document = document_from_record(pair, "text", "a.jsonl, line 1")

@@ -256,13 +256,16 @@ def test_a_field_that_is_null_hides_no_other_and_is_none_of_its_kind(tmp_path, k
         {"text": None, "messages": None, "prompt": None, "completion": CHAT[1:], "input_ids": None},
         {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": [3, 4]},
         {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": None},
+        {"text": "", "messages": CHAT, "prompt": None, "completion": None, "input_ids": None},
+        {"text": "", "messages": None, "prompt": None, "completion": None, "input_ids": None},
     ]
     path = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    chat, text, prompt, completion, ids, nothing = read(path)
+    chat, text, prompt, completion, ids, nothing, beside_empty, empty = read(path)
+    assert list(beside_empty.messages) == CHAT and empty == ""
     assert (list(chat.messages), text, nothing) == (CHAT, "a", "")
     assert (list(prompt.messages), list(completion.messages)) == (CHAT[:1], CHAT[1:])
     assert ids.ids.tolist() == [3, 4]

@@ -41,7 +41,7 @@ def test_no_more_text_is_read_than_the_windows_need(tmp_path: Path, monkeypatch:
     read = []
     iter_texts = module.iter_texts
     monkeypatch.setattr(
-        module, "iter_texts", lambda text: (read.append(0) or document for document in iter_texts(text))
+        module, "iter_texts", lambda text, _field: (read.append(0) or document for document in iter_texts(text))
     )
     model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     batches = calibration_windows(model, CONFIG, str(path), 2, 128)
@@ -59,7 +59,7 @@ def test_a_short_text_gives_fewer_windows(tmp_path: Path) -> None:
     model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
     path.write_text("one two three four five six seven eight nine ten")
     assert len(calibration_windows(model, CONFIG, str(path), 64, 2)) < 64
-    with pytest.raises(ValueError, match="less than one window; use --seq_length"):
+    with pytest.raises(ValueError, match="less than one window of 500; give a longer text or"):
         calibration_windows(model, CONFIG, str(path), 64, 500)
     path.write_text(" \n")
     with pytest.raises(ValueError, match="there is no text in it"):
@@ -69,3 +69,10 @@ def test_a_short_text_gives_fewer_windows(tmp_path: Path) -> None:
 def test_flags_of_a_text_need_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["permute", str(tmp_path), str(tmp_path / "out"), "--sequences", "8"]) == 2
     assert "--sequences 8: it belongs to --text" in capsys.readouterr().err
+
+
+def test_the_field_of_a_record_that_holds_the_text_may_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_text(json.dumps({"content": "one two three four five six"}) + "\n")
+    model = str(Path(module.__file__).parents[1] / "assets" / "stdlib_llama")
+    assert calibration_windows(model, CONFIG, str(path), 1, 4, "content")[0].shape == (1, 4)

@@ -14,10 +14,10 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import token_scores
+from sparseforge_ds.evaluate import finished_model, token_scores
 from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, Scoring, max_positions, measure
-from sparseforge_ds.evaluate.scored_text import read_documents
+from sparseforge_ds.evaluate.scored_text import read_documents, read_text
 from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.ranks import Ranks
 from tests.distributed import run_distributed
@@ -375,3 +375,25 @@ def test_a_loss_that_is_not_finite_names_the_weight(tmp_path: Path, capsys: pyte
         assert main(["evaluate", *models, *text]) == 2
         expected = f"error: {broken}: the loss is nan: {name} is not finite; give a sound model"
         assert capsys.readouterr().err.splitlines()[-1] == expected
+
+
+def test_every_text_is_cut_before_a_model_is_loaded(
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the error about the second text comes after hours of scoring the first one."""
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    (tmp_path / "short.txt").write_text("Once.")
+    assert main(["evaluate", str(stories), "--text", "stdlib:heldout", str(tmp_path / "short.txt")]) == 2
+    assert "short.txt: the text has 3 tokens, less than one window of 512" in capsys.readouterr().err
+
+
+def test_rows_of_wikitext_may_be_null_and_a_damaged_file_is_one_line(
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n{"text": null}\n{"text": "b"}\n')
+    assert read_text(f"wikitext2:{rows}", "text", None) == ["a\n\n\n\nb"]
+    rows.write_text('{"text": "a"}\n{"text": \n')
+    assert main(["evaluate", str(stories), "--text", f"wikitext2:{rows}"]) == 2
+    assert f"--text wikitext2:{rows}: cannot be read (" in capsys.readouterr().err

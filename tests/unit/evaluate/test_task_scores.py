@@ -245,12 +245,18 @@ def test_gsm8k_offline_with_examples_of_its_train_split(
         assert message in capsys.readouterr().err, flags
 
 
-def test_a_limit_by_another_name_is_refused(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_limit_by_another_name_is_refused(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("lm_eval")
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
     write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
     command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
     assert main([*command, "--gen_kwargs", "max_new_tokens=4096"]) == 2
     assert "--gen_kwargs max_new_tokens: write max_gen_toks, the harness' name" in capsys.readouterr().err
+    assert main([*command, "--gen_kwargs", "max_gen_toks=512"]) == 2
+    words = f"up to 512 tokens, and prompt and answer share the 512 positions of {stories}"
+    assert words in capsys.readouterr().err
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
     chosen = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa", "--num_fewshot", "5"]
@@ -349,3 +355,27 @@ def stories(assets: Path) -> Path:
     if not folder.is_dir():
         pytest.skip(f"no model in {folder}")
     return folder
+
+
+def test_what_is_measured_is_printed_where_the_dense_model_cannot_be_loaded(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    load = finished_model.load_model
+    loaded: list[str] = []
+
+    def load_one(name: str, *settings: Any) -> Any:
+        loaded.append(name)
+        if len(loaded) == 2:
+            raise ValueError("the dense model is gated")
+        return load(name, *settings)
+
+    monkeypatch.setattr(finished_model, "load_model", load_one)
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa", "--dense", str(stories)]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert "the dense model is gated" in printed.err
+    record = json.loads(printed.out.splitlines()[-1])["zero_shot"]
+    assert record["tasks"]["piqa"]["items"] == len(ROWS) and record["num_fewshot"] == 0 and "dense" not in record

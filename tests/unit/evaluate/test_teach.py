@@ -178,6 +178,35 @@ def test_other_texts_and_settings_are_refused_before_training(written: Path) -> 
         batches_of(written)
 
 
+def test_logits_of_two_kinds_are_refused_and_a_teacher_may_be_called_otherwise(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sequences of two texts share a micro-batch."""
+    write_text(written / "other.jsonl", documents=61)
+    assert main(command(written, "logits", text=written / "other.jsonl", top_k=TOP + 1)) == 0
+    texts = [str(written / name) for name in ("text.jsonl", "other.jsonl")]
+    with pytest.raises(ValueError, match=r"of --dataset .*other.jsonl are others than those of .*text.jsonl \(.*top_k"):
+        batches_of(written, dataset=texts)
+    words = command(written, "logits")
+    assert main(["teach", f"{written}/../{written.name}/model", *words[2:]]) == 0
+
+
+def test_a_text_that_cannot_be_taught_is_refused_before_the_model_is_loaded(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    for content, message in (
+        ("{}", "blank.jsonl, line 1: no field"),
+        ('{"text": " "}', "blank.jsonl: "),
+        ('{"text": "a"}', "less than --seq"),
+    ):
+        (written / "blank.jsonl").write_text(content + "\n")
+        assert main(command(written, "none", text=written / "blank.jsonl")) == 2
+        error = capsys.readouterr().err
+        assert message in error and "--dataset" not in error
+    assert not list((written / "none").glob("*.json"))
+
+
 def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
     written: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -299,6 +299,8 @@ def test_flags_that_do_not_fit_rounded_values_are_refused(
 ) -> None:
     sparse = str(rounded[0])
     out = str(tmp_path / "out")
+    short = tmp_path / "short.txt"
+    short.write_text("Less than a window.")
     # By the command line, with the cure.
     for flags, message in (
         (["--values", "int8"], "--values int8: the hf format stores no rounded values; give --format packed24"),
@@ -317,6 +319,10 @@ def test_flags_that_do_not_fit_rounded_values_are_refused(
         ),
         (["--format", "packed24", "--text", "a.txt"], "--text a.txt: it is what rounding is measured on; give"),
         (["--format", "packed24", "--values", "int8", "--text", "a.txt"], "--text a.txt: no such file; give a file of"),
+        (
+            ["--format", "packed24", "--values", "int8", "--text", str(short)],
+            f"--text {short}: the text has 19 tokens, less than one window of 64; give a longer text",
+        ),
     ):
         assert main(["export", sparse, out, *flags]) == 2
         assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
@@ -271,3 +271,19 @@ def test_two_shapes_of_model_are_refused(key: str, words: str) -> None:
 def test_impossible_settings_are_refused(block: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         HiddenConfig(**block)
+
+
+def test_layers_of_a_vision_tower_are_not_compared() -> None:
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = Gemma3Config(text_config={**text, "vocab_size": 64, "num_key_value_heads": 1}, vision_config=tower)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    layers = compared_layers(model, HiddenConfig(1.0, 1))
+    assert layers == list(model.get_decoder().layers) and len(layers) == 2

@@ -350,6 +350,15 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) == first
     assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
+    # Masks that are frozen take a bit a weight.
+    fixed = spec(stage=3, save_every=0, max_steps=100, block={"method": "naive_retrain"})
+    assert room_for_checkpoints(fixed) == pytest.approx(12 * total + masked / 8, abs=8)
+    frozen = tmp_path / "run" / "checkpoints" / "step_000090"
+    frozen.mkdir(parents=True)
+    assert (
+        room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) < 12.3 * total + every.world_size * sums
+    )
+    frozen.rmdir()
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
@@ -379,13 +388,17 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
     (tmp_path / "data" / "books").mkdir(parents=True)
     tiny_folders.write_text(tmp_path / "data" / "books" / "a.jsonl")
     dataset = ["data/books=0.3", f"{tmp_path / 'text.jsonl'}=0.7"]
-    first = spec(model="models/dense", dataset=dataset)
+    tiny_folders.write_text(tmp_path / "data" / "held_out.jsonl")
+    first = spec(model="models/dense", dataset=dataset, eval_dataset="data/held_out.jsonl", max_steps=10)
     check_run_folder(first)
     write_folder(first)
     described = json.loads((tmp_path / "run" / "sparseforge.json").read_text())
-    assert described["public_names"] == {"model": "dense", "dataset": ["books", "text.jsonl"]}
+    names = {"model": "dense", "eval_dataset": "held_out.jsonl", "dataset": ["books", "text.jsonl"]}
+    assert described["public_names"] == names
     monkeypatch.chdir("/")
-    assert describe_run(described, {}, 1)["model"] == "dense" and describe_run(described, {}, 1)["dataset"] == [
-        "books",
-        "text.jsonl",
-    ]
+    # A score of the run is one of the model only where the network was what is exported.
+    scores = {"text": "data/held_out.jsonl", "losses": {"1": 2.0, "10": 3.0}, "sequences": 4, "seq_length": 8}
+    soft, final = (describe_run(described, {"evaluations": scores}, step, first.config) for step in (1, 10))
+    assert soft["model"] == "dense" and soft["dataset"] == ["books", "text.jsonl"]
+    assert soft["evaluation"] is None
+    assert final["evaluation"] == {"loss": 3.0, "sequences": 4, "seq_length": 8, "text": "held_out.jsonl"}

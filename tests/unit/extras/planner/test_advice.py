@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import FalconConfig, Qwen3MoeConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.planner.advice import (
@@ -17,11 +17,12 @@ from sparseforge_ds.extras.planner.advice import (
     MEASURED_GAINS,
     MEASURED_SHARES,
     advise,
+    cache_of_sequence,
     model_bytes,
     share_of_bandwidth,
-    with_layers,
 )
 from sparseforge_ds.extras.planner.machine import GPUS
+from sparseforge_ds.model.architecture import with_layers
 from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.packed_format.packed_values import Grid, round_values
 from sparseforge_ds.packed_format.packing import pack24
@@ -157,3 +158,11 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_wrong_input_is_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", LLAMA, *arguments.split()]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_falcon_caches_one_head_for_all_queries() -> None:
+    first, later = (
+        FalconConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, new_decoder_architecture=new)
+        for new in (False, True)
+    )
+    assert cache_of_sequence(first, 8) == 8 * 2 * 2 * 16 * 2 == cache_of_sequence(later, 8) // 4

@@ -28,13 +28,20 @@ OURS = ("dense", "mask", "curvature", "kept bits", "flip bits")
 NOTHING = Activations(saved=0, logits=0, loss=0, backward=0)
 
 
-def planned(stage: int, ranks: int, block: dict[str, Any] = PLAIN, config: Any = llama2_7b, **zero: Any) -> Any:
+def planned(
+    stage: int,
+    ranks: int,
+    block: dict[str, Any] = PLAIN,
+    config: Any = llama2_7b,
+    optimizer: dict[str, Any] | None = None,
+    **zero: Any,
+) -> Any:
     forge = SparseForgeConfig.from_dict(block)
     content = {
         "bf16": {"enabled": True},
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": optimizer or {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 1,
@@ -261,3 +268,19 @@ def test_checkpoints_hold_18_bytes_a_weight_under_zero3_and_then_12_and_a_bit() 
 def test_layouts_without_an_estimate_are_refused(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_estimable(content)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_masked", "of_others"),
+    [
+        ({"type": "AdamW"}, 8, 8),
+        ({"type": "Lion"}, 4, 4),
+        ({"type": "Muon"}, 4, 8),
+        ({"type": "SGD"}, 0, 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 4, 4),
+    ],
+)
+def test_an_optimizer_keeps_its_own_moments(optimizer: dict[str, Any], of_masked: int, of_others: int) -> None:
+    model, laid_out = planned(1, 1, optimizer=optimizer)
+    expected = of_masked * model.masked + of_others * (model.total - model.masked)
+    assert model_states(model, laid_out)["moments"] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def test_14b_fits_into_24_gb() -> None:
     assert plan.memory["first mask"]["second moments"] > 4 * (3 * 5120**2 + 17408**2)
     assert plan.work.streams == 2 * 2**21 * 5120 * 2 and plan.streams_in == "in memory or on the disk"
     assert of_14b(2**21, soft=0).memory["training"]["masks"] == 2 * A_BLOCK < training["masks"] - 11 * A_BLOCK
+    # What is advised makes the largest phase smaller.
+    cures = {"give --soft 0": {}, "or --mask magnitude": {"epochs": 0}, "memory": {"epochs": 0, "mask": "magnitude"}}
+    for words, start in cures.items():
+        verdict = dict(dataclasses.replace(of_14b(2**17, **start), available=1).lines())["verdict"]
+        assert words in verdict and ("--mask magnitude" in verdict) == ("--mask" in words)
     alone = of_14b(2**17, epochs=0, mask="magnitude")
     assert "training" not in alone.memory and alone.peak < plan.peak and alone.streams_in == "on the GPU"
 

@@ -38,3 +38,14 @@ def test_tokens_of_a_start_count_once_an_epoch(tmp_path: Path) -> None:
     assert (with_start["tokens"], with_start["all_tokens"]) == (tokens, tokens + 4000)
     assert with_start["tokens_a_weight"] == (tokens + 4000) / 2000 and with_start["path"] == 0.6
     assert (without["tokens"], without["all_tokens"], without["tokens_a_weight"]) == (tokens, None, None)
+
+
+def test_a_text_may_be_called_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "a.jsonl").touch()
+    records = Records(tmp_path / "records")
+    for folder, name in ((tmp_path, "study/a.jsonl"), (tmp_path / "study", "a.jsonl"), (Path("/"), "")):
+        monkeypatch.chdir(folder)
+        records.open("a", {"dataset": [name or str(tmp_path / "study" / "a.jsonl")], "method": "a"})
+    with pytest.raises(ValueError, match=r"other settings \(dataset\)"):
+        records.open("a", {"dataset": ["b.jsonl"], "method": "a"})

@@ -25,6 +25,9 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
         trainer.check_outcome([1, 1], {"diverged": "the loss is nan, at step 3"}, log, 0)
     with pytest.raises(StoppedError):
         trainer.check_outcome([143, 143], {}, log, 0)
+    # A rank that fails has the others stopped.
+    with pytest.raises(ValueError, match=r"the run run failed: its processes ended with -9, 143 \(-9: killed"):
+        trainer.check_outcome([-9, 143], {}, log, log.stat().st_size)
     trainer.stop()
     with pytest.raises(StoppedError):
         trainer.check_outcome([1, -15], {}, log, 0)
