@@ -29,9 +29,9 @@ else
     ranks=1
     while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
-folder="runs/fixed_mask_comparison_$(basename "$model")_steps${steps}_seed$seed"
-if [ -e "$folder" ]; then
-    echo "error: $folder: results of an earlier call are there; move or remove the folder, or give another SEED" >&2
+folder="runs/fixed_mask_comparison_$(basename "$model")_$(basename "$text")_steps${steps}_seed$seed"
+if [ -e "$folder/table.txt" ]; then
+    echo "error: $folder: results of an earlier call are there; move or remove the folder" >&2
     exit 1
 fi
 mkdir -p "$folder"

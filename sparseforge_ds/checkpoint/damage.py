@@ -49,11 +49,11 @@ def suggest_intact_checkpoint(folder: Path) -> Iterator[None]:
         yield
     except FormatVersionError:
         raise
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         if not folder.is_dir():
             raise ValueError(
-                f"{folder}: was removed while it was read, as a run does with its older checkpoints; name a newer one, "
-                "or the run with a larger --keep_checkpoints"
+                f"{folder}: was removed while it was read, as a run does with its older checkpoints; repeat the "
+                "command, or train with a larger --keep_checkpoints"
             ) from None
         siblings = [sibling for sibling in list_checkpoints(folder.parent) if sibling.name != folder.name]
         if not siblings or verify_checkpoint(folder).complete:

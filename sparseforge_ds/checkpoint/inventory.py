@@ -6,6 +6,7 @@ It reads names, sizes and manifests, and opens no `.pt` file.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def take_inventory(folder: Path) -> Inventory:
         children = sorted(folder.iterdir()) if folder.is_dir() else []
         leftovers = [child.name for child in children if child.suffix == ".tmp"]
         folders = [child for child in children if child.is_dir() and child.suffix != ".tmp" and is_checkpoint(child)]
-        entries = [describe_checkpoint(child) for child in {*list_checkpoints(folder), *folders}]
+        entries = _described({*list_checkpoints(folder), *folders})
         entries.sort(key=lambda entry: (-1 if entry.step is None else entry.step, entry.name))
         newest = newest_checkpoint(folder)
     except OSError as error:
@@ -77,6 +78,18 @@ def take_inventory(folder: Path) -> Inventory:
         current = entries[-1]
         problem = problem or f"{folder / 'latest'}: no such file"
     return Inventory(entries, leftovers, current, problem)
+
+
+def _described(folders: Iterable[Path]) -> list[SavedCheckpoint]:
+    """Describe checkpoints, without those that a run removes in the meantime."""
+    entries = []
+    for folder in folders:
+        try:
+            entries.append(describe_checkpoint(folder))
+        except FileNotFoundError:
+            if folder.is_dir():
+                raise
+    return entries
 
 
 def describe_checkpoint(folder: Path) -> SavedCheckpoint:

@@ -134,7 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch here would slow down every command
             raise
-        smaller = [f"--{flag}" for flag in ("batch_size", "seq_length", "sequences") if hasattr(args, flag)]
+        flags_of_size = ("batch_size", "batch", "batches", "prompt", "seq_length", "sequences")
+        smaller = [f"--{flag}" for flag in flags_of_size if getattr(args, flag, None) is not None]
         cure = f"lower {' or '.join(smaller)}" if smaller else "take a larger GPU"
         return _fail(f"{str(error).partition('. ')[0]}; free the GPU's memory, or {cure}")
     return code

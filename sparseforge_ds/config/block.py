@@ -210,11 +210,15 @@ class SparseForgeConfig:
     def is_exact(self, step: int) -> bool:
         """Return True if the network that is trained after step `step` computes what an export of it does.
 
-        It sees dense weights, a soft mask or weights that are not quantized yet before.
+        It does not while it sees dense weights, a soft mask, or weights that its export quantizes and it does not.
         """
         is_masked = self.mask_storage == "bool" and step >= self.method.dense_until(self.max_steps)
         is_final = step >= self.release_step or is_masked
         return is_final and self.is_quantized(step) == self.is_quantized(step, hard=True)
+
+    def is_comparable(self, step: int) -> bool:
+        """Return True if a score after step `step` can be compared with that of the finished model."""
+        return self.is_exact(step) and (self.quantize is None or self.is_quantized(step))
 
     def is_quantized(self, step: int, hard: bool = False) -> bool:
         """Return True if weights published after step `step` are quantized; `hard` is as if masks froze then."""

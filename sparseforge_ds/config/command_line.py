@@ -11,7 +11,7 @@ from typing import NoReturn
 from transformers import HfArgumentParser
 
 from sparseforge_ds.config.arguments import RunArguments
-from sparseforge_ds.config.flag_names import name_of, unknown_word, with_our_names
+from sparseforge_ds.config.flag_names import expand_home, name_of, unknown_word, with_our_names
 from sparseforge_ds.config.run_file import UnknownKeyError, read_run_file
 
 _EXAMPLES = """\
@@ -122,6 +122,7 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     # Flags win over the file of --config.
     values = vars(given_flags)
     if values.get("config") is not None:
+        values["config"] = expand_home(values["config"])
         try:
             in_file = read_run_file(values["config"]).flags
             # A run has one of these two lengths.

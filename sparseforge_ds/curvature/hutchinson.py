@@ -89,7 +89,10 @@ class Hutchinson(Estimator):
         return rademacher(key, shard.start, shard.stop, device)
 
     def _radii(self) -> dict[str, Tensor]:
-        """Return () r of each weight: the relative radius times the RMS of its published values."""
+        """Return () r of each weight: the relative radius times the RMS of its published values.
+
+        For a weight of zeros it is the largest RMS of all.
+        """
         context = self.context
         table = torch.zeros(len(context.shards), 2, dtype=torch.float64, device=context.layout.device)
         for row, shard in enumerate(context.shards.values()):

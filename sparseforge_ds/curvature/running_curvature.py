@@ -263,7 +263,9 @@ class RunningCurvature:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is not per element, as plain JSON types. Collective."""
-        state: dict[str, Any] = {"without_gradient": self.without_gradient}
+        names = self.weights.matrices.names
+        unseen = [name for name, is_unseen in zip(names, self.unseen_matrices.tolist(), strict=True) if is_unseen]
+        state: dict[str, Any] = {"without_gradient": self.without_gradient, "unseen": unseen}
         if self.expert_load.names:
             state["experts"] = self.expert_load.state_dict()
         return state if self.running is None else {**state, "curvature_sums": self.running.state_dict()}
@@ -279,7 +281,10 @@ class RunningCurvature:
         """Continue with a state that `check` has passed."""
         self.refreshes = state["refreshes"]
         self.without_gradient = state.get("without_gradient") is True
-        self.unseen_matrices.zero_()  # of steps that are undone, where a loop goes back
+        # Those of steps that are undone are forgotten, where a loop goes back.
+        unseen = state.get("unseen")
+        known = unseen if isinstance(unseen, list) else []
+        self.unseen_matrices.copy_(torch.tensor([name in known for name in self.weights.matrices.names]))
         if self.expert_load.names:
             self.expert_load.load_state_dict(state["experts"])
         if self.running is not None:

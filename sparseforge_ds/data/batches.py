@@ -111,13 +111,14 @@ class Batches:
         """Return this rank's micro-batches of the next global batch, without consuming it."""
         return self.micro_batches(range(self.position, self.position + self.layout.global_batch))
 
-    def micro_batches(self, batch: range) -> list[MicroBatch]:
+    def micro_batches(self, batch: range, with_logits: bool = True) -> list[MicroBatch]:
         """Return this rank's micro-batches of consecutive sequences, without consuming them.
 
         Losses are divided such that their mean over ranks and micro-batches is the mean over all trained tokens.
 
         Args:
             batch: positions of the sequences, some micro-batches of all ranks.
+            with_logits: False where nobody compares with stored logits; else a rank whose part is damaged raises alone.
         """
         layout = self.layout
         trained = self.count_trained(batch)
@@ -125,7 +126,9 @@ class Batches:
         divisor = None if trained is None else max(1, trained) * layout.micro_batch / len(batch)
         micro_batches = []
         for position in batch[:: layout.sequences_at_once]:
-            sequences = replace(make_micro_batch(self.rows_at(position), divisor), top=self._top_logits(position))
+            sequences = make_micro_batch(self.rows_at(position), divisor)
+            if with_logits:
+                sequences = replace(sequences, top=self._top_logits(position))
             if layout.sequence_parallel > 1:
                 sequences = sequences.take_tokens(layout.token_slice(self.seq_length), layout.sequence_parallel)
             micro_batches.append(sequences)
@@ -207,14 +210,13 @@ class Batches:
     def require_trained(self, batch: range) -> None:
         """Raise an AgreedError if no token of some consecutive sequences is trained on."""
         if self.count_trained(batch) == 0:
-            # A run that goes on keeps its batch and its sequences.
-            cure = "raise --global_batch or --seq_length (or curvature.sequences, where that is set), or leave"
-            if self.position:
-                cure = "go on by --resume --resume_other_data with other text or"
+            # A run that goes on from a checkpoint keeps its batch and its sequences.
+            resumed = "; a run that has checkpoints goes on by --resume --resume_other_data without the flag, or with "
             raise AgreedError(
                 "--loss_on completion, --document_attention: no token of the run's sequences "
-                f"{batch.start:,} to {batch.stop - 1:,} is trained on; {cure}{' without' if self.position else ''} "
-                f"the flag{'' if self.position else ' out'}"
+                f"{batch.start:,} to {batch.stop - 1:,} is trained on; raise --global_batch or --seq_length (or "
+                "curvature.sequences, where that is set), or leave the flag out"
+                f"{f'{resumed}other text' if self.position else ''}"
             )
 
     def prepare(self, first: int, count: int) -> None:

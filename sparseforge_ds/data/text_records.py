@@ -35,7 +35,7 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
         raise ValueError(f"{where}: not an object with fields, like {{'text': ...}}")
     conventions = present_conventions(list(record), text_field, where)
     with_text = [fields for fields in conventions if any(record[name] is not None for name in fields)]
-    filled = [fields for fields in with_text if any(record[name] not in (None, "", []) for name in fields)]
+    filled = [fields for fields in with_text if any(_is_filled(record[name]) for name in fields)]
     fields = next(iter(filled or with_text), conventions[0])
     if fields == TOKEN_FIELDS[:1]:
         return parse_token_record(record, where)
@@ -67,6 +67,11 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
         f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
         "messages"
     )
+
+
+def _is_filled(value: object) -> bool:
+    """Return True for anything but null, an empty list, and text of blanks."""
+    return bool(value.strip()) if isinstance(value, str) else value is not None and value != []
 
 
 def present_conventions(names: Sequence[str], text_field: str, where: str) -> list[list[str]]:

@@ -117,7 +117,8 @@ def _load(
                 _check_scoring(loaded[name], limit)
             elif name in loaded:
                 if own_number := loaded[name].config.num_fewshot:
-                    print(f"{name}: measured without examples; {own_number} are its own number", file=sys.stderr)
+                    note = f"{name}: measured without examples; the task's own number is {own_number}"
+                    print(note, file=sys.stderr)
                 loaded[name].set_config("num_fewshot", 0)
                 if own_folders:
                     _check_answers(loaded[name], limit)

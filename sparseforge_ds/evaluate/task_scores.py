@@ -203,7 +203,7 @@ def compare_next_tokens(
 
 
 def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:
-    """Raise ValueError where a model has too few positions for the answers of a task.
+    """Reject answers that do not fit a model's positions, and names of their limit that the harness does not read.
 
     Args:
         tasks: the tasks.

@@ -148,8 +148,10 @@ def inspect(path: str | Path, quick: bool = False, checksums: bool = False) -> I
     if checksums:
         entries = verify_checkpoints(parent, entries)
         if checkpoints is not None and single is not None and not single.is_dir():
-            current = take_inventory(checkpoints).current  # the run has saved, and removed the one that was newest
+            # The run has saved, and removed the checkpoint that was the newest.
+            current = take_inventory(checkpoints).current
             single = checkpoints / current.name if current else None
+            entries += verify_checkpoints(parent, [current] if current else [])
         current = next((entry for entry in entries if current is not None and entry.name == current.name), current)
     checked = entries if checksums else []
     problems += [entry.problem for entry in (*checked, current) if entry is not None and entry.problem is not None]

@@ -65,8 +65,8 @@ def make_card(
     sections = origin_sections(folder / "sparsity.json", record)
     run = sections["run"]
     pattern = str(parse_pattern(str(record.get("pattern"))))
-    # The run's own score comes first, and only once; values that were rounded afterwards have another one.
-    of_run = result_of_run(None if "values" in record else run.get("evaluation"))
+    # The run's own score comes first, and only once.
+    of_run = result_of_run(run.get("evaluation"))
     measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
     all_results = [*of_run, *measured_later]
     # Metadata that the hub reads.

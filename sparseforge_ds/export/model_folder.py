@@ -131,6 +131,8 @@ def write_model(
     }
     if grid is not None:
         record |= stored_grid(grid)
+    if grid is not None and source.quantize is None:  # rounded now: the run's score is not that of these values
+        record["run"] = {key: value for key, value in (record.get("run") or {}).items() if key != "evaluation"}
     write_json(folder / "sparsity.json", record)
     # What lies on the disk is what is verified and counted.
     report = check_folder(folder, workers=workers)

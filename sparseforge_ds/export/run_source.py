@@ -342,7 +342,9 @@ def describe_run(description: dict[str, Any], train: object, step: int, config: 
     # The loss that the run itself measured at this step, of a network that is the exported one.
     train_state = train if isinstance(train, dict) else {}
     evaluation = _evaluation_at(step, train_state.get("evaluations")) if config.is_exact(step) else None
-    if evaluation is not None and isinstance(public_names.get("eval_dataset"), str):
+    # Of the text that the newest launch was given, the name is known for certain.
+    is_newest_text = train_state.get("evaluations", {}).get("text") == flags.get("eval_dataset")
+    if evaluation is not None and is_newest_text and isinstance(public_names.get("eval_dataset"), str):
         evaluation["text"] = public_names["eval_dataset"]
     return {**names, "dataset": texts, **settings, "tokens": train_state.get("tokens"), "evaluation": evaluation}
 

@@ -110,7 +110,7 @@ def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepBatches:
-    """Micro-batches of a step; the same for every batch of a probe, since a trainer has no others at hand.
+    """Micro-batches of a step; the same for every batch of a probe.
 
     Args:
         loaded: this rank's inputs, as its data loader returned them.
@@ -237,6 +237,7 @@ def endless_examples(dataset: Any) -> Iterator[Any]:
         ValueError: it has none, or none a second time.
     """
     is_map = hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset)
+    dataset = () if dataset is None else dataset
     while True:
         example = None
         for example in (dataset[i] for i in range(len(dataset))) if is_map else dataset:

@@ -355,12 +355,19 @@ class SparseForgeMixin(_Trainer):
         return max(1, int(trained)) / self.get_sp_size()
 
     def _start_batches(self) -> StartBatches | StepBatches:
-        """Return the text of a start; the step's own where nothing probes, or examples are not yet sequences."""
+        """Return the text of a start; the step's own where nothing probes, or the set cannot be read beside it."""
         block_start = self._config.block_start
-        is_read_by_collator = all(isinstance(inputs, Mapping) for inputs in self._step_inputs)
-        if self._task is None or (block_start is None and (self.get_sp_size() > 1 or not is_read_by_collator)):
+        if self._task is None or (block_start is None and not self._has_plain_examples):
             return self._step_batches()
         return StartBatches(self, block_start, self._task)
+
+    @property
+    def _has_plain_examples(self) -> bool:
+        """True if the trainer's loader collates examples of its set as they are, and the set can be read once more."""
+        examples = self.train_dataset
+        is_read_once = examples is None or (isinstance(examples, Iterator) and iter(examples) is examples)
+        is_own_loader = type(self).get_train_dataloader is Trainer.get_train_dataloader
+        return is_own_loader and not is_read_once and self.get_sp_size() == 1
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)
@@ -467,8 +474,9 @@ class SparseForgeMixin(_Trainer):
         return self.forge is not None and self.forge.step_count >= self.forge.schedule.freeze_step
 
     def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the newest metric is the best; False before masks are frozen and the model is sparse."""
-        return super()._determine_best_metric(*args, **kwargs) if self._frozen else False
+        """Return whether the newest metric is the best; False before the model is as sparse as its export."""
+        is_comparable = self.forge is not None and self._config.is_comparable(self.forge.step_count)
+        return super()._determine_best_metric(*args, **kwargs) if self._frozen and is_comparable else False
 
 
 class SparseForgeTrainer(SparseForgeMixin, Trainer):

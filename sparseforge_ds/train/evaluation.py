@@ -99,11 +99,7 @@ class Evaluation:
         if not self.context.spec.arguments.keep_best:
             return None
         config = self.context.spec.config
-        return {
-            step: loss
-            for step, loss in self.losses.items()
-            if math.isfinite(loss) and config.is_exact(step) and (config.quantize is None or config.is_quantized(step))
-        }
+        return {step: loss for step, loss in self.losses.items() if math.isfinite(loss) and config.is_comparable(step)}
 
     def result(self) -> dict[str, Any]:
         """Return the newest score, for `result.json`; empty without one."""

@@ -291,7 +291,7 @@ class RunProbeBatches:
         return range(first, first + size)
 
     def _micro_batches(self, batch: int) -> list[MicroBatch]:
-        return self.batches.micro_batches(self._sequences(batch))
+        return self.batches.micro_batches(self._sequences(batch), with_logits=False)
 
     def _loss(self, batch: MicroBatch) -> Tensor:
         return self.context.objective.cross_entropy(batch.to(self.context.device))
@@ -318,7 +318,8 @@ def log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:
     if intervals.gap_every and step % intervals.gap_every == 0:
         # Measure on the newest sequences that were read: a stream may have no more.
         position = context.batches.position
-        (batch,) = context.batches.micro_batches(range(position - context.batches.layout.sequences_at_once, position))
+        newest = range(position - context.batches.layout.sequences_at_once, position)
+        (batch,) = context.batches.micro_batches(newest, with_logits=False)
         batch = batch.to(context.device)
         gap = context.forge.soft_to_hard_gap(lambda: context.objective.cross_entropy(batch))
         monitor.write(step, {"mask/soft_to_hard_gap": gap})

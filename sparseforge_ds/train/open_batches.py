@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.data.batches import Batches
 from sparseforge_ds.data.micro_batch import BatchLayout
 from sparseforge_ds.data.stream_chunks import ChunkSizes
@@ -55,12 +54,12 @@ def _open_teacher_logits(spec: RunSpec, sources: Sequence[Windows]) -> list[Teac
         settings = (spec.arguments.seq_length, vocabulary, spec.config.distillation.temperature)
         logits.append(TeacherLogits.open(Path(folder), windows.key, windows.facts, *settings))
     # Sequences of different texts share a micro-batch.
-    first = logits[0].record
+    top_k = logits[0].record.top_k
     for windows, other in zip(sources, logits, strict=True):
-        if changes := differences(first.origin, other.record.origin, "logits"):
+        if other.record.top_k != top_k:
             raise ValueError(
-                f"--teacher_logits {folder}: the logits of --dataset {windows.name} are others than those of "
-                f"{sources[0].name} ({shorten(changes)}); make both alike by sparseforge teach"
+                f"--teacher_logits {folder}: --top_k is {other.record.top_k} for --dataset {windows.name}, and {top_k} "
+                f"for {sources[0].name}; make both alike by sparseforge teach"
             )
     return logits
 

@@ -124,7 +124,7 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 def check_room(spec: RunSpec, free: int) -> None:
     """Raise ValueError where the checkpoints of a run take more than `free` bytes."""
     if (needed := room_for_checkpoints(spec)) > free:
-        checkpoint_size = _checkpoint_bytes(spec)
+        checkpoint_size = size_of_checkpoint(spec)
         advice = ", or raise --save_every or lower --keep_checkpoints" if needed > checkpoint_size else ""
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
@@ -187,10 +187,10 @@ def room_for_checkpoints(spec: RunSpec) -> int:
     saves = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
     limit = arguments.keep_checkpoints + 1 + arguments.keep_best if arguments.keep_checkpoints else saves
     count = 1 if arguments.resume else min(saves, limit)  # a run that is resumed has the others on disk already
-    return count * _checkpoint_bytes(spec)
+    return count * size_of_checkpoint(spec)
 
 
-def _checkpoint_bytes(spec: RunSpec) -> int:
+def size_of_checkpoint(spec: RunSpec) -> int:
     """Return the bytes of one of the checkpoints that this run will add; they are smaller once masks are frozen."""
     saved = list_checkpoints(spec.folder / "checkpoints") if spec.arguments.resume else []
     is_frozen = bool(saved) and checkpoint_step(saved[-1]) >= spec.config.release_step

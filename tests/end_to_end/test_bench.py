@@ -192,7 +192,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(positioned)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(dense)], "none of its weights is packed, so there is nothing to compare; pack them"),
         ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
-        ([str(packed), "--against", str(half)], "times would tell of dtypes; give --dtype float32"),
+        ([str(packed), "--against", str(half)], "so the times would compare dtypes; give --dtype float32"),
         ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
         ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
         (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),

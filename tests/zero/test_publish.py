@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,14 @@ def observed() -> dict[str, Any]:
     problems = step_by_binary_masks(engine, forge, case)
     negative = said_to(forge, lambda _, value: value.fill_(-1.0))
     mixed = said_to(forge, lambda name, value: value.fill_(0.0 if "q_proj" in name else -1.0))
+    # A layer without a token is still known of after a resume.
+    curvature = forge.curvature
+    curvature.unseen_matrices[1] = True
+    state = json.loads(json.dumps(curvature.state_dict()))
+    curvature.unseen_matrices[0] = True
+    curvature.load_state_dict({"refreshes": curvature.refreshes, **state})
+    if curvature.unseen_matrices.nonzero().tolist() != [[1]]:
+        problems.append("a resumed run knows other layers without tokens")
     return {"kept": len(kept), "step": problems, "said": (negative, mixed)}
 
 

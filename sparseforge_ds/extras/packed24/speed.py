@@ -100,7 +100,7 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
             raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
     if dense.dtype != packed.dtype:
         raise ValueError(
-            f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so that times would tell of dtypes; "
+            f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so the times would compare dtypes; "
             f"give --dtype {str(packed.dtype).removeprefix('torch.')}"
         )
     # Parameters in a mapped file may be unaligned, and not in memory yet.

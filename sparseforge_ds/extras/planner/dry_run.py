@@ -23,10 +23,15 @@ from sparseforge_ds.model.model_config import read_model_config
 from sparseforge_ds.model.pretrained import Pretrained, find_model
 from sparseforge_ds.model.sequence_parallel import default_attention
 from sparseforge_ds.train.banner import Row, layout_rows, readable_bytes, spec_rows
-from sparseforge_ds.train.lasting_memory import checkpoint_bytes
 from sparseforge_ds.train.launcher import world_size_from_launcher
 from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
-from sparseforge_ds.train.run_folder import check_beginning, check_room, room_for_checkpoints, why_nothing_to_resume
+from sparseforge_ds.train.run_folder import (
+    check_beginning,
+    check_room,
+    room_for_checkpoints,
+    size_of_checkpoint,
+    why_nothing_to_resume,
+)
 from sparseforge_ds.train.spec import Hardware, RunSpec, make_spec
 
 _RESERVE = 4 * GIB
@@ -107,7 +112,7 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {spec.folder}: {parent} is no folder that can be written; give another one")
     needed = room_for_checkpoints(spec)
-    size = readable_bytes(checkpoint_bytes(spec.sizes, spec.memory_settings))
+    size = readable_bytes(size_of_checkpoint(spec))
     yield "a checkpoint", f"{size}; at once on disk {readable_bytes(needed)}"
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")

@@ -82,11 +82,14 @@ class PrunePlan:
 
     @property
     def _cure(self) -> str:
-        """What makes the phase smaller that takes the most."""
+        """Settings that make the largest phase smaller."""
+        larger = "take a device with more memory"
+        block_start = self.work.block_start
         if self._worst == "training":
-            return "give --soft 0, a smaller --batch or --seq_length, or --epochs 0, or take a device with more memory"
-        by_moments = self.work.block_start.mask == "sparsegpt"
-        return f"take a device with more memory{', or --mask magnitude' if by_moments else ''}"
+            soft = "--soft 0, " if block_start.soft_steps(self.work.steps) else ""
+            return f"give {soft}a smaller --batch or --seq_length, or --epochs 0, or {larger}"
+        has_moments = self._worst == "first mask" and block_start.mask == "sparsegpt"
+        return f"{larger}{', or --mask magnitude' if has_moments else ''}"
 
     @property
     def _worst(self) -> str:

@@ -18,6 +18,10 @@ _OUTCOMES = ("diverged", "sparsity", "seconds", "resumed", "start", "path")
 """Keys of a record that a row repeats, besides the measurements."""
 
 
+_PATHS = ("model", "teacher", "teacher_logits", "dataset", "text", "eval_dataset")
+"""Keys of settings that may name files and folders."""
+
+
 class Records:
     """Folder `OUT/records`, with a file for the settings and the outcome of each run."""
 
@@ -35,13 +39,14 @@ class Records:
         Raises:
             ValueError: the run was started with other settings.
         """
-        wanted = _with_absolute_paths(json.loads(json.dumps(wanted)))
+        wanted = json.loads(json.dumps(wanted))
+        resolved = _resolved(wanted)
         record = self.read(name)
         if record is None:
-            record = {"wanted": wanted}
+            record = {"wanted": wanted, "resolved": resolved}
             self.write(name, record)
-        before = _with_absolute_paths(record["wanted"])
-        if before != wanted:
+        before = record["wanted"]
+        if before != wanted and record.get("resolved") != resolved:
             differing = [key for key in sorted(set(before) | set(wanted)) if before.get(key) != wanted.get(key)]
             raise ValueError(
                 f"{self.folder.parent}: the run {name} was started with other settings ({', '.join(differing)}); give "
@@ -66,18 +71,18 @@ class Records:
         write_text(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
 
 
-def _with_absolute_paths(value: Any) -> Any:
-    """Return settings whose names of files and folders do not depend on the working directory."""
-    if isinstance(value, dict):
-        return {key: _with_absolute_paths(inner) for key, inner in value.items()}
+def _resolved(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which files and folders are called by absolute paths, wherever CONFIG was read."""
+    names = {key: wanted[key] for key in _PATHS if wanted.get(key) is not None}
+    return {**wanted, **{key: _absolute(value) for key, value in names.items()}}
+
+
+def _absolute(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_absolute_paths(inner) for inner in value]
-    if not isinstance(value, str) or not value:
-        return value
-    prefix = "stream:" if value.startswith("stream:") else ""
-    path = value.removeprefix(prefix)
-    is_path = (os.sep in path or bool(Path(path).suffix)) and os.path.exists(path)
-    return f"{prefix}{os.path.abspath(path)}" if is_path else value
+        return [_absolute(name) for name in value]
+    prefix = "stream:" if str(value).startswith("stream:") else ""
+    path = str(value).removeprefix(prefix)
+    return f"{prefix}{os.path.abspath(path)}" if os.path.exists(path) else value
 
 
 def settled(record: Mapping[str, Any]) -> bool:

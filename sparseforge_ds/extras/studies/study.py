@@ -170,7 +170,7 @@ class Study:
                 content = json.dumps(run.deepspeed(self.config), indent=2) + "\n"
                 write_text(folder.with_name(f"{run.name}.json"), content)
                 outcome = self.train_run(run, folder, model, slot)
-            record = {"wanted": record["wanted"], **outcome}
+            record = {**{key: record[key] for key in ("wanted", "resolved") if key in record}, **outcome}
             self.records.write(run.name, record)
             shown = "validation {validation_perplexity:.4g}, KL {validation_kl:.4g}"
             news.append("diverged" if "diverged" in record else shown.format(**record))

@@ -170,6 +170,13 @@ def test_a_seed_beside_a_printed_run_is_that_of_everything(tmp_path):
     assert again.seed == settings_of(again)[1].seed == 1
 
 
+def test_a_file_in_the_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("deepspeed: ~/ds.json")
+    arguments = parse_arguments(["--config=~/run.yaml"])
+    assert (arguments.config, arguments.deepspeed) == (f"{tmp_path}/run.yaml", f"{tmp_path}/ds.json")
+
+
 @pytest.mark.parametrize(("in_file", "flag"), [("epochs: 2", "max_steps"), ("max_steps: 7", "epochs")])
 def test_a_length_of_the_command_line_replaces_that_of_the_file(run_file, in_file, flag):
     path = run_file(f"deepspeed: zero1\n{in_file}")

@@ -270,7 +270,7 @@ def test_a_step_without_any_trained_token_is_an_error():
     assert batch.trained == 0.5
     # Later a run can change neither its batch nor its sequences.
     stream.position = 4
-    with pytest.raises(AgreedError, match="go on by --resume --resume_other_data with other text or without the flag"):
+    with pytest.raises(AgreedError, match="goes on by --resume --resume_other_data without the flag"):
         stream.prepare_step()
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
 

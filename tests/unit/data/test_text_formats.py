@@ -256,7 +256,7 @@ def test_a_field_that_is_null_hides_no_other_and_is_none_of_its_kind(tmp_path, k
         {"text": None, "messages": None, "prompt": None, "completion": CHAT[1:], "input_ids": None},
         {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": [3, 4]},
         {"text": None, "messages": None, "prompt": None, "completion": None, "input_ids": None},
-        {"text": "", "messages": CHAT, "prompt": None, "completion": None, "input_ids": None},
+        {"text": " ", "messages": CHAT, "prompt": None, "completion": None, "input_ids": None},
         {"text": "", "messages": None, "prompt": None, "completion": None, "input_ids": None},
     ]
     path = tmp_path / f"a.{kind}"

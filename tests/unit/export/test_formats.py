@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
@@ -292,6 +293,20 @@ def test_values_are_rounded_proved_measured_and_verified(
     assert any(
         words in stderr for words in ("group_size 32 is damaged", "groups of 32 values", "one for 32 is (32, 1)")
     )
+
+
+def test_the_score_of_a_run_is_not_that_of_values_that_are_rounded_afterwards(
+    rounded: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(rounded[0], source)
+    record = json.loads((source / "sparsity.json").read_text())
+    run = {"dataset": ["a.jsonl"], "evaluation": {"loss": 2.0, "text": "held_out.jsonl"}}
+    (source / "sparsity.json").write_text(json.dumps({**record, "run": run}))
+    for grid, expected in ((None, run), (Grid("int8"), {"dataset": ["a.jsonl"]})):
+        out = tmp_path / str(grid)
+        export(open_source(source), out, "packed24", skip_proof=True, grid=grid)
+        assert json.loads((out / "sparsity.json").read_text())["run"] == expected
 
 
 def test_flags_that_do_not_fit_rounded_values_are_refused(

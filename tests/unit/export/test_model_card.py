@@ -412,8 +412,3 @@ def test_a_hub_that_refuses_or_does_not_answer_is_one_line(
     assert "--push owner/made: the hub did not take it (" in capsys.readouterr().err
     assert main(["card", str(folder), "--push", "owner/made"]) == 2
     assert "check name, network and token" in capsys.readouterr().err
-
-
-def test_the_score_of_a_run_is_not_that_of_values_that_were_rounded_afterwards(folder: Path) -> None:
-    write_json(folder / "sparsity.json", {**RECORD, "values": "int4"})
-    assert model_card.make_card(folder).data.eval_results is None

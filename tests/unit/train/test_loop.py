@@ -12,7 +12,8 @@ def test_the_gap_is_measured_on_what_was_just_read() -> None:
     """Measure on the last batch: a stream may have no more, or would have to make a chunk that the run never needs."""
     read: list[range] = []
 
-    def micro_batches(sequences: range) -> list[Any]:
+    def micro_batches(sequences: range, with_logits: bool) -> list[Any]:
+        assert not with_logits
         read.append(sequences)
         return [SimpleNamespace(to=lambda _: None)]
 

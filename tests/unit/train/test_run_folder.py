@@ -402,3 +402,6 @@ def test_cards_get_the_names_that_a_run_saw(spec, tmp_path, monkeypatch):
     assert soft["model"] == "dense" and soft["dataset"] == ["books", "text.jsonl"]
     assert soft["evaluation"] is None
     assert final["evaluation"] == {"loss": 3.0, "sequences": 4, "seq_length": 8, "text": "held_out.jsonl"}
+    # A score of before the newest launch may be of another text.
+    scores["text"] = "/data/earlier.jsonl"
+    assert describe_run(described, {"evaluations": scores}, 10, first.config)["evaluation"]["text"] == "earlier.jsonl"

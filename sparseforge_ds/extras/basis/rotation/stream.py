@@ -115,16 +115,16 @@ def _is_input(module: nn.Module, axis: Axis) -> bool:
 
 def _observe_input_norms(model: PreTrainedModel, norms: Mapping[str, nn.Module], tokens_BS: Tensor) -> dict[str, str]:
     """Run one forward pass, and return the norm of every module whose input is a norm's output."""
-    outputs: dict[int, tuple[str, Tensor]] = {}
+    outputs: dict[tuple[int, int], tuple[str, Tensor]] = {}
     input_norms: dict[str, str] = {}
 
     def on_output(name: str, output: Tensor) -> None:
-        outputs[output.data_ptr()] = (name, output)  # the reference keeps its memory from being reused
+        outputs[output.data_ptr(), output._version] = (name, output)  # the reference keeps its memory from being reused
 
     def on_input(name: str, values: tuple[Any, ...]) -> None:
         hidden = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
-        if hidden is not None and hidden.data_ptr() in outputs:
-            input_norms[name] = outputs[hidden.data_ptr()][0]
+        if hidden is not None and (hidden.data_ptr(), hidden._version) in outputs:
+            input_norms[name] = outputs[hidden.data_ptr(), hidden._version][0]
 
     with _hooks(model, norms, on_output, on_input):
         model(input_ids=tokens_BS.to(model.device), use_cache=False)

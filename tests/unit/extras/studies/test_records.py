@@ -13,7 +13,7 @@ from tests.unit.extras.studies.test_settings import write
 def test_a_run_is_what_it_was_begun_as(tmp_path: Path) -> None:
     records = Records(tmp_path / "records")
     assert records.read("a") is None
-    assert records.open("a", {"steps": 3, "window": (0, 1)}) == {"wanted": {"steps": 3, "window": [0, 1]}}
+    assert records.open("a", {"steps": 3, "window": (0, 1)})["wanted"] == {"steps": 3, "window": [0, 1]}
     records.write("a", {**records.open("a", {"steps": 3, "window": (0, 1)}), "test_perplexity": 4.0})
     assert records.open("a", {"steps": 3, "window": [0, 1]})["test_perplexity"] == 4.0
     with pytest.raises(
@@ -40,12 +40,17 @@ def test_tokens_of_a_start_count_once_an_epoch(tmp_path: Path) -> None:
     assert (without["tokens"], without["all_tokens"], without["tokens_a_weight"]) == (tokens, None, None)
 
 
-def test_a_text_may_be_called_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "a.jsonl").touch()
+def test_texts_and_models_may_be_called_by_other_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = tmp_path / "study"
+    (study / "model").mkdir(parents=True)
+    (study / "a.jsonl").touch()
     records = Records(tmp_path / "records")
-    for folder, name in ((tmp_path, "study/a.jsonl"), (tmp_path / "study", "a.jsonl"), (Path("/"), "")):
+    for folder, prefix in ((tmp_path, "study/"), (study, ""), (Path("/"), f"{study}/")):
         monkeypatch.chdir(folder)
-        records.open("a", {"dataset": [name or str(tmp_path / "study" / "a.jsonl")], "method": "a"})
-    with pytest.raises(ValueError, match=r"other settings \(dataset\)"):
-        records.open("a", {"dataset": ["b.jsonl"], "method": "a"})
+        records.open("a", {"dataset": [f"{prefix}a.jsonl"], "model": f"{prefix}model"})
+    with pytest.raises(ValueError, match=r"other settings \(dataset"):
+        records.open("a", {"dataset": ["b.jsonl"], "model": f"{study}/model"})
+    # A folder that was moved is called from inside as before.
+    study.rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    records.open("a", {"dataset": ["study/a.jsonl"], "model": "study/model"})
