@@ -393,6 +393,7 @@ def evaluated(folder: str) -> dict[str, Any]:
     results["pushed"] = said(trainer.push_to_hub)
     results["tokens"] = [counted_tokens(root, *kind) for kind in ((False, True), (True, True), (False, False))]
     results["chosen"] = [chosen_mask(root, factored, least) for factored in (True, False) for least in (0, 40)]
+    results["own loader"] = chosen_mask(root, True, 0, with_own_loader())[1]
     results["refused"] = {"deepspeed": without, **dict(refusals(root, trainer))}
     return results
 
@@ -428,15 +429,26 @@ class Stop(TrainerCallback):
         control.should_training_stop = True
 
 
-def chosen_mask(root: Path, factored: bool, least: int) -> tuple[bool, int, Tensor]:
+def with_own_loader() -> Any:
+    """Return a class of trainer whose set alone does not say what its steps read."""
+    from sparseforge_ds.integrations.transformers import SparseForgeTrainer
+
+    class WithOwnLoader(SparseForgeTrainer):
+        def get_train_dataloader(self) -> Any:
+            return super().get_train_dataloader()
+
+    return WithOwnLoader
+
+
+def chosen_mask(root: Path, factored: bool, least: int, kind: Any = None) -> tuple[bool, int, Tensor]:
     """Choose a mask before the first step by passes over uneven micro-batches, padded to at least so much.
 
     Return whether all of them were in training mode, how many of them differ, and the mask.
     """
     block = {"method": {"name": "naive_retrain"}, "importance": "fisher", "curvature": {"factored": factored}}
     config = deepspeed_json(1) | {"sparseforge": block}
-    collator = partial(padded, least=least)
-    trainer = trainer_of(root / "chosen", config, 3, data_collator=collator, save_strategy="no", callbacks=[Stop()])
+    more = {"data_collator": partial(padded, least=least), "save_strategy": "no", "callbacks": [Stop()]}
+    trainer = trainer_of(root / "chosen", config, 3, kind=kind, **more)
     trainer.model.eval()  # as `from_pretrained` leaves it
     modes: list[bool] = []
     read: set[tuple[int, ...]] = set()
@@ -614,6 +626,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
         assert plain[0] and more[0], "passes before the first step were not in training mode"
         assert plain[1] >= 2 * STEPS, "the probes of a first mask read one step's sequences again and again"
         assert int((plain[2] != more[2]).sum()) <= 2 and plain[2].sum() * 2 == plain[2].numel()
+    assert results["own loader"] <= 3, "a loader of one's own makes what a mask is chosen on: the first step's"
     # The curvature counts the tokens that are trained on, and its sums do not depend on how a loss is scaled.
     (items, counts, sums), (_, _, own_sums), (_, own_counts, sums_without_super) = results["tokens"]
     assert len(counts) > 1 and counts == pytest.approx(items), "a step of fewer micro-batches counts for its tokens"
