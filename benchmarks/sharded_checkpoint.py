@@ -64,6 +64,7 @@ def write_run(folder: Path, model_config: PretrainedConfig, ranks: int, seed: in
         "step": STEPS,
         "refreshes": 1,
         "without_gradient": False,
+        "unseen": [],
         "curvature_sums": base64.b64encode(sums.tobytes()).decode("ascii"),
         "versions": VERSIONS,
         "started": True,
