@@ -375,7 +375,7 @@ class RunArguments:
                 "use the name of a split, or several joined by +, like train+validation",
             )
         # 5. A home folder, which a shell leaves alone behind `=` and a run file never sees.
-        for name in ("deepspeed", "config", "model", "output_dir", "teacher", "teacher_logits", "eval_dataset"):
+        for name in ("deepspeed", "model", "output_dir", "teacher", "teacher_logits", "eval_dataset"):
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, expand_home(path))
         object.__setattr__(self, "dataset", list(map(expand_home, self.dataset)))

@@ -1,4 +1,4 @@
-"""What decoder blocks are called with in a run's passes: their arguments, and streams of hidden states.
+"""Inputs of decoder blocks in a run's passes: their arguments, and streams of hidden states.
 
 Legend of shape suffixes: B sequences of a micro-batch, S their tokens, H hidden size.
 """
@@ -106,7 +106,10 @@ class BlockInputs:
 
 
 class HiddenStates(MutableSequence[Tensor]):
-    """(B, S, H) hidden states of every micro-batch, in the dtype of a forward pass, perhaps on the host."""
+    """(B, S, H) hidden states of every micro-batch, in the dtype of a forward pass, perhaps on the host.
+
+    They are read and written by number alone; slices, which a `MutableSequence` has too, are no part of it.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

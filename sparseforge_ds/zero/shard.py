@@ -116,7 +116,7 @@ class ShardLayout(ABC):
     def _read(self) -> None:
         """Fill `flats`, `param_group_of_flat`, and the shards."""
 
-    def forget_states(self, index: int, keys: Collection[str]) -> None:  # noqa: B027
+    def forget_states(self, index: int, keys: Collection[str]) -> None:  # noqa: B027  # stages whose DeepSpeed holds nothing share it
         """Drop what DeepSpeed itself holds of optimizer states of a flat that are gone; here it holds nothing."""
 
     @abstractmethod

@@ -175,7 +175,7 @@ def messages() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("sparseforge_ds.integrations.transformers")
+    logger = logging.getLogger("sparseforge_ds.integrations")
     logger.addHandler(handler)
     try:
         yield lines

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.data.tokenization import tokenize
 from sparseforge_ds.prune import sequences
@@ -20,16 +21,16 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_read(
     text = "a fox " * 50_000
     path = tmp_path / f"text.{kind}"
     path.write_text(text if kind == "txt" else json.dumps({"text": "short"}) + "\n" + json.dumps({"text": text}) + "\n")
-    seen: list[int] = []
+    tokenized_characters: list[int] = []
 
-    def watched(documents: list[str], *more: object) -> list[list[int]]:
-        seen.append(sum(map(len, documents)))
-        return tokenize(documents, *more)  # type: ignore[arg-type]
+    def watched(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        tokenized_characters.append(sum(map(len, documents)))
+        return tokenize(documents, tokenizer)
 
     monkeypatch.setattr(sequences, "tokenize", watched)
     config = tiny_llama(vocab_size=BYTE_VOCABULARY).config
     token_NS = sequences.read_sequences(byte_tokenizer(), config, str(path), 400, 32)
     documents = [text] if kind == "txt" else ["short", text]
-    whole = [token for ids in tokenize(documents, byte_tokenizer()) for token in ids]
-    assert token_NS.flatten().tolist() == whole[:384]
-    assert sum(seen) < 0.05 * len(text)
+    expected_ids = [token for ids in tokenize(documents, byte_tokenizer()) for token in ids]
+    assert token_NS.flatten().tolist() == expected_ids[:384]
+    assert sum(tokenized_characters) < 0.05 * len(text)
