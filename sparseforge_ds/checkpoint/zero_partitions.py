@@ -168,6 +168,13 @@ def stage0_names(
     return named
 
 
+def is_prunable_group(param_group: dict[str, Any]) -> bool:
+    """Return True if a param group holds prunable weights. Of Muon's groups DeepSpeed keeps no key but the name."""
+    return param_group.get("sparseforge") == "prunable" or (
+        "use_muon" in param_group and str(param_group.get("name")).startswith("prunable-")
+    )
+
+
 def _param_group_names(archive: PtFile, flats: RankPartitions, forge_state: dict[str, Any]) -> list[list[str]]:
     """Return the names of each param group's weights; those marked as prunable hold the prunable weights."""
     listed = forge_state.get("weights", [])
@@ -180,7 +187,7 @@ def _param_group_names(archive: PtFile, flats: RankPartitions, forge_state: dict
         raise ValueError(f"{archive.path}: the list of param groups in its client state is damaged")
     names = [name for group in param_groups for name in group]
     pairs = zip(param_groups, flats.param_groups, strict=False)
-    marked = [group for group, saved in pairs if saved.get("sparseforge") == "prunable"]
+    marked = [group for group, saved in pairs if is_prunable_group(saved)]
     if (
         len(param_groups) != len(flats.param_groups)
         or len(set(names)) != len(names)

@@ -25,6 +25,8 @@ _CODE_TASK = "humaneval"
 """Task of a suite that runs code which the model writes."""
 _FLAGS_OF_TASKS = (*FLAGS_OF_ANSWERS, "include_path", "paper", "confirm_run_unsafe_code")
 """Flags that need --tasks or --suite."""
+_FLAGS_OF_TEXT = ("protocol", "max_tokens", "seq_length", "stride", "text_field")
+"""Flags that need --text."""
 _EPILOG = """\
 --text measures perplexity, --tasks or --suite (extra zero_shot) accuracy; one command can do both. --dense compares
 with the dense model: the KL divergence on the same tokens, in nats a token, and the share of items that both models
@@ -86,7 +88,7 @@ def register(commands: Any) -> None:
         help="files of any kind that training reads, stdlib:heldout, stdlib:train, wikitext2 (from the hub) or "
         "wikitext2:PATH (its rows)",
     )
-    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
+    add("--text_field", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--protocol", choices=["documents", "windows"], help="default: by the kind of text")
     add(
         "--max_tokens",
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both")
     values = vars(args)
     for flags, is_measured, measurement in (
-        (("protocol", "max_tokens", "seq_length", "stride"), args.text is not None, "perplexity; give --text"),
+        (_FLAGS_OF_TEXT, args.text is not None, "perplexity; give --text"),
         (_FLAGS_OF_TASKS, has_tasks, "accuracy; give --tasks or --suite"),
     ):
         if not is_measured and (unread := [flag for flag in flags if values[flag] is not None]):
@@ -237,7 +239,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
                 f"--one_shot {pattern}: {args.model} is measured with its adapter, which has no 2:4 weights; give "
                 "--adapter none, or leave --one_shot out"
             )
-        texts = {text: read_text(text, args.text_field, args.limit) for text in args.text or ()}
+        texts = {text: read_text(text, args.text_field or "text", args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         configs = [load_config(name, name) for name in models]
         tasks = None

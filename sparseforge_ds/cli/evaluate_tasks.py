@@ -115,14 +115,9 @@ def task_settings(args: argparse.Namespace) -> TaskSettings:
 
 def check_flags_of_answers(args: argparse.Namespace, tasks: Any, tokenizers: list[Any]) -> None:
     """Reject flags that no task reads, and models without a chat template that is asked for, before any is loaded."""
-    generates = any(task.OUTPUT_TYPE == "generate_until" for task in tasks.by_name.values())
-    for flag in ("num_fewshot", "gen_kwargs"):
-        if getattr(args, flag) is not None and not generates:
-            raise ValueError(f"--{flag}: none of these tasks has generated answers; leave it out")
+    from sparseforge_ds.evaluate.task_scores import require_generation, require_template
+
+    require_generation(tasks, num_fewshot=args.num_fewshot, gen_kwargs=args.gen_kwargs)
     if args.apply_chat_template:
         for name, tokenizer in zip((args.model, args.dense), tokenizers, strict=False):
-            if not tokenizer.chat_template:
-                raise ValueError(
-                    f"--apply_chat_template: the tokenizer of {name} has no chat template; leave the flag out, or put "
-                    "one into the model's folder (chat_template.jinja)"
-                )
+            require_template(tokenizer, name)

@@ -28,6 +28,17 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LOGGERS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 """Package that each section of a logger needs."""
 
+_WITHOUT_EFFECT = {
+    "activation_checkpointing": "models of transformers do not use it; give --activation_checkpointing instead",
+    "autotuning": "it belongs to DeepSpeed's own launcher; remove it",
+    "checkpoint.load_universal": "checkpoints of any layout are loaded as they are; remove it",
+    "data_efficiency": "the launcher reads its own data; remove it",
+    "dataloader_drop_last": "the launcher reads its own data; remove it",
+    "hybrid_engine": "nothing is generated while a run trains; remove it",
+    "weight_quantization": 'it belongs to inference; use "quantize" in the "sparseforge" block',
+}
+"""Keys that DeepSpeed knows and a run does not use, with the cure. They are allowed where nothing is switched on."""
+
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
     """Read and check the JSON of a path, or of the name of a shipped one.
@@ -100,6 +111,13 @@ def check_deepspeed(content: dict[str, Any]) -> None:
     for key in ("nebula", "datastates_ckpt"):
         if key in content:
             raise ValueError(f"remove {key!r}: such saves are not on disk when they say so")
+    for where, cure in _WITHOUT_EFFECT.items():
+        section, _, key = where.partition(".")
+        values = content.get(section) or {}
+        if key and isinstance(values, dict):
+            values = values.get(key)
+        if any(values.values()) if isinstance(values, dict) else values:
+            raise ValueError(f"{where} = {json.dumps(values):.80} has no effect here: {cure}")
     if "writer" in content.get("checkpoint", {}):
         raise ValueError("remove checkpoint.writer: such saves are not on disk when they say so")
     if all(content.get(name, {}).get("enabled") is True for name in _DTYPES):

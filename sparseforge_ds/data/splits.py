@@ -258,6 +258,10 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
     try:
         if len(content) > _LARGEST_CARD:
             raise ValueError(f"it has more than {_LARGEST_CARD:,} bytes")
+        # A few aliases of aliases would fill the memory.
+        front = content.split(b"\n---", 1)[0]
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(front.decode())):
+            raise ValueError("it has YAML aliases; write their values out")
         for config in MetadataConfigs.from_dataset_card_data(DatasetCard(content.decode()).data).values():
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}
             for split, pattern in ((str(name), pattern) for name, own in patterns.items() for pattern in own):

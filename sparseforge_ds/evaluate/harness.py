@@ -45,15 +45,16 @@ def load_tasks(
 
     Args:
         names: names of tasks.
-        include_path: a folder of task files in the harness' format, of benchmark data, or of both. They take
-            precedence over the harness' own.
+        include_path: a folder of task files in the harness' format, of benchmark data in its subfolders, or of both.
+            They take precedence over the harness' own.
         limit: number of rows of each task that are checked; None for all.
         num_fewshot: examples in the prompt of tasks whose answers are generated; None for the task's own number.
         confirm_run_unsafe_code: allow tasks that run the code that a model writes.
 
     Raises:
         ValueError: lm-eval or a package of a task is not installed, a task is unknown, a group, or not allowed, its
-            data cannot be read or scored, or a row of a user's own task has no answer among its choices.
+            file lies in benchmark data, its data cannot be read or scored, or a row of a user's own task has no
+            answer among its choices.
     """
     try:
         import lm_eval.tasks  # noqa: F401
@@ -72,7 +73,8 @@ def load_tasks(
             _require_confirmed(name, confirm_run_unsafe_code)
     with TemporaryDirectory() as folder:
         task_files = Path(folder)
-        own_folders = [] if include_path is None else [folder, include_path]
+        # Later folders take precedence: what is written here beats what lies in downloaded data.
+        own_folders = [] if include_path is None else [include_path, folder]
         if include_path is not None:
             _write_task_files(names, Path(include_path), task_files, num_fewshot != 0)
         return _load(names, own_folders, limit, num_fewshot, confirm_run_unsafe_code)
@@ -108,22 +110,20 @@ def _load(
         with _task_errors(name):
             loaded = manager.load([name])["tasks"]
         # The check of the scoring runs code already.
-        if getattr(loaded.get(name), "UNSAFE_CODE", False):
+        if getattr(loaded[name], "UNSAFE_CODE", False):
             _require_confirmed(name, confirm_run_unsafe_code)
         with _task_errors(name):
-            if name in loaded and loaded[name].OUTPUT_TYPE == "generate_until":
+            if loaded[name].OUTPUT_TYPE == "generate_until":
                 if num_fewshot is not None:
                     loaded[name].set_config("num_fewshot", num_fewshot)
                 _check_scoring(loaded[name], limit)
-            elif name in loaded:
+            else:
                 if own_number := loaded[name].config.num_fewshot:
                     note = f"{name}: measured without examples; the task's own number is {own_number}"
                     print(note, file=sys.stderr)
                 loaded[name].set_config("num_fewshot", 0)
                 if own_folders:
                     _check_answers(loaded[name], limit)
-        if name not in loaded:
-            raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(list(loaded)[:3])}")
         by_name[name] = loaded[name]
     return LoadedTasks(manager, by_name)
 
@@ -217,4 +217,24 @@ def _task_manager(tasks: Sequence[str], own_folders: Sequence[str]) -> Any:
     for task in tasks:
         if task not in manager.all_tasks:
             raise ValueError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
+        _require_task(task, manager.task_index, own_folders)
     return manager
+
+
+def _require_task(name: str, index: Mapping[str, Any], own_folders: Sequence[str]) -> None:
+    """Refuse groups, and task files that lie in benchmark data: what is downloaded must not run its code here."""
+    entry = index[name]
+    if entry.kind.name not in ("TASK", "PY_TASK"):
+        members = (
+            sorted(entry.tags)
+            if entry.kind.name == "TAG"
+            else [member if isinstance(member, str) else member.get("task") for member in entry.cfg["task"]]
+        )
+        raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(map(str, members[:3]))}")
+    file = Path(entry.yaml_path)
+    for folder in map(Path, own_folders):
+        if file.is_relative_to(folder) and file.parent != folder:
+            raise ValueError(
+                f"--tasks {name}: its task file is {file}, in a folder of benchmark data, and task files can run code; "
+                f"if you trust it, copy it and the files that it names to {folder}, else remove it"
+            )

@@ -109,11 +109,8 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
 
     settings = settings or TaskSettings()
     tokenizer = wrapped.tokenizer
-    if settings.apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            f"--apply_chat_template: the tokenizer of {tokenizer.name_or_path} has no chat template; leave the "
-            "flag out, or put one into the model's folder (chat_template.jinja)"
-        )
+    if settings.apply_chat_template:
+        require_template(tokenizer, tokenizer.name_or_path)
     require_positions(tasks, settings, wrapped.max_length, "the model")
 
     # The harness shows these bars in log files too.
@@ -200,6 +197,24 @@ def compare_next_tokens(
         if passages:
             _, (_, kl, _) = mean_scores(model, passages, batch_size, dense=dense)
             result.metrics[task][KL] = kl
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    """Reject the tokenizer of `model` if it has no chat template."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"--apply_chat_template: the tokenizer of {model} has no chat template; leave the flag out, or put one "
+            "into the model's folder (chat_template.jinja)"
+        )
+
+
+def require_generation(tasks: LoadedTasks, **flags: Any) -> None:
+    """Reject flags that are not None, of tasks whose answers are generated, if there is no such task."""
+    if any(task.OUTPUT_TYPE == "generate_until" for task in tasks.by_name.values()):
+        return
+    for flag, value in flags.items():
+        if value is not None:
+            raise ValueError(f"--{flag} {value}: none of these tasks has generated answers; leave it out")
 
 
 def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:

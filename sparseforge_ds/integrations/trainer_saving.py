@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.trainer_pt_utils import remove_dummy_checkpoint
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_settings import cure_of_divergence
@@ -36,8 +39,22 @@ class SavingMixin(_Trainer):
         """
         if not _internal_call:
             self._before_model_save("save_model")
+        elif self._saves_masters_alone:
+            # The trainer's own method would save all of DeepSpeed's states here, and once more behind it.
+            self._save(output_dir, state_dict={})
+            remove_dummy_checkpoint(self.args.should_save, output_dir, [WEIGHTS_NAME, SAFE_WEIGHTS_NAME])
+            return
         with self._gathered_on_save(not _internal_call or self.args.push_to_hub or self.args.save_only_model):
             super().save_model(output_dir, _internal_call)
+
+    @property
+    def _saves_masters_alone(self) -> bool:
+        """True if checkpoints have no gathered weights, as usual at ZeRO-3."""
+        engine = self.deepspeed
+        if engine is None or engine.zero_optimization_stage() < 3:
+            return False
+        is_gathered = engine._config.zero_config.gather_16bit_weights_on_model_save
+        return not (is_gathered or self.args.push_to_hub or self.args.save_only_model)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push a model that transformers loads; errors are those of `save_model`."""

@@ -82,6 +82,15 @@ def refuse_settings(
             "auto_find_batch_size begins anew after it ran out of memory, with weights that masks have moved already; "
             "set per_device_train_batch_size"
         )
+    # Every save of the model checks it, the first one hours from here.
+    if (generation_config := getattr(model, "generation_config", None)) is not None:
+        try:
+            generation_config.validate(strict=True)
+        except ValueError as error:
+            raise ValueError(
+                f"model.generation_config cannot be saved, and so no checkpoint: {error}; correct it, or its file "
+                "generation_config.json, before the trainer is made"
+            ) from None
     _, settings = trainer.optimizer_cls_and_kwargs or (None, {})
     if taken := {"params", "model", "optimizer_dict"} & settings.keys():
         raise ValueError(

@@ -17,20 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from sparseforge_ds.checkpoint.zero_partitions import is_prunable_group
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 MaskGradient = Callable[[int, int, Tensor], None]
 """Function of a master partition's index, the first element of gradients in it, and (n,) gradients to change."""
-PARAM_GROUP_KEY = "sparseforge"
-"""Key of the optimizer's param groups that hold prunable weights."""
-
-
-def _is_marked(param_group: dict[str, Any]) -> bool:
-    """Return True if a param group holds prunable weights. Of Muon's groups DeepSpeed keeps no key but the name."""
-    return PARAM_GROUP_KEY in param_group or (
-        "use_muon" in param_group and str(param_group.get("name")).startswith("prunable-")
-    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ class ShardLayout(ABC):
     def marked(self) -> set[str]:
         """Names of the weights whose param groups are marked as prunable."""
         pairs = zip(self.param_group_names, self.inner.param_groups, strict=True)
-        return {name for names, param_group in pairs if _is_marked(param_group) for name in names}
+        return {name for names, param_group in pairs if is_prunable_group(param_group) for name in names}
 
     def require_own_partitions(self, names: Iterable[str]) -> dict[str, Shard]:
         """Return the shards of prunable weights, after a check that no other weight lies in their partitions.
@@ -222,9 +215,6 @@ class ShardLayout(ABC):
 
         Returns:
             First element on this rank, one past the last, and a flat view of these elements.
-
-        Raises:
-            ValueError: one of the parameters is swapped out to disk.
         """
         return {
             name: (0, parameter.numel(), parameter.data.view(-1))

@@ -86,12 +86,13 @@ def refusal_of(case: Case) -> str:
     return "no error"
 
 
-def runs(folder: str) -> dict[str, Any]:
+def runs(folder: str, folder_0: str) -> dict[str, Any]:
     torch.compiler.set_stance("force_eager")  # compiling Newton-Schulz takes longer than all of it
     offload = {"reduce_scatter": False, "offload_optimizer": {"device": "cpu"}}
     without_curvature = {"importance": "magnitude", "curvature": {}}
     return {
-        "stage 0": trained(muon(0)),
+        "stage 0": trained(muon(0), folder_0),
+        "resumed at stage 0": trained(muon(0), folder_0, resume=True),
         "stage 3": trained(muon(3), folder),
         "resumed": trained(muon(3), folder, resume=True),
         "mixture": trained(muon(3, model="qwen3_moe")),
@@ -118,8 +119,8 @@ def moved(folder: str) -> tuple[dict[str, Tensor], ...]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = str(tmp_path_factory.mktemp("muon"))
-    return {**run_distributed(runs, 2, folder)[0], "moved": run_distributed(moved, 1, folder)[0]}
+    folder, folder_0 = (str(tmp_path_factory.mktemp("muon")) for _ in range(2))
+    return {**run_distributed(runs, 2, folder, folder_0)[0], "moved": run_distributed(moved, 1, folder)[0]}
 
 
 def is_sparse(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> bool:
@@ -143,8 +144,9 @@ def test_stages_agree_and_end_sparse(results: dict[str, Any]) -> None:
 
 
 def test_a_resumed_run_has_the_same_bits(results: dict[str, Any]) -> None:
-    for name, weight in results["stage 3"][1].items():
-        assert torch.equal(results["resumed"][1][name], weight), name
+    for stage, resumed in (("stage 3", "resumed"), ("stage 0", "resumed at stage 0")):
+        for name, weight in results[stage][1].items():
+            assert torch.equal(results[resumed][1][name], weight), (stage, name)
 
 
 def test_a_run_moves_to_another_number_of_ranks(results: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,6 +41,7 @@ from tests.tiny_models import tiny_llama, tiny_qwen3
 pytest.importorskip("trl", reason="the extra `test` installs trl")
 
 ROOT = Path(__file__).resolve().parents[2]
+SAVE_CHECKPOINT = DeepSpeedEngine.save_checkpoint
 STEPS = 8
 SAVE = 3
 """Masks move after 1 to 5 and freeze after 6."""
@@ -147,7 +149,9 @@ def every_stage(folder: str) -> dict[str, Any]:
         trainer = trainer_of(root / f"plain{stage}", config, 2, activation_checkpointing=bool(stage == 3))
         early = SaveEarly(trainer, root / "early")
         trainer.add_callback(early)
-        trainer.train()
+        with mock.patch.object(DeepSpeedEngine, "save_checkpoint", autospec=True, side_effect=SAVE_CHECKPOINT) as saves:
+            trainer.train()
+        results[f"saves{stage}"] = saves.call_count
         results[f"plain{stage}"] = losses_of(trainer)
         trainer.save_model(str(root / f"saved{stage}"))
         results[f"early{stage}"] = early.lines
@@ -240,6 +244,9 @@ def test_a_saved_model_has_its_sparse_weights(trained: tuple[Path, dict[str, Any
         for name, value in model.named_parameters():
             assert torch.equal(value, expected[name]), name
         assert (model.model.layers[0].mlp.up_proj.weight.view(-1, 4) != 0).sum(1).eq(2).all()
+        assert results[f"saves{stage}"] == 3, "steps 3, 6 and 8, each once"
+        models = [path.name for path in (folder / f"plain{stage}" / f"checkpoint-{SAVE}").glob("*model.*")]
+        assert models == ([] if stage == 3 else ["model.safetensors"]), "masters of ZeRO-3 have no second copy"
         assert results[f"early{stage}"] == [
             "save_model: masks are not frozen at step 1, and the weights that it writes not sparse"
         ]
@@ -553,6 +560,9 @@ def refusals(root: Path, trained: Any) -> Any:
     # Teachers that do not fit, and blocks in other forms.
     student = tiny_llama(vocab_size=BYTE_VOCABULARY)
     again = partial(TrainingArguments, str(root), deepspeed=config, use_cpu=True, report_to="none")
+    sampling = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    sampling.generation_config.temperature = 0.5
+    yield "unsaved", said(lambda: SparseForgeTrainer(model=sampling, args=again()))
     turned = write_model(root / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
     (turned / "rotation.json").write_text(json.dumps({"format": 1, "sha256": "another"}))
     hidden = deepspeed_json(2, distillation={"hidden": {}})
@@ -639,6 +649,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
     assert "has its channels in another order or basis" in refused["basis"]
+    assert "model.generation_config cannot be saved, and so no checkpoint: " in refused["unsaved"]
     assert "teacher is the model that is trained" in refused["itself"]
     assert "give the block itself" in refused["file"]
     assert "curvature.sequences = 8: under a trainer" in refused["sequences"]

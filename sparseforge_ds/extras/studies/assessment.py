@@ -42,7 +42,9 @@ class Evaluator:
         self.pruned = pruned
         self._documents = {"validation": texts.validation, "test": texts.test, **texts.other_texts}
         self._held_out = {"validation": config.validation_text, "test": config.test_text, **config.other_texts}
-        self._tasks = None if config.tasks is None else TaskColumns(config.tasks, config.evaluation_batch)
+        self._tasks: TaskColumns | None = None
+        if config.tasks is not None:
+            self._tasks = TaskColumns(config.tasks, config.evaluation_batch, config.model, self.tokenizer)
         self._dtype = "auto"
         self._dense: PreTrainedModel | None = None
         self._loading = threading.Lock()  # transformers changes global state while it loads a model

@@ -341,6 +341,12 @@ def _check(config: CompareConfig) -> None:
             raise ValueError(f"{name} = {list(values)}: two values are the same to six digits; remove one")
         if name.endswith("learning_rates") and min(values) <= 0:
             raise ValueError(f"{name} = {list(values)}: {min(values):g} is no learning rate; use numbers > 0")
+    # Tasks ask something.
+    if config.tasks is not None:
+        for name, minimum in (("limit", 1), ("num_fewshot", 0)):
+            value = getattr(config.tasks, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"tasks.{name} = {value}: use null or an integer >= {minimum}")
     # Texts have names and ranges.
     held_out = {"validation_text": config.validation_text, "test_text": config.test_text}
     held_out |= {f"other_texts.{name}": text for name, text in config.other_texts.items()}

@@ -39,7 +39,7 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         `validation`, `test` and `behind` are means, each with its sample standard deviation (`test_deviation`, NaN for
         a single number). `behind` is the test perplexity minus the reference's with the same seed and budget.
         `<text>_kl` and its deviation follow for every text whose KL to the dense model was measured, and likewise
-        `task_<task>_<figure>`. A mean with a diverged run is not finite.
+        `task_<task>_<figure>`. A mean with a diverged run is infinite, and one with a run that lacks the figure is NaN.
     """
     # Columns that older studies lack get their defaults.
     table = pd.DataFrame(rows)
@@ -53,7 +53,10 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
     table["kind"] = pd.Categorical(table["kind"], _KINDS, ordered=True)
     measured = [name for name in table.columns if name.endswith("_kl") or name.startswith("task_")]
     measured = [name for name in measured if table[name].notna().any()]
-    table[measured] = table[measured].astype(float).fillna(math.inf)
+    table[measured] = table[measured].astype(float)
+    # A finite run may lack a figure: items that are graded, and not right or wrong, cannot be lost.
+    has_diverged = ~table["test_perplexity"].map(math.isfinite)
+    table[measured] = table[measured].mask(table[measured].isna() & has_diverged.to_numpy()[:, None], math.inf)
     # Differences to the reference, seed by seed.
     reference_rows = table[(table["kind"] == "result") & (table["method"] == reference)]
     against = table[["seed", "steps"]].merge(
@@ -77,7 +80,7 @@ def summarize(rows: Sequence[Row], reference: str) -> pd.DataFrame:
         test_deviation=("test_perplexity", "std"),
         behind=("behind", lambda values: values.mean(skipna=False)),
         behind_deviation=("behind", "std"),
-        **{name: (name, "mean") for name in measured},
+        **{name: (name, lambda values: values.mean(skipna=False)) for name in measured},
         **{f"{name}_deviation": (name, "std") for name in measured},
     )
     return lines.reset_index().sort_values(["kind", "steps", "test"], kind="stable", ignore_index=True)
@@ -94,7 +97,9 @@ def _add_costs(table: pd.DataFrame) -> None:
 
 
 def spread(mean: float, deviation: float, sign: str = "") -> str:
-    """Format a mean and its deviation, like "5.287 ± 0.012"; `sign` is "+" for differences, which may be unknown."""
+    """Format a mean and its deviation, like "5.287 ± 0.012"; NaN is no text, and `sign` is "+" for differences."""
+    if math.isnan(mean):
+        return ""
     if not math.isfinite(mean):
         return "" if sign else "diverged"
     return f"{mean:{sign}.4g}" + ("" if math.isnan(deviation) else f" ± {deviation:.2g}")

@@ -9,15 +9,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.evaluate.harness import load_tasks
 from sparseforge_ds.evaluate.paper_accuracies import CUT, LOST, TOKENS, is_accuracy, with_ending
+from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.evaluate.task_scores import (
     TaskScores,
     TaskSettings,
     compare_answers,
     measure,
     parse_arguments,
+    require_generation,
+    require_positions,
+    require_template,
     wrap_model,
 )
 from sparseforge_ds.extras.studies.settings import MeasuredTasks
+from sparseforge_ds.model.registration import load_config
 
 _FIGURES = {"accuracy": "", "lost": "lost", TOKENS: "tokens", CUT: "cut"}
 """Figures of a task, and what stands behind its name in the head of their column."""
@@ -35,12 +40,14 @@ class TaskColumns:
     Args:
         tasks: the tasks.
         batch_size: rows of one forward pass.
+        model: name of the dense model.
+        tokenizer: its tokenizer.
 
     Raises:
-        ValueError: a task cannot be loaded.
+        ValueError: a task cannot be loaded, or the model cannot answer it as the settings ask.
     """
 
-    def __init__(self, tasks: MeasuredTasks, batch_size: int) -> None:
+    def __init__(self, tasks: MeasuredTasks, batch_size: int, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
         self._batch_size = batch_size
         self._settings = TaskSettings(
             limit=tasks.limit,
@@ -51,6 +58,11 @@ class TaskColumns:
         self._tasks = load_tasks(
             tasks.names, tasks.include_path, tasks.limit, tasks.num_fewshot, tasks.confirm_run_unsafe_code
         )
+        # What a measurement would refuse shows now, and not after hours of runs.
+        require_generation(self._tasks, num_fewshot=tasks.num_fewshot, gen_kwargs=tasks.gen_kwargs)
+        require_positions(self._tasks, self._settings, max_positions(load_config(model, model)), model)
+        if tasks.apply_chat_template:
+            require_template(tokenizer, model)
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 

@@ -12,6 +12,7 @@ from sparseforge_ds.cli.main import main
     [
         ([], "nothing to measure: give --text for perplexity, --tasks or --suite for accuracy, or both"),
         (["--tasks", "piqa", "--stride", "8"], "--stride 8: it belongs to perplexity; give --text, or leave it out"),
+        (["--tasks", "piqa", "--text_field", "text"], "--text_field text: it belongs to perplexity; give --text"),
         (["--tasks", "piqa", "--stride", "0"], "--stride 0: it belongs to perplexity; give --text, or leave it out"),
         (["--text", "stdlib:heldout", "--paper", "llama2-7b"], "--paper llama2-7b: it belongs to accuracy; give"),
         (["--txet", "stdlib:heldout"], "--txet: unknown flag; did you mean --text?"),

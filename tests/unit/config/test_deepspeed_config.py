@@ -218,6 +218,26 @@ def test_a_scheduler_of_deepspeed_is_refused(tmp_path):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {"scheduler": {"type": "WarmupLR"}})))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "activation_checkpointing",
+            {"partition_activations": True},
+            "models of transformers do not use it; ",
+        ),
+        ("data_efficiency", {"enabled": True, "seed": 3}, "the launcher reads its own data; remove it"),
+        ("checkpoint", {"load_universal": True}, "checkpoints of any layout are loaded as they are; remove it"),
+        ("dataloader_drop_last", True, "the launcher reads its own data; remove it"),
+    ],
+)
+def test_what_a_run_does_not_use_is_refused_where_it_is_switched_on(tmp_path, key, value, message):
+    with pytest.raises(ValueError, match=f"{key}.* has no effect here: {message}"):
+        read_deepspeed_json(str(write_json(tmp_path / "a.json", {**deepspeed_json(), key: value})))
+    off = dict.fromkeys(value, False) if isinstance(value, dict) else False
+    assert read_deepspeed_json(str(write_json(tmp_path / "b.json", {**deepspeed_json(), key: off})))[key] == off
+
+
 @pytest.mark.parametrize("block", [{"enabled": True, "autoep_size": 2}, True])
 def test_expert_parallelism_is_refused_before_deepspeed_sees_it(tmp_path, block):
     with pytest.raises(ValueError, match="expert_parallel = .*remove it: ZeRO stage 3"):

@@ -79,3 +79,22 @@ def test_tasks_outside_the_suites_need_the_columns_that_they_name(tmp_path: Path
         load_tasks(["wnli_eu"], write(tmp_path, "wnli_eu", row | {"answer": 1}))
     with pytest.raises(ValueError, match="--include_path .*none: no such folder"):
         load_tasks(["wnli_eu"], str(tmp_path / "none"))
+
+
+def test_task_files_in_downloaded_data_run_no_code(tmp_path: Path) -> None:
+    """A file of the benchmark's own name is passed over for the generated one; others are refused, and groups, too."""
+    data = tmp_path / "ai2_arc" / "ARC-Easy"
+    data.mkdir(parents=True)
+    (data / "test.jsonl").write_text(json.dumps(ROWS["arc_easy"]) + "\n")
+    (data / "planted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef docs(rows):\n    return rows\n")
+    body = "dataset_path: json\nprocess_docs: !function planted.docs\noutput_type: multiple_choice\n"
+    for name in ("arc_easy", "cats"):
+        (data / f"{name}.yaml").write_text(f"task: {name}\ntag: animals\n{body}")
+    (data / "zoo.yaml").write_text("group: zoo\ntask: [cats]\n")
+    assert len(load_tasks(["arc_easy"], str(tmp_path)).by_name["arc_easy"].eval_docs) == 1
+    with pytest.raises(ValueError, match="--tasks cats: its task file is .*cats.yaml, in a folder of benchmark data"):
+        load_tasks(["cats"], str(tmp_path))
+    for group, member in (("animals", "arc_easy"), ("zoo", "cats")):
+        with pytest.raises(ValueError, match=f"--tasks {group}: a group; name tasks of it, like {member}"):
+            load_tasks([group], str(tmp_path))
+    assert not (tmp_path / "ran").exists()

@@ -261,7 +261,7 @@ def test_a_limit_by_another_name_is_refused(
     write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
     chosen = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa", "--num_fewshot", "5"]
     assert main(chosen) == 2
-    assert "--num_fewshot: none of these tasks has generated answers; leave it out" in capsys.readouterr().err
+    assert "--num_fewshot 5: none of these tasks has generated answers; leave it out" in capsys.readouterr().err
 
 
 def test_graded_values_of_one_model_are_not_compared() -> None:

@@ -21,7 +21,7 @@ from sparseforge_ds.model.basis import FORMAT
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.sound_weights import first_not_finite
 
-_KL = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
+_KL = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Largest KL divergence in nats a token between the model before and after, by the dtype that both are rounded to."""
 
 

@@ -132,6 +132,8 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"one_shot": {"p q": {}}}, "'p q' becomes the name of a folder"),
         ({"methods": {"p": {"method": "oneshot"}}}, "sparseforge.method = 'oneshot' is not valid"),
         ({"base": "no.json"}, "base .*/no.json: no such file"),
+        ({"tasks": {"names": ["piqa"], "limit": 0}}, "tasks.limit = 0: use null or an integer >= 1"),
+        ({"tasks": {"names": ["piqa"], "num_fewshot": -3}}, "tasks.num_fewshot = -3: use null or an integer >= 0"),
         ({"workers": 0}, "workers = 0: use an integer >= 1"),
         ({"keep_models": "yes"}, "keep_models = 'yes': expected true or false"),
     ],

@@ -44,6 +44,14 @@ def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
     assert spread(lost.test, lost.test_deviation) == "diverged" and math.isnan(lost.test_deviation)
 
 
+def test_a_figure_that_a_finite_run_lacks_is_unknown_and_not_diverged() -> None:
+    figures = ({"task_a_lost": 0.25, "test_kl": 0.5}, {"test_kl": 0.5}, {"task_a_lost": 0.5})
+    rows = [row(name, 0, test, **more) for name, test, more in zip("abc", (5.0, 6.0, None), figures, strict=True)]
+    lines = {line.method: line for line in summarize(rows, "a").itertuples()}
+    texts = {name: [spread(line.task_a_lost, math.nan), spread(line.test_kl, math.nan)] for name, line in lines.items()}
+    assert texts == {"a": ["0.25", "0.5"], "b": ["", "0.5"], "c": ["0.5", "diverged"]}
+
+
 def test_differences_are_taken_seed_by_seed() -> None:
     table = summarize(ROWS, "ours")
     assert [*table["method"]] == ["dense", "ours", "fixed", "broken"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,14 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
 
     tasks = {"names": ["openings"], "include_path": ".", "limit": 2}
     config = read_comparison(write(tmp_path, model=str(stories), tasks=tasks, one_shot={}, methods={"ours": {}}))
-    evaluator = Evaluator(config, Texts(["A dog."], ["A cat sat."], {}, []), config.pruned)
+    texts = Texts(["A dog."], ["A cat sat."], {}, [])
+    for wrong, message in (
+        ({"apply_chat_template": True}, "--apply_chat_template: the tokenizer of .* has no chat template"),
+        ({"gen_kwargs": "max_gen_toks=100000"}, "--tasks openings: its answers have up to 100000 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Evaluator(replace(config, tasks=replace(config.tasks, **wrong)), texts, config.pruned)
+    evaluator = Evaluator(config, texts, config.pruned)
     assert evaluator.conditions["tasks"]["names"] == ("openings",)
     baselines = evaluator.baselines({})
     assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
