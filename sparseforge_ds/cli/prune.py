@@ -54,7 +54,7 @@ def register(commands: Any) -> None:
     add("--soft", type=float, metavar="SHARE", help="share of a block's steps in which masks move (default: 0.4)")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of --text that are read (default: {TOKENS})")
     add("--epochs", type=int, default=4, metavar="N", help="passes of a block's training over them (default: 4)")
-    add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of a block's weights (default: 0.02)")
+    add("--rate", type=float, metavar="R", help="Adam's rate, relative to the RMS of each matrix (default: 0.02)")
     add(
         "--batch",
         type=int,

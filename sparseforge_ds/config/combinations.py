@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
-from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.pattern import NM, Block
 from sparseforge_ds.mask.quantization import scale_group
 
 if TYPE_CHECKING:
@@ -41,7 +41,13 @@ def check_method(config: SparseForgeConfig) -> None:
             f'sparseforge.pattern = {config.pattern}: method "maskllm" learns three numbers for every choice of a '
             f"group, and this pattern has more than {MOST_CHOICES:,}; use a smaller pattern, like 2:4 or 4:8"
         )
-    # 3. SparseGPT chooses starting masks.
+    # 3. CAST ranks weights inside an output, whose factor they share.
+    if method.name == "cast" and method.scaling and isinstance(pattern, Block):
+        raise ValueError(
+            f"sparseforge.method.scaling: factors of outputs change which weights of a tile are the largest, and "
+            f'{config.pattern} has tiles; use "scaling": false, or an n:m pattern'
+        )
+    # 4. SparseGPT chooses starting masks.
     if importance == "sparsegpt" and (method.name == "sparseforge" or not isinstance(pattern, NM)):
         raise ValueError(
             f'sparseforge.importance = "sparsegpt" makes a starting mask of an n:m pattern: not for '

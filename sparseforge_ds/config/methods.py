@@ -128,6 +128,11 @@ class ElsaConfig(RefreshedMaskConfig):
     starts_from: ClassVar[dict[str, Any]] = {**_CHOSEN, "distillation": None}
     reads: ClassVar[tuple[str, ...]] = (*_CHOICE, "distillation")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The dual variable is scaled by lambda, so that it would mean something else at every step of a ramp.
+        require_key(self, "ramp", self.ramp == (0.0, 0.0), "leave it out: lambda of ADMM is constant")
+
     @override
     def state_keys(self, pattern: Pattern) -> tuple[str, ...]:
         return ("split",)

@@ -196,6 +196,8 @@ class RunningCurvature:
         assert probe is not None
         batches = batches_of(probe)
         probes = settings.probes if self.refreshes else settings.first_probes
+        if callable(probe) and weights.config.importance in ("fisher", "wanda"):
+            probes = 1  # without random signs, the one micro-batch gives the same again
         if self.sums is not None:
             with torch.enable_grad():
                 applied = self.sums.refresh(batches, weights.step, probes)

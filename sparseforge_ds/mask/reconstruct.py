@@ -61,7 +61,10 @@ def _factor(gram_II: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor U of H^-1 = U^T U in fp64: row j / U_jj spreads column j's error."""
     hessian_II = gram_II.to(torch.float64, copy=True)
     diagonal = hessian_II.diagonal()
-    diagonal[diagonal == 0] = 1.0
+    # Inputs that are always 0 get the mean of the others, so that damping is relative to these alone.
+    is_dead = diagonal == 0
+    mean = diagonal.sum() / (~is_dead).sum().clamp(min=1)
+    diagonal[is_dead] = torch.where(mean > 0, mean, 1.0)
     diagonal += damping * diagonal.mean()
     # In place, as each matrix of a wide layer takes gigabytes. H is symmetric, and LAPACK works on columns.
     columns_II = hessian_II.mT

@@ -10,6 +10,7 @@ Legend of shape suffixes: G groups, M members of a group, K patterns of a group.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class MaskLLM(StartingMask):
         super().start(probe)
         weights = self.weights
         halo = weights.exchange("mask")
-        for shard in self._shards():
+        for shard in weights.chunks():
             mask_GM = weights.to_groups(shard, weights.state.mask(shard), halo)
             key = counter_key(weights.config.seed, 0, 0, f"logits/{shard.name}")
             noise_GK = normal(key, self._first(shard), mask_GM.shape[0], self.patterns, mask_GM.device)
@@ -82,7 +83,7 @@ class MaskLLM(StartingMask):
         """Return metrics where they are due; the masks have moved in the optimizer's step."""
         if not self.weights.schedule.is_update(step) and not self.weights.schedule.is_projection(step):
             return None
-        for shard in self._shards():
+        for shard in self.weights.chunks():
             self.weights.add_update(shard, self.weights.state.mask(shard), self._best(shard).bool())
         return self.ranking.report()
 
@@ -91,7 +92,7 @@ class MaskLLM(StartingMask):
         if self.weights.state.released:
             super().publish_hard(index, dense, out)
             return
-        for shard in self._shards(index):
+        for shard in self._chunks(index):
             publish(shard.slice_of_flat(dense), self._best(shard), shard.slice_of_flat(out))
 
     @override
@@ -104,7 +105,6 @@ class MaskLLM(StartingMask):
         weights.state.partition(index)["step"] = torch.tensor(weights.step + 1.0)
         scale, temperature = self._dials(weights.step)
         reward = self.settings.reward * (1 - progress(weights.step, (0, weights.schedule.freeze_step)))
-        names = [shard.name for shard in self._shards(index, empty=True)]
 
         # The chain rule at the mask: W times its gradient, less the reward of large weights that are kept.
         def of_mask(shard: Shard) -> Tensor:
@@ -112,8 +112,8 @@ class MaskLLM(StartingMask):
             return dense * (shard.slice_of_flat(gradient) - 2 * reward * dense * weights.state.mask(shard))
 
         # Complete cut groups, and move the logits of every group along its gradient.
-        halo = weights.halo.exchange(weights.reader(of_mask), names)
-        for shard in self._shards(index):
+        halo = weights.halo.exchange(weights.reader(of_mask), self._names(index))
+        for shard in self._chunks(index):
             grad_GM = weights.to_groups(shard, of_mask(shard), halo)
             choice_GK = choice(self._logits(shard), self._noise(shard, weights.step), scale, temperature)
             self._adam(shard, logit_gradient(choice_GK, grad_GM, self._pattern_KM, scale, temperature), param_group)
@@ -134,26 +134,28 @@ class MaskLLM(StartingMask):
         scale, temperature = (a + (b - a) * share for a, b in (self.settings.scale, self.settings.temperature))
         return scale, temperature
 
-    def _shards(self, index: int | None = None, empty: bool = False) -> list[Shard]:
-        """Return the shards of a master partition, or of all; `empty` adds those without elements on this rank."""
-        shards = self.weights.shards.values()
-        return [s for s in shards if index in (None, s.flat) and (empty or s.numel)]
+    def _names(self, index: int) -> list[str]:
+        """Return the weights of a master partition, also those of which this rank has no element."""
+        return [shard.name for shard in self.weights.shards.values() if shard.flat == index]
+
+    def _chunks(self, index: int) -> Iterator[Shard]:
+        """Yield the shards of a master partition, a bounded chunk at a time."""
+        return self.weights.chunks(self._names(index))
 
     def _first(self, shard: Shard) -> int:
         """Return the number of the first group that the shard has a member of, counted through the weight."""
-        return (shard.start - self.weights.halo.prefix[shard.name]) // self.members
+        return self.weights.halo.span_with_halo(shard).start // self.members
 
     def _noise(self, shard: Shard, step: int) -> Tensor:
         """Return (G, K) noise of the sample that the forward after `step` optimizer steps sees."""
         key = counter_key(self.weights.config.seed, step, 0, f"gumbel/{shard.name}")
-        numel = self.weights.halo.prefix[shard.name] + shard.numel + self.weights.halo.suffix[shard.name]
+        span = self.weights.halo.span_with_halo(shard)
         device = self.weights.dense(shard).device
-        return gumbel(key, self._first(shard), numel // self.members, self.patterns, device)
+        return gumbel(key, self._first(shard), (span.stop - span.start) // self.members, self.patterns, device)
 
     def _exchange(self, index: int) -> list[Halo]:
         """Fetch what cut groups lack of the logits. Collective."""
-        names = [shard.name for shard in self._shards(index, empty=True)]
-        return [self.weights.exchange(key, names) for key in self._keys["logit"]]
+        return [self.weights.exchange(key, self._names(index)) for key in self._keys["logit"]]
 
     def _logits(self, shard: Shard) -> Tensor:
         """Return (G, K) logits."""
@@ -189,7 +191,7 @@ class MaskLLM(StartingMask):
         weights = self.weights
         frozen = step >= weights.schedule.freeze_step
         scale, temperature = self._dials(step)
-        for shard in self._shards(index):
+        for shard in self._chunks(index):
             if frozen:
                 mask = self._best(shard)
             else:

@@ -22,6 +22,9 @@ class SrSte(PeriodicMagnitudeMask):
     @override
     def before_step(self, index: int, gradient: Tensor, param_group: dict[str, Any]) -> Tensor | None:
         """Add the pull on what is pruned (eq. 9) to the gradient."""
+        # Once masks are released, what is pruned is 0.
+        if not self.decay or self.weights.state.released:
+            return gradient
         dense = self.weights.state.weights_being_trained(index).view(-1)
         flat = gradient.view(-1)
         for run, pruned in self.pruned_runs(index):

@@ -3,8 +3,8 @@
     y = s * (x w^T) + b
 
 The decay of pruned weights makes a layer's outputs smaller, and s makes up for it. It does not change which weights are
-the largest of a group, since a group lies in one output. When the mask freezes, s is folded into the weights and the
-layer is plain. CAST's granularity of scaling is not published.
+the largest of a group, since a group of n:m lies in one output; tiles are refused. When the mask freezes, s is folded
+into the weights and the layer is plain. CAST's granularity of scaling is not published.
 """
 
 from __future__ import annotations

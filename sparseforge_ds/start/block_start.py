@@ -196,6 +196,7 @@ class BlockStart:
                     ranks=layout.world_size,
                     seed=weights.config.seed,
                     reconstruction=weights.config.reconstruction,
+                    is_trained=lambda name: parameters.is_trained(f"{block.name}.{name}"),
                 ),
             )
         except ValueError as error:  # the same on all ranks: it is said of what they have summed

@@ -98,6 +98,8 @@ class SolveOptions:
     """Function that is told of the work that was done, in forward passes of one micro-batch; see `passes_of`."""
     reconstruction: ReconstructionConfig | None = None
     """SparseGPT's settings; None for the damping of the start."""
+    is_trained: Callable[[str], bool] = lambda _name: True
+    """Function that says of a norm or bias, by its name in the block, if it may be trained."""
 
 
 def solve_block(
@@ -259,16 +261,16 @@ class _Solver:
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
         vectors = self._vectors() if settings.norms else {}
         parameters = [*matrices, *vectors.values()]
-        # Adam's steps are as large as the rate, which is relative to the size of the block's weights.
-        squares = torch.stack([matrix.detach().square().sum() for matrix in matrices])
-        rate = settings.rate * math.sqrt(float(squares.sum()) / sum(matrix.numel() for matrix in matrices))
         annealing = None
         if soft_steps := settings.soft_steps(steps):
             annealing = Annealing(self.block, self.weights, self.pattern, soft_steps, masks, starved)
         # Experts with few tokens keep their biases, too.
         fixed_vectors = [self._fixed_bias(name, vector, starved) for name, vector in vectors.items()]
         fixed = self._fixed(None if annealing else masks, starved) + fixed_vectors
-        optimizer = torch.optim.Adam(parameters, lr=rate, betas=BETAS, eps=EPS, fused=True)
+        # Adam's steps are as large as the rate.
+        peaks = self._rates(matrices, vectors)
+        param_groups = [{"params": [p], "lr": peak} for p, peak in zip(parameters, peaks, strict=True)]
+        optimizer = torch.optim.Adam(param_groups, betas=BETAS, eps=EPS, fused=True)
         generator = torch.Generator().manual_seed(self.options.seed)
         order: list[int] = []
         for parameter in parameters:
@@ -289,8 +291,8 @@ class _Solver:
                 if fixed_elements is not None:
                     gradient.masked_fill_(fixed_elements, 0.0)
             # The rate falls along a cosine.
-            for group in optimizer.param_groups:
-                group["lr"] = 0.5 * rate * (1 + math.cos(math.pi * step / steps))
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = 0.5 * peak * (1 + math.cos(math.pi * step / steps))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             # Soft masks move, until they are frozen.
@@ -306,16 +308,35 @@ class _Solver:
         self.block.requires_grad_(False)
         return masks
 
+    def _rates(self, matrices: Sequence[Tensor], vectors: Mapping[str, Tensor]) -> list[float]:
+        """Return the largest learning rate of each matrix and vector, relative to its own size.
+
+        Matrices of one block differ in size by a factor of ten where gains of norms are folded into some of them, as in
+        rotated models. A gain moves by no more than the matrices do on average. So do biases, which may all be 0.
+        """
+        sizes = torch.stack([matrix.detach().float().square().mean().sqrt() for matrix in matrices])
+        mean = sizes.mean()
+        of_vectors = [
+            mean if name.endswith("bias") else vector.detach().float().square().mean().sqrt().clamp(max=mean)
+            for name, vector in vectors.items()
+        ]
+        all_sizes = torch.stack([*sizes, *of_vectors])
+        rates: list[float] = (self.settings.rate * torch.where(all_sizes > 0, all_sizes, mean)).tolist()
+        return rates
+
     def _vectors(self) -> dict[str, nn.Parameter]:
-        """Return gains and biases of the norms, and biases of the pruned layers, by name."""
+        """Return gains and biases of the norms, and biases of the pruned layers, by name, which may be trained."""
         pruned_modules = {weight.module for weight in self.weights}
         return {
             name: parameter
             for name, parameter in self.block.named_parameters()
-            if (owner := name.rpartition(".")[0]) in pruned_modules
-            and name.endswith("bias")
-            or "norm" in type(self.block.get_submodule(owner)).__name__.lower()
-            and parameter.dim() == 1
+            if self.options.is_trained(name)
+            and (
+                (owner := name.rpartition(".")[0]) in pruned_modules
+                and name.endswith("bias")
+                or "norm" in type(self.block.get_submodule(owner)).__name__.lower()
+                and parameter.dim() == 1
+            )
         }
 
     def _fixed_bias(self, name: str, bias: Tensor, starved: dict[str, Tensor]) -> Tensor | None:

@@ -315,7 +315,9 @@ def log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:
     intervals = context.spec.config.monitor
     if intervals.histograms_every and step % intervals.histograms_every == 0:
         monitor.histograms(step, context.forge.histograms())
-    if intervals.gap_every and step % intervals.gap_every == 0:
+    # Before their first update soft masks keep everything, and hardened ones too.
+    has_moved = context.forge.config.soft is None or step >= context.forge.schedule.update_every
+    if intervals.gap_every and step % intervals.gap_every == 0 and has_moved:
         # Measure on the newest sequences that were read: a stream may have no more.
         position = context.batches.position
         newest = range(position - context.batches.layout.sequences_at_once, position)

@@ -84,7 +84,10 @@ METHODS |= {
         ReferenceElsa,
     ),
     "elsa-conv1d": (
-        Case(model="gpt2", config={"max_steps": STEPS, "method": {"name": "elsa", **LAST, "decay": 0.1}}),
+        Case(
+            model="gpt2",
+            config={"max_steps": STEPS, "method": {"name": "elsa", **LAST, "ramp": (0.0, 0.0), "decay": 0.1}},
+        ),
         ReferenceElsa,
     ),
     "pat": (

@@ -97,7 +97,7 @@ class OneShot:
     epochs: int = BlockStartConfig.epochs
     """Passes of every block's training over them; 0: masks alone, which no seed changes."""
     rate: float = BlockStartConfig.rate
-    """Adam's rate, relative to the RMS of a block's weights."""
+    """Adam's rate, relative to the RMS of each matrix."""
     batch: int | None = None
     """Sequences of an Adam step; null: the command's default."""
     exclude: tuple[str, ...] | None = None

@@ -127,6 +127,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": {"name": "maskllm", "frozen": -0.1}}, ["sparseforge.method.frozen", "frozen"]),
     ({"method": "maskllm", "pattern": "16:32"}, ["sparseforge.pattern = 16:32", "more than 1,000", "like 2:4 or 4:8"]),
     ({"method": "maskllm", "pattern": "8:16"}, ["sparseforge.pattern = 8:16"]),
+    ({"method": {"name": "elsa", "ramp": [0, 0.5]}}, ["sparseforge.method.ramp", "lambda of ADMM is constant"]),
+    ({"method": "cast", "pattern": "block16"}, ["sparseforge.method.scaling", "block16 has tiles", '"scaling": false']),
     ({"method": "maskllm", "pattern": "block16"}, ["sparseforge.pattern = block16", "n:m"]),
     ({"importance": "sparsegpt"}, ["sparsegpt", "starting mask", "fisher"]),
     ({**RETRAIN, "importance": "sparsegpt", "pattern": "block16"}, ["sparsegpt", "block16"]),

@@ -162,27 +162,49 @@ def test_training_is_adam_on_the_relative_errors_of_tokens() -> None:
 
     for number, layer in enumerate(reference.model.layers):
         matrices = [parameter for parameter in layer.parameters() if parameter.dim() == 2]
-        # Magnitude keeps two of four. The rate is relative to what is left.
+        # Magnitude keeps two of four. The rate of a parameter is relative to its size, of what is left.
         masks = []
         for matrix in matrices:
             groups = matrix.detach().abs().view(-1, 4)
             masks.append((groups >= groups.topk(2).values[:, 1:]).view_as(matrix))
             matrix.data *= masks[-1]
-        mean_square = sum(m.detach().square().sum() for m in matrices) / sum(m.numel() for m in matrices)
-        rate = BlockStartConfig().rate * float(mean_square) ** 0.5
+        sizes = [parameter.detach().square().mean().sqrt() for parameter in layer.parameters()]
+        mean = torch.stack([s for s, p in zip(sizes, layer.parameters(), strict=True) if p.dim() == 2]).mean()
+        rates = [
+            BlockStartConfig().rate * (size if parameter.dim() == 2 else size.clamp(max=mean)).item()
+            for size, parameter in zip(sizes, layer.parameters(), strict=True)
+        ]
         target = output(dense, number).detach()
-        optimizer = torch.optim.Adam(layer.parameters(), betas=BETAS, eps=EPS)
+        optimizer = torch.optim.Adam([{"params": [p]} for p in layer.parameters()], betas=BETAS, eps=EPS)
         for step in range(epochs):
             distance = (output(reference, number) - target).square().sum(-1)
             optimizer.zero_grad()
             (distance / target.square().sum(-1)).mean().backward()
-            optimizer.param_groups[0]["lr"] = rate * (1 + math.cos(math.pi * step / epochs)) / 2
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * (1 + math.cos(math.pi * step / epochs)) / 2
             optimizer.step()
             for matrix, mask in zip(matrices, masks, strict=True):
                 matrix.data *= mask
     for layer, expected in zip(ours.model.layers, reference.model.layers, strict=True):
         for value, wanted in zip(layer.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(value, wanted.detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_block_trains_alike_where_gains_are_folded_into_its_matrices() -> None:
+    """Rotated models have all gains at 1, and matrices as much smaller as the gains were."""
+    models = [tiny_llama(), tiny_llama()]
+    gain = 1 / 16
+    for model, of_norm, of_matrix in zip(models, (gain, 1.0), (1.0, gain), strict=True):
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight.data.fill_(of_norm)
+            attention, mlp = layer.self_attn, layer.mlp
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                linear.weight.data.mul_(of_matrix)
+    apart, folded = (_solve_all(model, BlockStartConfig(mask="magnitude", epochs=6, norms=False)) for model in models)
+    for ours, other in zip(apart, folded, strict=True):
+        assert ours.error < 0.95 * ours.error_before and ours.error == pytest.approx(other.error, rel=1e-4)
+        assert all(torch.equal(kept, other.masks[name]) for name, kept in ours.masks.items())
 
 
 @pytest.mark.parametrize("config", [OlmoeConfig, GptOssConfig])
