@@ -35,6 +35,21 @@ PROJECT_FILES = {
     "launch/README.md": "guides/recipes.md",
 }
 """Markdown files outside docs/, and the pages that they become."""
+WRITTEN_FROM = {
+    "docs/hooks/message_pages.py": "reference/messages.md",
+    "sparseforge_ds/cli": "reference/command-line.md",
+    "sparseforge_ds/config": "reference/configuration.md",
+    "sparseforge_ds/model/family_table.py": "reference/families.md",
+}
+"""Files and folders of code, and the pages that are written from them.
+
+Pages link to the code, which is what a reader of the repository can open; on the site the link leads to the page.
+"""
+TABLES = {
+    "[All keys, with their defaults](../../sparseforge_ds/extras/studies/settings.py)": compare_table,
+    "[All refused settings](../sparseforge_ds/config/refused_settings.py)": refused_table,
+}
+"""Lines of pages that the site replaces by tables from the code."""
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -58,8 +73,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name in INTRODUCTIONS:
         title, _, rest = markdown.partition("\n")
         markdown = f"{title}\n\nWhere to go on: {INTRODUCTIONS[name]}\n{rest}"
-    tables = {"{{ refused settings }}": refused_table, "{{ keys of compare }}": compare_table}
-    for place, table in tables.items():
+    for place, table in TABLES.items():
         if place in markdown:
             markdown = markdown.replace(place, table())
     return with_site_links(markdown, f"docs/{name}", name) if not page.file.generated_by else markdown
@@ -81,8 +95,11 @@ def with_site_links(markdown: str, source: str, page: str) -> str:
         target = link[2]
         anchor = link[3] or ""
         path = os.path.relpath((ROOT / source).parent / target, ROOT)
+        written = [page for code, page in WRITTEN_FROM.items() if code in (path, os.path.dirname(path))]
         if path in PROJECT_FILES:
             there = PROJECT_FILES[path]
+        elif written:
+            (there,) = written
         elif path.startswith("docs/"):
             there = path.removeprefix("docs/")
         else:

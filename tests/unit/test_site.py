@@ -106,6 +106,15 @@ def test_every_link_leads_to_a_page_and_a_place_on_it(site: dict[Path, Page]) ->
                 assert unquote(parts.fragment) in site[target].anchors, f"{path}: {link}"
 
 
+@pytest.mark.parametrize("name", sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")))
+def test_a_page_can_be_read_in_the_repository(name: str) -> None:
+    """Its links lead to files, and it has no words that the site alone understands."""
+    text = (ROOT / name).read_text()
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+    assert not [target for target in targets if not (ROOT / name).parent.joinpath(target).exists()]
+    assert not re.search(r"^(!!!|\{\{)", text, re.MULTILINE)
+
+
 def test_no_two_places_of_a_page_have_one_name(site: dict[Path, Page]) -> None:
     assert not {path: content.twice for path, content in site.items() if content.twice}
 
