@@ -251,7 +251,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
                 require_positions(tasks, task_settings(args), perplexity.max_positions(config), name)
         if args.dense is not None:
             for documents in texts.values():
-                require_same_tokens(tokenizers[0], tokenizers[1], documents)
+                require_same_tokens(models, tokenizers, documents)
         cut_texts = {}
         for text, documents in texts.items():
             protocol: perplexity.Protocol = "windows" if documents_belong_together(text) else "documents"

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.block_by_block import PruneSettings, prune
+        from sparseforge_ds.prune.dense_model import DenseModel
         from sparseforge_ds.prune.sequences import read_sequences
 
     rate = BlockStartConfig.rate if args.rate is None else args.rate
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args, config, block_start)
     require_model(args.model, hub=False)
     device = _device(args.device, torch)
+    DenseModel(args.model)  # is refused, where it cannot be pruned, before a long text is read
 
     # Read the text.
     text = read_sequences(

@@ -58,9 +58,10 @@ class Perplexity:
     def __str__(self) -> str:
         dense = "" if self.kl is None else f"  KL to dense {self.kl:.5f} nats a token"
         dense += "" if self.dense_perplexity is None else f", whose perplexity is {self.dense_perplexity:.4f}\n"
+        scored = f"{self.tokens} of {self.tokens + self.unscored} tokens scored"
         return (
             f"  perplexity {self.perplexity:.4f}  ({self.nll:.5f} nats a token)\n{dense}"
-            f"  {self.tokens} tokens of {self.documents} documents scored, {self.unscored} not\n"
+            f"  {scored}, of a text of {self.documents} documents\n"
             f"  protocol {self.protocol}, seq_length {self.seq_length}"
         )
 
@@ -206,14 +207,15 @@ def table(scores: Sequence[Mapping[str, Any]]) -> str:
 
 
 def require_same_tokens(
-    tokenizer: PreTrainedTokenizerBase, dense: PreTrainedTokenizerBase, documents: Iterable[str]
+    models: Sequence[str], tokenizers: Sequence[PreTrainedTokenizerBase], documents: Iterable[str]
 ) -> None:
-    """Reject two tokenizers that make different tokens of a text: KL would have no meaning there."""
+    """Reject a model and its dense model whose tokenizers make different tokens of a text: KL has no meaning there."""
+    tokenizer, dense = tokenizers
     for document in documents:
         if text_to_ids(tokenizer, document, special=True) != text_to_ids(dense, document, special=True):
             raise ValueError(
-                f"--dense {dense.name_or_path}: its tokenizer makes other tokens of the text than that of "
-                f"{tokenizer.name_or_path}, so that KL has no meaning; give the dense model that this one was made of"
+                f"--dense {models[1]}: its tokenizer makes other tokens of the text than that of {models[0]}, so that "
+                "KL has no meaning; give the dense model that this one was made of"
             )
 
 

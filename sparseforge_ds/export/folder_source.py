@@ -180,8 +180,8 @@ class FolderSource(Source):
             )
             raise ValueError(
                 f"{self.folder}: has no sparsity.json, and is not {pattern} as it is: {(*report.missing, example)[0]}; "
-                f"run `sparseforge verify {self.folder} --pattern {pattern}` to see every weight; --exclude those that "
-                "are dense, and --pattern names another pattern"
+                f"run `sparseforge verify {self.folder} --pattern {pattern}` to see every weight. `sparseforge export` "
+                "takes --exclude for weights that are dense, and --pattern; `sparseforge prune` prunes a dense model"
             )
         if report.notes:
             raise ValueError(f"{self.folder}: {report.notes[0]}; run `sparseforge verify {self.folder}` to see all")
