@@ -98,3 +98,12 @@ def test_task_files_in_downloaded_data_run_no_code(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"--tasks {group}: a group; name tasks of it, like {member}"):
             load_tasks([group], str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_chosen_answers_have_no_examples_and_a_task_that_names_some_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, "piqa", ROWS["piqa"])
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl", num_fewshot=5)
+    assert load_tasks(["piqa"], folder).by_name["piqa"].config.num_fewshot == 0
+    assert "piqa: measured without examples; the task's own number is 5" in capsys.readouterr().err
