@@ -65,10 +65,14 @@ class BlockInputs:
         self.is_chain &= complete and len(self.ends) == len(self._modules)
 
     def settle(self, batches: int) -> None:
-        """Keep both streams on the host where a GPU has no room for so many batches as large as the first one."""
+        """Keep both streams on the host where a GPU has no room for so many batches as large as the first one.
+
+        Other arguments stay on the GPU. They differ between batches where documents share a sequence: a mask of S x S.
+        """
         first = self.dense[0]
-        size = sum(hidden.nbytes for hidden in self.dense)
-        if first.is_cuda and 2 * batches * size > _ON_DEVICE * torch.cuda.mem_get_info(first.device)[0]:
+        arguments = {id(tensor): tensor.nbytes for known in self._known for tensor in _tensors(known)}
+        size = 2 * sum(hidden.nbytes for hidden in self.dense) + sum(arguments.values())
+        if first.is_cuda and batches * size > _ON_DEVICE * torch.cuda.mem_get_info(first.device)[0]:
             self.dense.to_host()
 
     def _enter(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,6 +109,15 @@ class BlockInputs:
         return None if isinstance(value, Cache) else value
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a block's arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
 class HiddenStates(MutableSequence[Tensor]):
     """(B, S, H) hidden states of every micro-batch, in the dtype of a forward pass, perhaps on the host.
 
@@ -135,6 +148,10 @@ class HiddenStates(MutableSequence[Tensor]):
         """Add a copy."""
         self._device = hidden.device
         self._hidden.insert(number, self._home(hidden.detach().to(self._dtype, copy=True)))
+
+    def shape(self, number: int) -> torch.Size:
+        """Return the shape of a micro-batch's hidden states, without a copy to the device."""
+        return self._hidden[number].shape
 
     def copy(self) -> HiddenStates:
         """Return another stream of the same hidden states."""

@@ -119,7 +119,7 @@ class BlockStart:
                 for closure in passes:
                     self.extra_passes.loss(closure)
                 # Tokens and sequences of the batch on all ranks; the first batch says how many are read.
-                shapes = [inputs.dense[-1 - number].shape for number in range(len(passes))]
+                shapes = [inputs.dense.shape(-1 - number) for number in range(len(passes))]
                 sizes = [float(sum(B * S for B, S, _ in shapes)), float(sum(B for B, *_ in shapes))]
                 totals = layout.all_reduce(torch.tensor(sizes, dtype=torch.float64, device=layout.device)).tolist()
                 tokens += int(totals[0])

@@ -134,7 +134,7 @@ class CompareConfig:
     base: dict[str, Any]
     """DeepSpeed JSON of every run, as its path or its content."""
     methods: dict[str, Method]
-    """Trained methods, by name: keys of the `sparseforge` block, and `flags`, `learning_rates` and `decays` of their own."""
+    """Trained methods, by name: keys of the `sparseforge` block, and their own `flags`, `learning_rates`, `decays`."""
     learning_rates: tuple[float, ...]
     """Grid for each method. One value is chosen with the first seed, at the smallest budget."""
     seeds: tuple[int, ...]
