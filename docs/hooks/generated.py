@@ -95,7 +95,7 @@ def with_site_links(markdown: str, source: str, page: str) -> str:
         target = link[2]
         anchor = link[3] or ""
         path = os.path.relpath((ROOT / source).parent / target, ROOT)
-        written = [page for code, page in WRITTEN_FROM.items() if code in (path, os.path.dirname(path))]
+        written = [made for code, made in WRITTEN_FROM.items() if code in (path, os.path.dirname(path))]
         if path in PROJECT_FILES:
             there = PROJECT_FILES[path]
         elif written:

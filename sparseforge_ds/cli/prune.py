@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.scored_text import text_file
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
-        from sparseforge_ds.prune.block_by_block import PruneSettings, prune
-        from sparseforge_ds.prune.dense_model import DenseModel
+        from sparseforge_ds.prune.block_by_block import PruneSettings, open_dense, prune
         from sparseforge_ds.prune.sequences import read_sequences
 
     rate = BlockStartConfig.rate if args.rate is None else args.rate
@@ -107,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
         return _plan(args, config, block_start)
     require_model(args.model, hub=False)
     device = _device(args.device, torch)
-    DenseModel(args.model)  # is refused, where it cannot be pruned, before a long text is read
+    settings = PruneSettings(config, block_start, args.any_family, args.text)
+    open_dense(args.model, settings)  # is refused, where it cannot be pruned, before a long text is read
 
     # Read the text.
     text = read_sequences(
@@ -122,7 +122,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
 
     # Prune.
-    settings = PruneSettings(config, block_start, args.any_family, args.text)
     result = prune(args.model, args.out, text, settings, device, shard_bytes)
     weights = result.record["weights"].values()
     print(

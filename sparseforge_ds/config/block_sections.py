@@ -263,7 +263,8 @@ class BlockStartConfig:
     epochs: int = 4
     """Passes of every block over these tokens; 0 trains nothing, and keeps the first mask and SparseGPT's weights."""
     rate: float = 0.02
-    """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine."""
+    """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine. Norms and biases have that
+    of their block's matrices on average, and small gains less."""
     batch: int | None = None
     """Sequences of an Adam step; null: as many as give 512 to 1,023 steps over all epochs, of at most 16,384 tokens."""
     norms: bool = True

@@ -40,6 +40,13 @@ _WITHOUT_EFFECT = {
 """Keys that DeepSpeed knows and a run does not use, with the cure. They are allowed where nothing is switched on."""
 
 
+def _is_switched_on(values: Any) -> bool:
+    """Return True if a value is true, or a section is enabled; without `enabled`, if any of its values is true."""
+    if isinstance(values, dict):
+        return values["enabled"] is True if "enabled" in values else any(value is True for value in values.values())
+    return values is True
+
+
 def read_deepspeed_json(path: str) -> dict[str, Any]:
     """Read and check the JSON of a path, or of the name of a shipped one.
 
@@ -116,7 +123,7 @@ def check_deepspeed(content: dict[str, Any]) -> None:
         values = content.get(section) or {}
         if key and isinstance(values, dict):
             values = values.get(key)
-        if any(values.values()) if isinstance(values, dict) else values:
+        if _is_switched_on(values):
             raise ValueError(f"{where} = {json.dumps(values):.80} has no effect here: {cure}")
     if "writer" in content.get("checkpoint", {}):
         raise ValueError("remove checkpoint.writer: such saves are not on disk when they say so")

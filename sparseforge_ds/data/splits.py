@@ -252,6 +252,7 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
     from datasets.data_files import sanitize_patterns
     from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import DatasetCard
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     # Patterns of all configurations, as `datasets` completes them.
     pairs: list[tuple[str, str]] = []
@@ -259,8 +260,8 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
         if len(content) > _LARGEST_CARD:
             raise ValueError(f"it has more than {_LARGEST_CARD:,} bytes")
         # A few aliases of aliases would fill the memory.
-        front = content.split(b"\n---", 1)[0]
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(front.decode())):
+        front = REGEX_YAML_BLOCK.search(content.decode())
+        if front and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(front[2])):
             raise ValueError("it has YAML aliases; write their values out")
         for config in MetadataConfigs.from_dataset_card_data(DatasetCard(content.decode()).data).values():
             patterns = sanitize_patterns(config["data_files"]) if config.get("data_files") else {}

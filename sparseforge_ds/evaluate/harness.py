@@ -53,8 +53,8 @@ def load_tasks(
 
     Raises:
         ValueError: lm-eval or a package of a task is not installed, a task is unknown, a group, or not allowed, its
-            file lies in benchmark data, its data cannot be read or scored, or a row of a user's own task has no
-            answer among its choices.
+            file lies in a subfolder of `include_path`, its data cannot be read or scored, or a row of a user's own task
+            has no answer among its choices.
     """
     try:
         import lm_eval.tasks  # noqa: F401
@@ -209,6 +209,7 @@ def _task_manager(tasks: Sequence[str], own_folders: Sequence[str]) -> Any:
     rest follows where a task is not among them.
     """
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import TaskIndex
 
     folders = {str(file.parent) for file in map(_harness_file, tasks) if file is not None}
     manager = TaskManager(include_defaults=False, include_path=[*folders, *own_folders])
@@ -217,24 +218,26 @@ def _task_manager(tasks: Sequence[str], own_folders: Sequence[str]) -> Any:
     for task in tasks:
         if task not in manager.all_tasks:
             raise ValueError(f"--tasks {task}: lm-eval knows no such task; `lm-eval ls tasks` lists them")
-        _require_task(task, manager.task_index, own_folders)
+    # Of two files for a task, the user's own is the one that is not in a subfolder, where downloaded data lies.
+    for task in tasks:
+        for folder in map(Path, own_folders):
+            if (folder / f"{task}.yaml").is_file() and (entry := TaskIndex.entry_from_path(folder / f"{task}.yaml")):
+                manager.task_index[task] = entry
+        _require_task(task, manager.task_index[task], own_folders)
     return manager
 
 
-def _require_task(name: str, index: Mapping[str, Any], own_folders: Sequence[str]) -> None:
-    """Refuse groups, and task files that lie in benchmark data: what is downloaded must not run its code here."""
-    entry = index[name]
+def _require_task(name: str, entry: Any, own_folders: Sequence[str]) -> None:
+    """Refuse groups, and task files in subfolders of the user's: what is downloaded must not run its code here."""
     if entry.kind.name not in ("TASK", "PY_TASK"):
-        members = (
-            sorted(entry.tags)
-            if entry.kind.name == "TAG"
-            else [member if isinstance(member, str) else member.get("task") for member in entry.cfg["task"]]
+        members = entry.tags if entry.kind.name == "TAG" else (entry.cfg or {}).get("task")
+        listed = [members] if isinstance(members, str) else sorted(filter(lambda m: isinstance(m, str), members or ()))
+        like = f", like {', '.join(listed[:3])}" if listed else ""
+        raise ValueError(f"--tasks {name}: a group; name tasks of it{like}")
+    file = Path(entry.yaml_path).absolute()
+    folders = [Path(folder).absolute() for folder in own_folders]
+    if file.parent not in folders and _harness_folder() not in file.parents and set(folders) & set(file.parents):
+        raise ValueError(
+            f"--tasks {name}: its task file {file} is in a subfolder of --include_path, where benchmark data lies, and "
+            f"task files can run code; if you trust it, give --include_path {file.parent}"
         )
-        raise ValueError(f"--tasks {name}: a group; name tasks of it, like {', '.join(map(str, members[:3]))}")
-    file = Path(entry.yaml_path)
-    for folder in map(Path, own_folders):
-        if file.is_relative_to(folder) and file.parent != folder:
-            raise ValueError(
-                f"--tasks {name}: its task file is {file}, in a folder of benchmark data, and task files can run code; "
-                f"if you trust it, copy it and the files that it names to {folder}, else remove it"
-            )

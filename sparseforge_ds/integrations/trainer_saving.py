@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_pt_utils import remove_dummy_checkpoint
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_settings import cure_of_divergence
@@ -30,6 +27,8 @@ class SavingMixin(_Trainer):
     forge: SparseForge | None
     """None until `train` has an engine."""
     _config: SparseForgeConfig
+    _saves_checkpoint = False
+    """True inside `_save_checkpoint`."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a model that transformers loads; weights that ZeRO-3 partitions are gathered for it.
@@ -39,22 +38,27 @@ class SavingMixin(_Trainer):
         """
         if not _internal_call:
             self._before_model_save("save_model")
-        elif self._saves_masters_alone:
-            # The trainer's own method would save all of DeepSpeed's states here, and once more behind it.
-            self._save(output_dir, state_dict={})
-            remove_dummy_checkpoint(self.args.should_save, output_dir, [WEIGHTS_NAME, SAFE_WEIGHTS_NAME])
-            return
-        with self._gathered_on_save(not _internal_call or self.args.push_to_hub or self.args.save_only_model):
+        gathers = not _internal_call or self.args.push_to_hub or self.args.save_only_model
+        with self._gathered_on_save(gathers), self._without_states():
             super().save_model(output_dir, _internal_call)
 
-    @property
-    def _saves_masters_alone(self) -> bool:
-        """True if checkpoints have no gathered weights, as usual at ZeRO-3."""
+    @contextmanager
+    def _without_states(self) -> Iterator[None]:
+        """Save no states of DeepSpeed in the block, if they are saved behind it.
+
+        Where ZeRO-3's weights are not gathered, the trainer saves the states in their place, and for a checkpoint once
+        more.
+        """
         engine = self.deepspeed
-        if engine is None or engine.zero_optimization_stage() < 3:
-            return False
-        is_gathered = engine._config.zero_config.gather_16bit_weights_on_model_save
-        return not (is_gathered or self.args.push_to_hub or self.args.save_only_model)
+        if engine is None or not self._saves_checkpoint or self.args.save_only_model:
+            yield
+            return
+        save_states = engine.save_checkpoint
+        engine.save_checkpoint = lambda *_args, **_kwargs: True
+        try:
+            yield
+        finally:
+            engine.save_checkpoint = save_states
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Push a model that transformers loads; errors are those of `save_model`."""
@@ -106,7 +110,11 @@ class SavingMixin(_Trainer):
             DivergedError: the weights are infinite or NaN; nothing was written, and no checkpoint removed.
         """
         self._require_finite()
-        super()._save_checkpoint(*args, **kwargs)
+        self._saves_checkpoint = True
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self._saves_checkpoint = False
 
     def _require_finite(self) -> None:
         assert self.forge is not None

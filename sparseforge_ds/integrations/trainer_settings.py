@@ -82,15 +82,6 @@ def refuse_settings(
             "auto_find_batch_size begins anew after it ran out of memory, with weights that masks have moved already; "
             "set per_device_train_batch_size"
         )
-    # Every save of the model checks it, the first one hours from here.
-    if (generation_config := getattr(model, "generation_config", None)) is not None:
-        try:
-            generation_config.validate(strict=True)
-        except ValueError as error:
-            raise ValueError(
-                f"model.generation_config cannot be saved, and so no checkpoint: {error}; correct it, or its file "
-                "generation_config.json, before the trainer is made"
-            ) from None
     _, settings = trainer.optimizer_cls_and_kwargs or (None, {})
     if taken := {"params", "model", "optimizer_dict"} & settings.keys():
         raise ValueError(
@@ -123,6 +114,26 @@ def refuse_settings(
         raise ValueError(
             f"{other_loss} is another loss than the teacher's, and only one can be trained on; leave it out, or teacher"
         )
+
+
+def refuse_generation_config(model: Any) -> None:
+    """Reject a generation config that no save takes: the first one would fail, hours from here.
+
+    As transformers, take one that is as its file was. Call it behind the trainer's change of special tokens.
+
+    Raises:
+        ValueError: the config contradicts itself, and is not as it was read.
+    """
+    config = getattr(model, "generation_config", None)
+    if config is None or not model.can_generate():
+        return
+    try:
+        config.validate(strict=getattr(config, "_original_object_hash", None) != hash(config))
+    except ValueError as error:
+        raise ValueError(
+            f"model.generation_config cannot be saved, and so no checkpoint: {error}; correct it, or its file "
+            "generation_config.json, before the trainer is made"
+        ) from None
 
 
 def intact_checkpoint(resume: str | Path | bool | None, output: str | Path) -> str | Path | bool | None:

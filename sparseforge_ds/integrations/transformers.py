@@ -38,6 +38,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     intact_checkpoint,
     let_ranks_share_sequences,
     refuse_arguments,
+    refuse_generation_config,
     refuse_length,
     refuse_settings,
     resolve_block,
@@ -159,6 +160,7 @@ class SparseForgeMixin(SavingMixin):
             _LOG.info("a run of %d steps, whose masks are frozen, goes on to %d", steps, self.state.max_steps)
         self._config = dataclasses.replace(self._config, max_steps=steps)
         refuse_length(self, self._config)
+        refuse_generation_config(self.model)
         require_finite_weights(self.model, self.model.name_or_path or type(self.model).__name__)
         prepare(self.model, self._config)
         # Hand the param groups to the optimizer of the DeepSpeed JSON, or make the trainer's own.

@@ -24,7 +24,7 @@ from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
 from sparseforge_ds.model.any_family import any_family
-from sparseforge_ds.model.families import coverage, prunable_weights
+from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights
 from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.prune.block_files import BlockFiles
 from sparseforge_ds.prune.dense_model import DenseModel
@@ -67,6 +67,24 @@ class Pruned:
     """Content of `sparsity.json`."""
 
 
+def open_dense(
+    folder: str | Path, settings: PruneSettings
+) -> tuple[DenseModel, SparseForgeConfig, list[PrunableWeight], BlockStartConfig]:
+    """Open a model without its weights, and check that it can be pruned by these settings.
+
+    Returns:
+        The model, its block, its prunable weights, and the start with its kind of first masks.
+
+    Raises:
+        ValueError: the model or the settings cannot be used.
+    """
+    dense = DenseModel(folder)
+    config = any_family(dense.module, settings.config) if settings.any_family else settings.config
+    weights = prunable_weights(dense.module, config)
+    kind = mask_for(settings.block_start, weights, config.parsed_pattern)
+    return dense, config, weights, replace(settings.block_start, mask=kind)
+
+
 def prune(
     folder: str | Path,
     out: str | Path,
@@ -95,13 +113,9 @@ def prune(
     """
     began = time.monotonic()
     require_free(out)
-    # The model without weights says which blocks and weights there are.
     device = torch.device(device)
-    dense = DenseModel(folder)
-    config = any_family(dense.module, settings.config) if settings.any_family else settings.config
-    weights = prunable_weights(dense.module, config)
+    dense, config, weights, block_start = open_dense(folder, settings)
     blocks = decoder_blocks(dense.module, weights)
-    block_start = replace(settings.block_start, mask=mask_for(settings.block_start, weights, config.parsed_pattern))
     dtype = dense.dtype(weight.name for weight in weights)
     # Blocks are pruned, or were by an earlier call.
     part = Path(out).absolute().with_name(Path(out).name + ".part")

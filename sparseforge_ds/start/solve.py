@@ -34,6 +34,8 @@ EPS = 1e-12
 """Adam's epsilon: gradients of a block's error are tiny if a few hidden states are huge."""
 MEASURED = 16
 """Micro-batches, spread over all, on which the error of a block is measured."""
+_LEAST_OF_A_GAIN = 0.2
+"""Smallest rate of a norm's gain, relative to the mean of the matrices' rates."""
 BACKWARD = 3
 """Work of a forward and a backward pass, in forward passes."""
 
@@ -312,12 +314,15 @@ class _Solver:
         """Return the largest learning rate of each matrix and vector, relative to its own size.
 
         Matrices of one block differ in size by a factor of ten where gains of norms are folded into some of them, as in
-        rotated models. A gain moves by no more than the matrices do on average. So do biases, which may all be 0.
+        rotated models. A gain takes steps of a fifth to the whole of what matrices take on average: some norms store
+        it as its distance from 1, which says nothing of its size. Biases, which may all be 0, take that average.
         """
         sizes = torch.stack([matrix.detach().float().square().mean().sqrt() for matrix in matrices])
         mean = sizes.mean()
         of_vectors = [
-            mean if name.endswith("bias") else vector.detach().float().square().mean().sqrt().clamp(max=mean)
+            mean
+            if name.endswith("bias")
+            else vector.detach().float().square().mean().sqrt().clamp(_LEAST_OF_A_GAIN * mean, mean)
             for name, vector in vectors.items()
         ]
         all_sizes = torch.stack([*sizes, *of_vectors])

@@ -20,7 +20,14 @@ from deepspeed import DeepSpeedEngine
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import BatchEncoding, EarlyStoppingCallback, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import (
+    BatchEncoding,
+    EarlyStoppingCallback,
+    GenerationConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import sparseforge_ds as sf
 from sparseforge_ds.checkpoint.reader import Checkpoint
@@ -31,7 +38,7 @@ from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.extras.basis.permutation.channels import dimensions
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.integrations import trainer_settings
-from sparseforge_ds.integrations.trainer_settings import intact_checkpoint, refuse_length
+from sparseforge_ds.integrations.trainer_settings import intact_checkpoint, refuse_generation_config, refuse_length
 from sparseforge_ds.model.basis import basis_of
 from sparseforge_ds.train.objective import Objective
 from tests.distributed import run_distributed
@@ -533,6 +540,20 @@ def test_a_trainer_before_the_mixin_is_refused_where_the_class_is_made() -> None
         type("Wrong", (Trainer, SparseForgeMixin), {})
 
 
+def test_a_generation_config_is_refused_where_a_save_would_refuse_it(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.generation_config.temperature = 0.5
+    with pytest.raises(ValueError, match="model.generation_config cannot be saved, and so no checkpoint"):
+        refuse_generation_config(model)
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path)
+    # A published file that contradicts itself is saved as it is.
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    refuse_generation_config(model)
+    model.save_pretrained(tmp_path)
+
+
 def refusals(root: Path, trained: Any) -> Any:
     """Yield (name, message) of each misuse."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
@@ -560,9 +581,6 @@ def refusals(root: Path, trained: Any) -> Any:
     # Teachers that do not fit, and blocks in other forms.
     student = tiny_llama(vocab_size=BYTE_VOCABULARY)
     again = partial(TrainingArguments, str(root), deepspeed=config, use_cpu=True, report_to="none")
-    sampling = tiny_llama(vocab_size=BYTE_VOCABULARY)
-    sampling.generation_config.temperature = 0.5
-    yield "unsaved", said(lambda: SparseForgeTrainer(model=sampling, args=again()))
     turned = write_model(root / "turned", tiny_llama(vocab_size=BYTE_VOCABULARY))
     (turned / "rotation.json").write_text(json.dumps({"format": 1, "sha256": "another"}))
     hidden = deepspeed_json(2, distillation={"hidden": {}})
@@ -604,6 +622,9 @@ def refusals(root: Path, trained: Any) -> Any:
     lost = trainer_of(root / "lost", deepspeed_json(2), 2)
     lost.model.model.norm.weight.data[3] = torch.nan
     yield "not finite", said(lost.train)
+    sampling = trainer_of(root / "sampling", deepspeed_json(2), 2)
+    sampling.model.generation_config.temperature = 0.5
+    yield "unsaved", said(sampling.train)
     seldom = deepspeed_json(2, method={"update_every": 100})
     yield "length", said(trainer_of(root / "seldom", seldom, 2).train)  # when it was made, its steps were not known
     del config["sparseforge"]

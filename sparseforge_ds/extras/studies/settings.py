@@ -58,7 +58,7 @@ class Method:
     learning_rates: tuple[float, ...] = ()
     """Grid that replaces the common one."""
     decays: tuple[float, ...] = ()
-    """Values of `method.decay` to choose from together with the learning rate (ast, cast, sr_ste, elsa)."""
+    """Values of `method.decay` to choose from together with the learning rate (ast, cast, sr_ste, elsa, pat)."""
 
 
 @dataclass(frozen=True)

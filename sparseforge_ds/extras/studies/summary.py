@@ -97,7 +97,7 @@ def _add_costs(table: pd.DataFrame) -> None:
 
 
 def spread(mean: float, deviation: float, sign: str = "") -> str:
-    """Format a mean and its deviation, like "5.287 ± 0.012"; NaN is no text, and `sign` is "+" for differences."""
+    """Format a mean and its deviation, like "5.287 ± 0.012", or nothing for NaN; `sign` is "+" for differences."""
     if math.isnan(mean):
         return ""
     if not math.isfinite(mean):

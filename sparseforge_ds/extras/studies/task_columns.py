@@ -58,11 +58,14 @@ class TaskColumns:
         self._tasks = load_tasks(
             tasks.names, tasks.include_path, tasks.limit, tasks.num_fewshot, tasks.confirm_run_unsafe_code
         )
-        # What a measurement would refuse shows now, and not after hours of runs.
-        require_generation(self._tasks, num_fewshot=tasks.num_fewshot, gen_kwargs=tasks.gen_kwargs)
-        require_positions(self._tasks, self._settings, max_positions(load_config(model, model)), model)
-        if tasks.apply_chat_template:
-            require_template(tokenizer, model)
+        # What a measurement would refuse shows now, and not after hours of runs. Keys are called as the flags are.
+        try:
+            require_generation(self._tasks, num_fewshot=tasks.num_fewshot, gen_kwargs=tasks.gen_kwargs)
+            require_positions(self._tasks, self._settings, max_positions(load_config(model, model)), model)
+            if tasks.apply_chat_template:
+                require_template(tokenizer, model)
+        except ValueError as error:
+            raise ValueError(f'"tasks" of the comparison: {error}') from None
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 

@@ -234,7 +234,7 @@ def test_a_scheduler_of_deepspeed_is_refused(tmp_path):
 def test_what_a_run_does_not_use_is_refused_where_it_is_switched_on(tmp_path, key, value, message):
     with pytest.raises(ValueError, match=f"{key}.* has no effect here: {message}"):
         read_deepspeed_json(str(write_json(tmp_path / "a.json", {**deepspeed_json(), key: value})))
-    off = dict.fromkeys(value, False) if isinstance(value, dict) else False
+    off = {**value, next(iter(value)): False, "size": 3} if isinstance(value, dict) else False
     assert read_deepspeed_json(str(write_json(tmp_path / "b.json", {**deepspeed_json(), key: off})))[key] == off
 
 

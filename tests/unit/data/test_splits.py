@@ -126,6 +126,7 @@ DAMAGED = (
     *(f"configs: [{{config_name: a, data_files: '*', data_dir: {odd}}}]" for odd in ("5", "/", "..", "[a]")),
     "x: " + "y" * 2**20,
     "a: &a [b]\nconfigs: [{config_name: a, data_files: *a}]",
+    "---x: 1\na: &a [b]\nconfigs: [{config_name: a, data_files: *a}]",
 )
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_tasks_outside_the_suites_need_the_columns_that_they_name(tmp_path: Path
         load_tasks(["wnli_eu"], str(tmp_path / "none"))
 
 
-def test_task_files_in_downloaded_data_run_no_code(tmp_path: Path) -> None:
+def test_task_files_in_downloaded_data_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of the benchmark's own name is passed over for the generated one; others are refused, and groups, too."""
     data = tmp_path / "ai2_arc" / "ARC-Easy"
     data.mkdir(parents=True)
@@ -90,13 +91,19 @@ def test_task_files_in_downloaded_data_run_no_code(tmp_path: Path) -> None:
     body = "dataset_path: json\nprocess_docs: !function planted.docs\noutput_type: multiple_choice\n"
     for name in ("arc_easy", "cats"):
         (data / f"{name}.yaml").write_text(f"task: {name}\ntag: animals\n{body}")
-    (data / "zoo.yaml").write_text("group: zoo\ntask: [cats]\n")
+    (data / "zoo.yaml").write_text("group: zoo\ntask: [cats, {task: dogs}]\n")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # files that are written for a benchmark lie there
     assert len(load_tasks(["arc_easy"], str(tmp_path)).by_name["arc_easy"].eval_docs) == 1
-    with pytest.raises(ValueError, match="--tasks cats: its task file is .*cats.yaml, in a folder of benchmark data"):
+    with pytest.raises(ValueError, match="--tasks cats: its task file .*cats.yaml is in a subfolder of --include_path"):
         load_tasks(["cats"], str(tmp_path))
     for group, member in (("animals", "arc_easy"), ("zoo", "cats")):
         with pytest.raises(ValueError, match=f"--tasks {group}: a group; name tasks of it, like {member}"):
             load_tasks([group], str(tmp_path))
+    # The user's own file of that name counts.
+    own = {"task": "cats", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{data}/test.jsonl"}}}
+    own |= {"output_type": "multiple_choice", "test_split": "test", "doc_to_text": "question", "doc_to_target": 0}
+    (tmp_path / "cats.yaml").write_text(json.dumps(own | {"doc_to_choice": ["a", "b"]}))
+    assert load_tasks(["cats"], str(tmp_path)).by_name["cats"].config.doc_to_choice == ["a", "b"]
     assert not (tmp_path / "ran").exists()
 
 

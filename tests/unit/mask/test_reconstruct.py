@@ -43,6 +43,9 @@ def test_inputs_that_are_always_zero_and_layers_without_tokens() -> None:
     inputs[:, [3, 8]] = 0.0
     updated, _ = reconstruct(weight, inputs.t() @ inputs, 2, 4, 0.01, 8)
     assert updated.isfinite().all() and (updated[:, [3, 8]] == 0).all()
+    # Damping is relative to the inputs that live, however small they are.
+    small, _ = reconstruct(weight, 1e-8 * (inputs.t() @ inputs), 2, 4, 0.01, 8)
+    torch.testing.assert_close(small, updated, rtol=1e-3, atol=1e-5)
     unseen, kept = reconstruct(weight, torch.zeros(24, 24), 2, 4, 0.01, 8)
     assert torch.equal(unseen, torch.where(kept, weight, 0.0))
     assert (weight.abs()[kept].view(10, -1, 2).amin(2) >= (weight.abs() * ~kept).view(10, -1, 4).amax(2)).all()
