@@ -7,6 +7,7 @@ export.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def check_model_folder(folder: str | Path) -> None:
         if (folder / name).exists():
             content = read_json_object(folder / name)
             if name == "config.json":
-                check_sizes(content, folder / name)
+                check_config(content, folder / name)
             if name == "generation_config.json":
                 _check_token_ids(content, folder / name)
 
@@ -70,15 +71,16 @@ def _check_token_ids(settings: dict[str, Any], where: Path) -> None:
             raise ValueError(f"{where}: {key} is {value!r:.100}; use an integer, a list of integers, or null")
 
 
-def check_sizes(config: dict[str, Any], where: object) -> None:
-    """Check the sizes that would make transformers divide by 0 or build a model for hours.
+def check_config(config: dict[str, Any], where: object) -> None:
+    """Check sizes that would make transformers divide by 0 or build a model for hours, and names of code on the hub.
 
     Args:
         config: content of a config.json.
         where: beginning of error messages.
 
     Raises:
-        ValueError: a size is below 1, there are more layers or experts than any model has, or values nest deeply.
+        ValueError: a size is below 1, there are more layers or experts than any model has, values nest deeply, or a
+            kernel of the hub is named, which transformers would download and run.
     """
     check_depth(config)
     sections = [config]
@@ -86,6 +88,10 @@ def check_sizes(config: dict[str, Any], where: object) -> None:
         section = sections.pop()
         sections += [value for value in section.values() if isinstance(value, dict)]
         for key, size in section.items():
+            if key.endswith("_implementation") and "/" in json.dumps(size):
+                raise ValueError(
+                    f"{where}: {key} is {json.dumps(size):.100}, whose code would be downloaded and run; remove the key"
+                )
             if not isinstance(size, (int, float)):
                 continue
             if size < 1 and key in _AT_LEAST_ONE:

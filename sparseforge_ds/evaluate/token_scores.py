@@ -35,8 +35,10 @@ def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = 
         if dense_TV is not None:
             log_p_TV = torch.log_softmax(dense_TV[rows].float(), -1)
             dense_nll_T = -log_p_TV.gather(1, target_T[rows, None])[:, 0]
-            # KL(p || q) = sum p (log p - log q), in place
-            kl_T = log_q_TV.neg_().add_(log_p_TV).mul_(log_p_TV.exp_()).sum(-1)
+            # KL(p || q) = sum p (log p - log q), in place; 0 where p is 0, also where both logits are -inf
+            kl_TV = log_q_TV.neg_().add_(log_p_TV)
+            p_TV = log_p_TV.exp_()
+            kl_T = kl_TV.mul_(p_TV).masked_fill_(p_TV == 0, 0.0).sum(-1)
             columns += [kl_T, dense_nll_T]
         parts.append(torch.stack(columns, 1))
     return torch.cat(parts)

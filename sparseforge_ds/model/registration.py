@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.model_files import check_model_folder, check_sizes
+from sparseforge_ds.checkpoint.model_files import check_config, check_model_folder
 from sparseforge_ds.model.loading_error import reason
 
 BUILD_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError)
@@ -49,11 +49,11 @@ def load_config(name: str | Path, who: str) -> Any:
             check_model_folder(name)
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
-    # Sizes are checked before anything of them is built.
+    # Sizes and names of code are checked before anything of them is built.
     cached = why_unreachable(name) is not None
     try:
         if not is_folder:
-            check_sizes(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
+            check_config(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:
         is_path = Path(name).parent.is_dir() and Path(name).parent != Path()

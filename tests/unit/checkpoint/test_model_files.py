@@ -192,6 +192,16 @@ def test_settings_that_nest_too_deeply_are_refused(
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.parametrize("name", ["someone/kernel", {"text_config": "someone/kernel:flash"}])
+def test_kernels_that_a_model_has_downloaded_and_run_are_refused(dense: Path, tmp_path: Path, name: Any) -> None:
+    folder = Path(shutil.copytree(dense, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("attn_implementation", "_attn_implementation"):
+        (folder / "config.json").write_text(json.dumps(config | {key: name}))
+        with pytest.raises(ValueError, match=f"{key} is .*someone/kernel.*, whose code would be downloaded and run"):
+            find_model(str(folder), "--model")
+
+
 @pytest.mark.parametrize("value", ["x", [2, "x"], True, 2.5, {"a": 1}])
 def test_ids_of_tokens_that_are_no_integers_are_refused(
     dense: Path, tmp_path: Path, value: Any, capsys: pytest.CaptureFixture[str]

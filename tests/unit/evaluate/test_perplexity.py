@@ -397,3 +397,14 @@ def test_rows_of_wikitext_may_be_null_and_a_damaged_file_is_one_line(
     rows.write_text('{"text": "a"}\n{"text": \n')
     assert main(["evaluate", str(stories), "--text", f"wikitext2:{rows}"]) == 2
     assert f"--text wikitext2:{rows}: cannot be read (" in capsys.readouterr().err
+
+
+def test_entries_that_both_models_rule_out_add_nothing_to_kl() -> None:
+    """As the padding of a vocabulary, whose logits are -inf."""
+    logits, dense = torch.randn(2, 3, 8)
+    target = torch.tensor([0, 3, 5])
+    expected = token_scores.score_tokens(logits[:, :6], target, dense[:, :6])
+    logits[:, 6:] = dense[:, 6:] = -torch.inf
+    torch.testing.assert_close(token_scores.score_tokens(logits, target, dense), expected)
+    logits[:, 5] = -torch.inf
+    assert token_scores.score_tokens(logits, target, dense)[0, 1] == torch.inf
