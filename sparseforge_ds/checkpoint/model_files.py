@@ -87,17 +87,17 @@ def check_config(config: dict[str, Any], where: object) -> None:
     while sections:
         section = sections.pop()
         sections += [value for value in section.values() if isinstance(value, dict)]
-        for key, size in section.items():
-            if key.endswith("_implementation") and "/" in json.dumps(size):
+        for key, value in section.items():
+            if key.endswith("_implementation") and "/" in (named := json.dumps(value)):
                 raise ValueError(
-                    f"{where}: {key} is {json.dumps(size):.100}, whose code would be downloaded and run; remove the key"
+                    f"{where}: {key} is {named:.100}, whose code would be downloaded and run; remove the key"
                 )
-            if not isinstance(size, (int, float)):
+            if not isinstance(value, (int, float)):
                 continue
-            if size < 1 and key in _AT_LEAST_ONE:
-                raise ValueError(f"{where}: {key} is {size}; it must be 1 or more")
-            if size > _MOST and ("layers" in key or "experts" in key or key == "n_layer"):
-                raise ValueError(f"{where}: {key} is {size}, and no model has more than {_MOST}")
+            if value < 1 and key in _AT_LEAST_ONE:
+                raise ValueError(f"{where}: {key} is {value}; it must be 1 or more")
+            if value > _MOST and ("layers" in key or "experts" in key or key == "n_layer"):
+                raise ValueError(f"{where}: {key} is {value}, and no model has more than {_MOST}")
 
 
 def check_links(folder: str | Path, everything: bool = False) -> None:

@@ -6,7 +6,7 @@ the map with the low-precision weights when a forge is attached: a changed layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -171,15 +171,6 @@ class _FlatParamGroupsLayout(ShardLayout):
     @override
     def push(self) -> None:
         self.optimizer.update_lp_params()
-
-    @override
-    def forget_states(self, index: int, keys: Collection[str]) -> None:
-        # Since its first step DeepSpeed has views of all states of a weight, which would keep their memory.
-        for name, shard in self.shards.items():
-            mapping = getattr(self.low_precision[name], "_hp_mapping", None)
-            if mapping is not None and mapping.optim_fragment and shard.flat == index:
-                for key in keys:
-                    mapping.optim_fragment.pop(key, None)
 
     @override
     def load_optimizer(self, states: list[dict[str, Any]], settings: list[dict[str, Any]]) -> None:

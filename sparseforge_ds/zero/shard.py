@@ -109,8 +109,16 @@ class ShardLayout(ABC):
     def _read(self) -> None:
         """Fill `flats`, `param_group_of_flat`, and the shards."""
 
-    def forget_states(self, index: int, keys: Collection[str]) -> None:  # noqa: B027  # stages whose DeepSpeed holds nothing share it
-        """Drop what DeepSpeed itself holds of optimizer states of a flat that are gone; here it holds nothing."""
+    def forget_states(self, index: int, keys: Collection[str]) -> None:
+        """Drop what DeepSpeed itself holds of optimizer states of a flat that are gone.
+
+        At some stages it has views of all states of a weight since its first step, which would keep their memory.
+        """
+        for name, shard in self.shards.items():
+            mapping = getattr(self.low_precision[name], "_hp_mapping", None)
+            if mapping is not None and mapping.optim_fragment and shard.flat == index:
+                for key in keys:
+                    mapping.optim_fragment.pop(key, None)
 
     @abstractmethod
     def push(self) -> None:

@@ -400,7 +400,7 @@ def test_rows_of_wikitext_may_be_null_and_a_damaged_file_is_one_line(
 
 
 def test_entries_that_both_models_rule_out_add_nothing_to_kl() -> None:
-    """As the padding of a vocabulary, whose logits are -inf."""
+    """Rule entries out by logits of -inf, as models do with the padding of a vocabulary."""
     logits, dense = torch.randn(2, 3, 8)
     target = torch.tensor([0, 3, 5])
     expected = token_scores.score_tokens(logits[:, :6], target, dense[:, :6])

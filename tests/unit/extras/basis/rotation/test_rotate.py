@@ -43,9 +43,12 @@ def test_a_model_of_nan_is_refused_before_the_search() -> None:
         rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(), steps=5)
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
-def test_a_model_is_rotated_for_any_pattern_in_a_row(pattern: str) -> None:
-    model = built("llama")
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [("2:4", torch.float32), ("2:4", torch.float64), ("4:8", torch.float32), ("1:4", torch.float32)],
+)
+def test_a_model_is_rotated_for_any_pattern_in_a_row(pattern: str, dtype: torch.dtype) -> None:
+    model = built("llama").to(dtype)
     before = logits(model)
     facts = rotate(model, [token_batch()["input_ids"]], SparseForgeConfig(pattern=pattern), steps=30)
     torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
