@@ -77,6 +77,9 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prune a model, and print the number of its groups."""
     # Settle the settings, and check everything that needs no weights.
+    for flag in ("rate", "soft", "batch") if args.epochs == 0 else ():
+        if getattr(args, flag) is not None:
+            raise ValueError(f"--{flag} {getattr(args, flag)}: --epochs 0 trains nothing; leave one of the two out")
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}: use an integer >= 1")
     with large_imports():

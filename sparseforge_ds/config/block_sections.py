@@ -280,13 +280,6 @@ class BlockStartConfig:
         require(0 <= self.soft <= 1, "start.soft", self.soft, "use a fraction from 0 to 1")
         require(0 < self.rate < float("inf"), "start.rate", self.rate, "use a finite value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
-        # What only training reads. Masks do not move without it, so that a `soft` of 0 says nothing else.
-        unread = {"rate": self.rate, "batch": self.batch, "soft": self.soft or BlockStartConfig.soft}
-        for name, value in unread.items() if not self.epochs else ():
-            default = getattr(BlockStartConfig, name)
-            require(
-                value == default, f"start.{name}", value, "leave it out, since 0 epochs train nothing, or train some"
-            )
 
     def tokens_of(self, run_tokens: int) -> int:
         """Return the tokens that a block is trained on, in a run of `run_tokens`; 0 means no run."""

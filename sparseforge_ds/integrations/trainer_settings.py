@@ -119,8 +119,8 @@ def refuse_settings(
 def refuse_generation_config(model: Any) -> None:
     """Reject a generation config that no save takes: the first one would fail, hours from here.
 
-    transformers saves a config that is as its file was, whatever it says, so that one passes. The trainer changes ids
-    of special tokens when training begins: call this after it.
+    transformers saves an unchanged config even if it contradicts itself, so that one passes. The trainer changes ids of
+    special tokens when training begins: call this after it.
 
     Raises:
         ValueError: the config contradicts itself, and is not as it was read.

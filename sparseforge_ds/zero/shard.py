@@ -110,9 +110,9 @@ class ShardLayout(ABC):
         """Fill `flats`, `param_group_of_flat`, and the shards."""
 
     def forget_states(self, index: int, keys: Collection[str]) -> None:
-        """Drop what DeepSpeed itself holds of optimizer states of a flat that are gone.
+        """Drop DeepSpeed's views of optimizer states that were deleted from a flat.
 
-        At some stages it has views of all states of a weight since its first step, which would keep their memory.
+        Some stages hold such views from their first step on, which would keep the memory.
         """
         for name, shard in self.shards.items():
             mapping = getattr(self.low_precision[name], "_hp_mapping", None)

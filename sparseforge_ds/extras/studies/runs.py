@@ -106,7 +106,8 @@ class Pruning:
         block_start = settings["start"]
         flags = {key: settings[key] for key in ("text", "text_field", "seq_length")}
         flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude", "seed")}
-        flags |= {key: block_start[key] for key in ("mask", "soft", "tokens", "epochs", "rate", "batch")}
+        of_training = ("soft", "rate", "batch") if block_start["epochs"] else ()
+        flags |= {key: block_start[key] for key in ("mask", "tokens", "epochs", *of_training)}
         words = ["sparseforge", "prune", config.model, str(out)]
         for flag, value in flags.items():
             if value not in (None, (), []):

@@ -1,4 +1,4 @@
-"""Checks of the settings of a comparison that types allow, before it trains anything."""
+"""Checks of a comparison's settings beyond their types, made before anything is trained."""
 
 from __future__ import annotations
 

@@ -244,10 +244,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "start.soft = 2.0" in error("--soft", "2")
     for rate in ("0", "inf", "nan"):
         assert "start.rate" in error("--rate", rate)
-    for flag, value in (("rate", "0.5"), ("soft", "0.2"), ("batch", "2")):
-        assert f"start.{flag} = {value} is not valid: leave it out, since 0 epochs train nothing" in error(
-            "--epochs", "0", f"--{flag}", value
-        )
+    assert "--rate 0.5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--rate", "0.5")
     assert "unknown pattern" in error("--pattern", "2of4")
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
