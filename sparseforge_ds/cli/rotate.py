@@ -11,8 +11,9 @@ from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
 OUT is an ordinary model of its family and computes the same function as MODEL, within rounding. Its residual stream and
-the values of its heads are rotated, and its weights have absorbed the rotations and the gains of the norms. A head that
-was tied to the embedding has a weight of its own. Train it as --model, without --teacher; it may be permuted too.
+the values of its heads are rotated, and its weights have absorbed the rotations and the gains of the norms. Each norm
+keeps the size of its gains, so that learning rates suit OUT as they suit MODEL. A head that was tied to the embedding
+has a weight of its own. Train it as --model, without --teacher; it may be permuted too.
 
 Memory, on the GPU where there is one, holds the whole model and four matrices of moments a layer, each as wide as the
 model.

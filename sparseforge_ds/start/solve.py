@@ -313,9 +313,9 @@ class _Solver:
     def _rates(self, matrices: Sequence[Tensor], vectors: Mapping[str, Tensor]) -> list[float]:
         """Return the largest learning rate of each matrix and vector, relative to its own size.
 
-        Matrices of one block differ in size by a factor of ten where gains of norms are folded into some of them, as in
-        rotated models. A gain takes steps of a fifth to the whole of what matrices take on average: some norms store
-        it as its distance from 1, which says nothing of its size. Biases, which may all be 0, take that average.
+        Matrices of one block differ in size by a factor of ten where gains of norms are folded into some of them. Gains
+        take steps of a fifth to the whole of what matrices take on average: some norms store them as a distance from 1,
+        which says nothing of their size. Biases, which may all be 0, take that average.
         """
         sizes = torch.stack([matrix.detach().float().square().mean().sqrt() for matrix in matrices])
         mean = sizes.mean()

@@ -191,7 +191,7 @@ def test_training_is_adam_on_the_relative_errors_of_tokens() -> None:
 
 
 def test_a_block_trains_alike_where_gains_are_folded_into_its_matrices() -> None:
-    """Rotated models have all gains at 1, and matrices as much smaller as the gains were."""
+    """Matrices of one block may differ in size by as much as the gains of norms, which some models have folded in."""
     models = [tiny_llama(), tiny_llama()]
     gain = 1 / 16
     for model, of_norm, of_matrix in zip(models, (gain, 1.0), (1.0, gain), strict=True):

@@ -152,7 +152,7 @@ class _Sums:
         return Side(dimension, axis, square_EC, heads_PBCC=torch.zeros(P, B, heads, heads, device=device))
 
     def on_norm(self, name: str, output_TC: Tensor) -> None:
-        """Add a norm's outputs, divided by its gain, which will move into the layers."""
+        """Add a norm's outputs, divided by the gains that will move into the layers."""
         if name in self._norm_moments:
             gain_C = self._gains[name]
             plain_TC = torch.where(gain_C == 0, 0.0, output_TC.float() / gain_C)

@@ -1,13 +1,16 @@
 """Hidden vectors of a model that can be rotated, and their axes in its parameters.
 
-A norm without a gain commutes with every rotation of the residual stream, as SliceGPT found (arXiv 2401.15024). If it
-subtracts the mean, it commutes with those that keep the vector of ones. So the gain of every norm moves into the layers
-that read it, which are observed in a forward pass. The values of attention heads need no norm.
+A norm whose gains are all alike commutes with every rotation of the residual stream, as SliceGPT found for gains of 1
+(arXiv 2401.15024). If it subtracts the mean, it commutes with those that keep the vector of ones. So the gains of every
+norm move into the layers that read it, which are observed in a forward pass. Their size stays in the norm, as one power
+of two: the layers' weights stay as large as they were, so that learning rates suit them as before, and a power of two
+rounds nothing. The values of attention heads need no norm.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +33,10 @@ class Stream:
     """Dimensions by name: `RESIDUAL`, and the values of every layer's attention."""
     norm_of: Mapping[str, str]
     """Norm of every weight that reads the residual stream."""
+    sizes: Mapping[str, float]
+    """Power of two next to the RMS of the gains of every norm of the residual stream, which stays in the norm."""
     gains: Mapping[str, Tensor]
-    """Gain of every norm of the residual stream, (C,) fp32."""
+    """Gains of these norms relative to their sizes, (C,) fp32, which move into the layers."""
     keeps_ones: bool
     """True if the norms subtract the mean, so that rotations must keep the vector of ones."""
 
@@ -71,10 +76,18 @@ def find_stream(model: PreTrainedModel, tokens_BS: Tensor) -> Stream:
             f"move into a layer; a {model.config.model_type!r} model can be permuted, not rotated"
         )
     gains = {name: parameters[f"{name}.weight"].detach().float().clone() for name in norms}
+    sizes = {name: _power_of_two(float(gain_C.square().mean().sqrt())) for name, gain_C in gains.items()}
+    gains = {name: gain_C / sizes[name] for name, gain_C in gains.items()}
     for name in norms:
         if f"{name}.bias" in parameters and bool((gains[name] == 0).any()):
             raise ValueError(f"rotate: {name} has gains of 0, by which its bias cannot be divided; permute instead")
-    return Stream({RESIDUAL: residual, **values}, norm_of, gains, subtracts_mean(next(iter(norms.values())), residual))
+    keeps_ones = subtracts_mean(next(iter(norms.values())), residual)
+    return Stream({RESIDUAL: residual, **values}, norm_of, sizes, gains, keeps_ones)
+
+
+def _power_of_two(size: float) -> float:
+    """Return the power of two next to a positive number; 1 for 0 and what is not finite."""
+    return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
 def untie(model: PreTrainedModel) -> bool:

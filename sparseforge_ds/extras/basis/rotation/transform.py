@@ -31,17 +31,17 @@ def rotate_axis(value: Tensor, axis: Axis, rotation_BCC: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rotate_model(model: PreTrainedModel, stream: Stream, rotations: Rotations) -> None:
-    """Rotate the hidden vectors of a model with an untied head in place; afterwards its norms have gains of 1."""
+    """Rotate the hidden vectors of a model with an untied head in place; all gains of a norm become its size."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         axes = list(stream.axes(name))
         owner = name.rpartition(".")[0]
         if owner in stream.gains and name.endswith(".weight"):
-            parameter.fill_(1.0)
+            parameter.fill_(stream.sizes[owner])
             continue
         if not axes:
             continue
-        # A norm's bias is divided by the gain, and its readers are multiplied by it.
+        # A norm's bias is divided by what its readers are multiplied by.
         value = parameter.float()
         if owner in stream.gains:
             value = value / stream.gains[owner]

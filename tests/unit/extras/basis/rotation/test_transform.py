@@ -49,7 +49,38 @@ def test_logits_stay_within_rounding(family: str, biased: bool) -> None:
     rotate_model(model, stream, random_rotations(stream))
     after = dict(model.named_parameters())
     assert all(not torch.equal(after[name], weights[name]) for name in stream.norm_of)
-    assert all(torch.equal(after[f"{norm}.weight"], torch.ones_like(gain)) for norm, gain in stream.gains.items())
+    for norm, gain in stream.gains.items():
+        assert torch.equal(after[f"{norm}.weight"], torch.full_like(gain, stream.sizes[norm]))
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
+
+
+def test_weights_stay_as_large_as_they_were() -> None:
+    model = built("llama")
+    untie(model)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(0.05)
+        model.model.norm.weight.mul_(3)
+    before = logits(model)
+    sizes = {name: float(parameter.detach().square().mean().sqrt()) for name, parameter in model.named_parameters()}
+    stream = find_stream(model, token_batch()["input_ids"])
+    rotate_model(model, stream, random_rotations(stream))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            assert float(parameter.detach().square().mean().sqrt()) == pytest.approx(sizes[name], rel=0.5), name
+    # The size that stays in a norm is exact in 16 bits.
+    gain_C = model.model.layers[0].input_layernorm.weight
+    assert set(gain_C.bfloat16().tolist()) == {stream.sizes["model.layers.0.input_layernorm"]}
+    torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
+
+
+def test_a_norm_without_gains_keeps_its_zeros() -> None:
+    model = built("llama")
+    untie(model)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.zero_()
+    before = logits(model)
+    stream = find_stream(model, token_batch()["input_ids"])
+    rotate_model(model, stream, random_rotations(stream))
     torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
 
 
