@@ -27,6 +27,8 @@ _FLAGS_OF_TASKS = (*FLAGS_OF_ANSWERS, "include_path", "paper", "confirm_run_unsa
 """Flags that need --tasks or --suite."""
 _FLAGS_OF_TEXT = ("protocol", "max_tokens", "seq_length", "stride", "text_field")
 """Flags that need --text."""
+_BATCH_SIZE = 8
+"""Default of --batch_size."""
 _EPILOG = """\
 --text measures perplexity, --tasks or --suite (extra zero_shot) accuracy; one command can do both. --dense compares
 with the dense model: the KL divergence on the same tokens, in nats a token, and the share of items that both models
@@ -73,7 +75,7 @@ def register(commands: Any) -> None:
         "like the low-rank branch that export writes; none: no adapter",
     )
     add("--dtype", default="auto", choices=DTYPES, help="dtype of the weights (default: as saved)")
-    add("--batch_size", type=int, default=8, metavar="N", help="sequences of one forward (default: 8)")
+    add("--batch_size", type=int, default=None, metavar="N", help="sequences of one forward (default: 8)")
     add("--limit", type=int, metavar="N", help="take the first N documents of a text and items of a task")
     add("--dense", metavar="MODEL", help="compare with the dense model, in the same dtype: KL on texts, same answers")
     add("--json", metavar="FILE", help="also write the result to a file")
@@ -173,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
         if values[flag] is not None and values[flag] < least:
             raise ValueError(f"--{flag} {values[flag]}: use an integer >= {least}")
     require_json_file(args.json, [args.model, args.dense, args.adapter, *(args.text or ())])
+    args.batch_size = args.batch_size or _BATCH_SIZE
 
     # Measure on all ranks. The first one prints an error that all raise.
     from sparseforge_ds.ranks import launched_ranks
@@ -315,6 +318,11 @@ def _check_backend(args: argparse.Namespace) -> None:
     for flag in ("text", "one_shot"):
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag}: transformers alone measures it; leave it out, or use --backend hf")
+    if args.batch_size is not None:
+        raise ValueError(
+            f"--batch_size {args.batch_size}: vLLM forms its own batches; leave it out, or limit them by "
+            "--model_args max_num_seqs=N"
+        )
     from sparseforge_ds.evaluate.task_scores import require_vllm
 
     require_vllm()

@@ -132,6 +132,16 @@ class SparseForgeConfig:
         return low_rank.start is None and self.method.name in ("sparseforge", "naive_retrain")
 
     @property
+    def added_to_layers(self) -> str | None:
+        """Return what a run adds to pruned layers and transformers would leave out, for messages; None for nothing."""
+        parts = []
+        if self.low_rank is not None:
+            parts.append("low-rank branches (sparseforge.low_rank)")
+        if self.method.name == "cast" and self.method.scaling:
+            parts.append("factors of outputs (sparseforge.method.scaling)")
+        return " and ".join(parts) or None
+
+    @property
     def keeps_curvature(self) -> bool:
         """Return True if scores need a curvature."""
         chosen_by_start = self.start is not None and self.soft is None

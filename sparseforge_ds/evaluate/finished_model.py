@@ -23,7 +23,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
-from sparseforge_ds.model.loading_error import describe_lost_branches, reason
+from sparseforge_ds.model.loading_error import describe_lost_parts, reason
 from sparseforge_ds.model.registration import BUILD_ERRORS, load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import is_packed_config
@@ -96,7 +96,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     except _UNUSABLE as error:
         why = reason(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
-    if (lost := describe_lost_branches(report["unexpected_keys"], name)) is not None:
+    if (lost := describe_lost_parts(report["unexpected_keys"], name)) is not None:
         raise ValueError(f"{name}: {lost}")
     missing = sorted(report["missing_keys"])
     if missing:

@@ -33,7 +33,7 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
-from sparseforge_ds.model.loading_error import describe_lost_branches
+from sparseforge_ds.model.loading_error import describe_lost_parts
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.rules import check_globs, matches
 from sparseforge_ds.model.saved_names import names_in_files, saved_tensors
@@ -162,7 +162,8 @@ def check_folder(
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
     # The files beside the weights.
     notes = [] if rows else ["there is no weight to check"]
-    if not sparsity and not tensors.packed and (lost := describe_lost_branches(tensors.specs, folder)) is not None:
+    ordinary = not tensors.packed and not tensors.quantized
+    if not sparsity and ordinary and (lost := describe_lost_parts(tensors.specs, folder)) is not None:
         notes.append(lost)
     if sparsity and any(row.negative_zeros for row in rows):
         notes.append("weights hold -0.0, which an export writes as +0.0")  # in folders of other tools -0.0 is a zero
@@ -174,7 +175,6 @@ def check_folder(
         reject_foreign_adapter(folder, sparsity)
     except ValueError as error:
         notes.append(str(error))
-    ordinary = not tensors.packed and not tensors.quantized
     if "quantization_config" in config and ordinary and not is_only_pruned(config):
         notes.append("config.json has a quantization_config: other tools will misread the weights")
     if "dtype" in sparsity and configured_dtype(config) != sparsity["dtype"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 
-from sparseforge_ds.model.family_table import BRANCH
+from sparseforge_ds.model.family_table import BRANCH, SCALE
 
 _OWN_CODE = "trust_remote_code"
 """Word in every refusal of transformers to run a folder's own code."""
@@ -36,17 +36,23 @@ def reason(error: BaseException) -> str:
     return lines[0][:300]
 
 
-def describe_lost_branches(names: Iterable[str], folder: object) -> str | None:
-    """Return why transformers loads a model without its low-rank branches, or None if no name is of a branch.
+def describe_lost_parts(names: Iterable[str], folder: object) -> str | None:
+    """Return why transformers loads a model without its low-rank branches or CAST's factors; None if it has neither.
 
     Args:
-        names: tensors of the files, all of them or those that have no place in the model.
+        names: tensors of the files, all of them or those that have no place in the model. Files that another library
+            quantized have scales of the same name as factors.
         folder: of the model, or its hub id.
     """
-    branches = [key for key in names if key.endswith(BRANCH)]
-    if not branches:
-        return None
-    return (
-        f"has low-rank branches, {min(branches)} among them, which transformers leaves out; write the whole model: "
-        f"sparseforge consolidate {folder} OUT"
-    )
+    names = list(names)
+    if branches := [key for key in names if key.endswith(BRANCH)]:
+        return (
+            f"has low-rank branches, {min(branches)} among them, which transformers leaves out; write the whole model: "
+            f"sparseforge consolidate {folder} OUT"
+        )
+    if factors := [key for key in names if key.endswith(f".{SCALE}")]:
+        return (
+            f"has factors of outputs, {min(factors)} among them, which transformers leaves out; write the whole model "
+            "from a checkpoint of the run: sparseforge consolidate CHECKPOINT OUT"
+        )
+    return None

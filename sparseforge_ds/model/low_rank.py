@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 from deepspeed.utils import set_z3_leaf_modules_by_name
@@ -25,7 +26,8 @@ from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales
 
 _SAVE = "save_pretrained"
-WITHOUT_BRANCHES = "transformers would load the model without its low-rank branches (sparseforge.low_rank)"
+WOULD_LOSE = "transformers would load the model without its "
+"""Beginning of the reason for which a model is not saved; `SparseForgeConfig.added_to_layers` is its end."""
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
@@ -33,9 +35,9 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
 
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
     (`sync_expert_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
-    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit; `save_pretrained` of such a
-    model is an error. The first process of a machine also clears the locks that killed compilers left
-    (`clear_extension_locks`).
+    `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit. CAST's factors are added
+    likewise. `save_pretrained` of a model with either is an error. The first process of a machine also clears the locks
+    that killed compilers left (`clear_extension_locks`).
 
     Args:
         model: a transformers model; its parameters may be partitioned by ZeRO-3 already. The new ones are ordinary
@@ -55,6 +57,8 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     sync_expert_gradients(model, expert_lists(model))
     if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
+    if config.added_to_layers is not None:
+        setattr(model, _SAVE, partial(_refuse_save, config.added_to_layers))
     if config.low_rank is None:
         return model
     # No layer is changed before all are known to be able to have a branch.
@@ -63,13 +67,12 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         _refuse_experts(weight)
     for layer in layers.values():
         add_branch(layer, config.low_rank.k, config.low_rank.learned)
-    setattr(model, _SAVE, _refuse_save)
     return model
 
 
 @contextmanager
 def saves_allowed(model: nn.Module) -> Iterator[None]:
-    """Have `save_pretrained` work in the block in spite of branches: for a checkpoint, which a resume reads whole."""
+    """Have `save_pretrained` work in the block in spite of what was added: for a checkpoint, which a resume reads."""
     refusal = vars(model).pop(_SAVE, None)
     try:
         yield
@@ -78,9 +81,9 @@ def saves_allowed(model: nn.Module) -> Iterator[None]:
             setattr(model, _SAVE, refusal)
 
 
-def _refuse_save(*_args: Any, **_kwargs: Any) -> NoReturn:
+def _refuse_save(added: str, *_args: Any, **_kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"save_pretrained: {WITHOUT_BRANCHES}; save a checkpoint (engine.save_checkpoint, or the trainer's), and make "
+        f"save_pretrained: {WOULD_LOSE}{added}; save a checkpoint (engine.save_checkpoint, or the trainer's), and make "
         "the model from it: sparseforge consolidate CHECKPOINT OUT"
     )
 

@@ -24,7 +24,7 @@ from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub_access import why_unreachable
-from sparseforge_ds.model.loading_error import describe_lost_branches, reason
+from sparseforge_ds.model.loading_error import describe_lost_parts, reason
 from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.saved_names import saved_tensors
@@ -225,7 +225,7 @@ def load_pretrained(
         raise AgreedError(
             f"{who}: config.json and weights do not belong together: the report above lists where shapes differ"
         ) from None
-    if (lost := describe_lost_branches(report["unexpected_keys"], folder)) is not None:
+    if (lost := describe_lost_parts(report["unexpected_keys"], folder)) is not None:
         raise AgreedError(f"{who}: {lost}")
     # transformers fills weights that the files lack with random numbers.
     if missing := sorted(report["missing_keys"]):

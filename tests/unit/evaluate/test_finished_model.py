@@ -37,13 +37,18 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_branches_that_transformers_leaves_out_are_errors_wherever_it_loads(tmp_path: Path) -> None:
-    """A Trainer's checkpoint has them among the weights; `consolidate` writes an adapter of them."""
+@pytest.mark.parametrize(
+    ("leaf", "shape", "part"), [("low_rank_b", (32, 2), "low-rank branches"), ("weight_scale", (32,), "factors of out")]
+)
+def test_parts_that_transformers_leaves_out_are_errors_wherever_it_loads(
+    leaf: str, shape: tuple[int, ...], part: str, tmp_path: Path
+) -> None:
+    """A Trainer's checkpoint has them among the weights; `consolidate` writes an adapter, or weights times factors."""
     folder = write_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.self_attn.q_proj.low_rank_b"] = torch.zeros(32, 2)
+    tensors[f"model.layers.0.self_attn.q_proj.{leaf}"] = torch.zeros(shape)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    message = r"has low-rank branches, model\.layers\.0\.self_attn\.q_proj\.low_rank_b among them, which transf"
+    message = rf"has {part}.*, model\.layers\.0\.self_attn\.q_proj\.{leaf} among them, which transf"
     with pytest.raises(ValueError, match=f"{folder}: {message}.*sparseforge consolidate"):
         load_model(str(folder))
     with pytest.raises(ValueError, match=f"teacher: {message}"):

@@ -239,6 +239,7 @@ def test_gsm8k_offline_with_examples_of_its_train_split(
         (["--tasks", "gsm8k", "--apply_chat_template"], "--apply_chat_template: the tokenizer of"),
         (["--tasks", "humaneval"], "--tasks humaneval: runs the code that the model writes"),
         (["--tasks", "gsm8k", "--backend", "vllm"], "--backend vllm: vllm is not installed"),
+        (["--tasks", "gsm8k", "--backend", "vllm", "--batch_size", "4"], "--batch_size 4: vLLM forms its own batches"),
         (["--tasks", "gsm8k", "--model_args", "seed=1"], "--model_args seed=1: they are vLLM's"),
     ):
         assert main([*command, *flags]) == 2, flags

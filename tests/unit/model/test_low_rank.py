@@ -279,6 +279,16 @@ def test_transformers_does_not_save_a_model_whose_branches_it_would_lose(tmp_pat
         model.save_pretrained(tmp_path / "lost")
 
 
+def test_transformers_does_not_save_a_model_whose_factors_it_would_lose(tmp_path: Path) -> None:
+    model = prepare(tiny_llama(), SparseForgeConfig.from_dict({"method": "cast"}))
+    with pytest.raises(ValueError, match=r"save_pretrained: .* without its factors of outputs \(sparseforge\.method"):
+        model.save_pretrained(tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
+    prepare(tiny_llama(), SparseForgeConfig.from_dict({"method": {"name": "cast", "scaling": False}})).save_pretrained(
+        tmp_path / "plain"
+    )
+
+
 def test_preparing_twice_is_an_error() -> None:
     model = prepare(tiny_llama(), CONFIG)
     with pytest.raises(ValueError, match="q_proj has its low_rank_b already"):
