@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import tempfile
@@ -136,7 +137,8 @@ def check_beginning(spec: RunSpec) -> None:
     """Reject a folder that holds another run, or nothing to resume; writes nothing.
 
     Raises:
-        ValueError: a fresh run would overwrite checkpoints, or the run to resume is not this one.
+        ValueError: a fresh run would overwrite checkpoints or files that are not of a run, or the run to resume is not
+            this one.
     """
     if spec.arguments.resume:
         _check_same_run(spec)
@@ -145,6 +147,19 @@ def check_beginning(spec: RunSpec) -> None:
             f"--output_dir {spec.folder} already holds a run with checkpoints; "
             "continue it with --resume, give another folder, or remove this one"
         )
+    elif (foreign := _foreign_file(spec.folder)) is not None:
+        raise ValueError(
+            f"--output_dir {spec.folder} holds {foreign}, which a run would replace and no run has written; give "
+            "another folder, or move it"
+        )
+
+
+def _foreign_file(folder: Path) -> str | None:
+    """Return a name that a run replaces or clears, in a folder that no run has taken yet; None where there is none."""
+    if any((folder / marker).exists() for marker in (".lock", "sparseforge.json")):
+        return None
+    names = ("model", "model.old", "model.tmp", "checkpoints", "ds_config.json", "result.json")
+    return next((name for name in names if os.path.lexists(folder / name)), None)
 
 
 def why_nothing_to_resume(spec: RunSpec) -> str | None:
@@ -184,10 +199,13 @@ def lock_folder(folder: Path) -> int:
 def room_for_checkpoints(spec: RunSpec) -> int:
     """Return the bytes of the checkpoints that this run will add to the disk, the one being written included."""
     arguments = spec.arguments
-    saves = -(-spec.steps // arguments.save_every) if arguments.save_every else 1
-    limit = arguments.keep_checkpoints + 1 + arguments.keep_best if arguments.keep_checkpoints else saves
-    count = 1 if arguments.resume else min(saves, limit)  # a run that is resumed has the others on disk already
-    return count * size_of_checkpoint(spec)
+    # A run that is resumed has some on disk already.
+    saved = list_checkpoints(spec.folder / "checkpoints") if arguments.resume else []
+    steps = spec.steps - (checkpoint_step(saved[-1]) if saved else 0)
+    count = -(-steps // arguments.save_every) if arguments.save_every else 1
+    if arguments.keep_checkpoints:
+        count = min(count, arguments.keep_checkpoints + 1 + arguments.keep_best - len(saved))
+    return max(count, 1) * size_of_checkpoint(spec)
 
 
 def size_of_checkpoint(spec: RunSpec) -> int:

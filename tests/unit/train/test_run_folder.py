@@ -294,6 +294,23 @@ def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(spec, tmp_path)
         check_run_folder(spec())
 
 
+@pytest.mark.parametrize("name", ["model", "model.old", "model.tmp", "checkpoints", "ds_config.json", "result.json"])
+def test_files_that_no_run_has_written_are_never_replaced(name, spec, tmp_path):
+    """A project may have a package `model` in the folder of its runs, or its own ds_config.json."""
+    own = tmp_path / "run" / name
+    own.parent.mkdir()
+    if own.suffix == ".json":
+        tiny_folders.write_json(own, {"mine": True})
+    else:
+        own.mkdir()
+        (own / "net.py").write_text("")
+    with pytest.raises(ValueError, match=f"run holds {name}, which a run would replace and no run has written; give"):
+        check_run_folder(spec())
+    # Behind an earlier launch, of which the lock is left, they are a run's.
+    (tmp_path / "run" / ".lock").touch()
+    check_run_folder(spec())
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_a_damaged_description_is_named(spec, tmp_path, content):
     check_run_folder(spec())
@@ -348,7 +365,7 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert room_for_checkpoints(every) == 10 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
-    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) == first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume="auto")) == 3 * first
     assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     # Masks that are frozen take a bit a weight.
     fixed = spec(stage=3, save_every=0, max_steps=100, block={"method": "naive_retrain"})
@@ -359,6 +376,14 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
         room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) < 12.3 * total + every.world_size * sums
     )
     frozen.rmdir()
+    # A run that is resumed adds those that it has not saved yet, and no more than it keeps.
+    for step in (20, 30):
+        (frozen.parent / f"step_{step:06d}").mkdir()
+    resumed = {"max_steps": 100, "save_every": 10, "resume": True}
+    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=0)) == 7 * first
+    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=3)) == 2 * first
+    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=1)) == first
+    shutil.rmtree(frozen.parent)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):
