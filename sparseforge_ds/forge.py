@@ -44,7 +44,7 @@ class SparseForge:
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: SparseForgeConfig, max_steps: int | None = None) -> None:
-        """Attach to an engine. Collective; changes no weight.
+        """Attach to an engine. Collective; changes no weight, unless weights are quantized from the first step on.
 
         From now on `engine.save_checkpoint` saves the forge's state too, and `engine.load_checkpoint` continues the
         whole run as `restore` does.
@@ -95,6 +95,8 @@ class SparseForge:
         """True if the first step may be made; otherwise call `start` first."""
         # From here on a checkpoint of the engine has the forge's state.
         self.method.resume()
+        if self.ready and config.is_quantized(0):
+            self._republish()
         self._skipped = engine.skipped_steps
         self._micro_steps = engine.micro_steps
         """The engine's count of its `step` calls, as the newest call of `step` here found it."""

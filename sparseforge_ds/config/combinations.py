@@ -134,6 +134,12 @@ def check_combinations(config: SparseForgeConfig) -> None:
         f'importance "{config.importance}" has no curvature to take row and column sums of; leave it out, or use '
         'importance "fisher"',
     )
+    _require(
+        config,
+        config.importance == "hutchinson" or config.curvature.radius is None,
+        "curvature.radius",
+        'importance "hutchinson" alone moves weights by it; leave it out',
+    )
     # 2. Measurements in training steps.
     trained = config.curvature.source == "training"
     _require(

@@ -6,7 +6,6 @@ together with what only an engine knows.
 
 from __future__ import annotations
 
-import torch
 from deepspeed import DeepSpeedConfig
 
 EXPERTS_DIVIDED = (
@@ -70,8 +69,9 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             'optimizer "legacy_fusion": it writes low-precision weights inside the kernel; remove it',
         ),
         (
-            config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16,
-            'torch_autocast with float16: its scaler may skip a step on one rank only; use "fp16" or "bf16"',
+            config.torch_autocast_enabled,
+            "torch_autocast: weights would be fp32 and computed in another dtype, which curvature, starts and teachers "
+            'do not see; use "bf16", whose masters are fp32, or "fp16"',
         ),
         (
             config.float16_config.enabled and stage == 0 and config.float16_config.loss_scale != 1,

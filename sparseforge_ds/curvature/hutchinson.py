@@ -26,8 +26,7 @@ class Hutchinson(Estimator):
     def __init__(self, context: EstimatorContext, config: SparseForgeConfig) -> None:
         self.context = context
         self.seed = config.seed
-        dtype = next(iter(context.layout.low_precision[name] for name in context.shards)).dtype
-        self.radius = config.curvature.radius or RADIUS[dtype]
+        self.radius = config.curvature.radius or RADIUS[context.layout.compute_dtype]
 
     @override
     def refresh(

@@ -54,7 +54,7 @@ def param_groups(
             prunable.append(parameter)
         elif name.rpartition(".")[2] in BRANCH:
             low_rank.append(parameter)
-        elif len(full_shape(parameter)) > 1:
+        elif len(full_shape(parameter)) > 1 and not name.endswith("bias"):  # biases of fused experts are matrices
             matrix.append(parameter)
         else:
             vector.append(parameter)

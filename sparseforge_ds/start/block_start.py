@@ -74,7 +74,7 @@ class BlockStart:
         kind = mask_for(settings, list(weights.prunable.values()), weights.pattern)
         self.settings = replace(settings, mask=kind)
         self.blocks = decoder_blocks(model, list(weights.prunable.values()))
-        self.dtype: torch.dtype = next(iter(weights.layout.low_precision.values())).dtype
+        self.dtype: torch.dtype = weights.layout.compute_dtype
         """The dtype that the engine's forward computes in."""
 
     @torch.no_grad()

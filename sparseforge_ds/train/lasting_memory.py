@@ -36,7 +36,7 @@ def model_states(model: Architecture, settings: MemorySettings, frozen: bool | N
         "weights": settings.low * local(model, settings, 3),
         "master": settings.of_master * states,
         "moments": 0 if forge.method.name == "maskllm" else moments,
-        "dense": 0 if frozen and settings.of_master == 4 and forge.quantize is None else 4 * masked,
+        "dense": 0 if frozen and settings.of_master != 2 and forge.quantize is None else 4 * masked,
         "mask": 0 if frozen else _MASK_BYTES[forge.mask_storage] * masked,
         "curvature": 4 * masked if forge.keeps_elements and not frozen else 0,
         "curvature sums": math.ceil(4 * model.rows_and_columns / settings.ranks) if forge.keeps_sums else 0,

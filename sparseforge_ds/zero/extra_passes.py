@@ -137,7 +137,7 @@ class ExtraPasses:
 
     def usable(self, *measured: Tensor) -> bool:
         """Return whether measured tensors are finite on all ranks; only fp16 can overflow. Collective."""
-        if next(iter(self.layout.low_precision.values())).dtype != torch.float16:
+        if self.layout.compute_dtype != torch.float16:
             return True
         overflowed = torch.zeros((), device=self.layout.device)
         for values in measured:

@@ -151,6 +151,12 @@ class ShardLayout(ABC):
         self.low_precision[name] = parameter
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype in which the forward computes with the weights."""
+        dtype: torch.dtype = next(iter(self.low_precision.values())).dtype
+        return dtype
+
+    @property
     def loss_scale(self) -> float:
         """Factor of gradients during a backward pass; 1 without fp16."""
         scale = getattr(self.optimizer, "loss_scale", None)

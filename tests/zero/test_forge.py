@@ -563,7 +563,7 @@ def refusals() -> dict[str, str]:
     messages = {}
     cases = {
         "unmanaged": Case(stage=2, more={"managed_gradient_accumulation": False}),
-        "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "float16"}}),
+        "autocast": Case(stage=1, more={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
         "unscaled": Case(stage=0, dtype="fp16", more={"fp16": {"loss_scale": 8}}),
         "fine": Case(stage=2),
         "replaced": Case(stage=2, more={"optimizer": {"type": "Adagrad", "params": {"lr": 1e-3}}}),

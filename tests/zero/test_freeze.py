@@ -230,3 +230,26 @@ def test_weights_that_are_not_sparse_are_not_taken_for_frozen(tmp_path: Path) ->
         assert "masks are frozen, but groups of its weights are not 2:4" in damaged
         assert re.fullmatch(r".*cut: the mask bits of \S+ are damaged; use another checkpoint", cut)
         assert alone.startswith("AdamW.load_state_dict loads a part") and alone.endswith("or forge.restore")
+
+
+def first_published(cases: list[Case]) -> list[dict[str, int]]:
+    """Return the number of values in the first output of each weight, as the first forward sees it."""
+    results = []
+    for case in cases:
+        engine, forge = build(case)
+        if not forge.ready:
+            forge.start(probe_of(engine, case, 0))
+        weights = published(engine)
+        results.append({name: len(weights[name][0].unique()) for name in forge.sharded.prunable})
+    return results
+
+
+def test_weights_that_are_quantized_from_the_beginning_are_so_in_the_first_step() -> None:
+    quantize = {"quantize": {"from": 0.0, "group_size": None, "bits": 3}}
+    cases = [
+        *(Case(stage=stage, config=quantize) for stage in range(4)),
+        Case(stage=2, dtype="bf16", more=BF16_MASTERS, config=quantize),
+        Case(stage=1, config={**quantize, "method": "naive_retrain"}),
+    ]
+    for counts in run_distributed(first_published, 2, cases)[0]:
+        assert all(count <= 8 for count in counts.values()), counts

@@ -35,6 +35,23 @@ class Fsdp2Layout(ShardLayout):
         part: Tensor = self.low_precision[shard.name].to_local().detach().reshape(-1)
         return part
 
+    @property
+    @override
+    def compute_dtype(self) -> torch.dtype:
+        # FSDP2 gathers weights in the dtype of its policy, which no public name gives.
+        policies = (
+            module._get_fsdp_state()._mp_policy
+            for module in self.engine.module.modules()
+            if isinstance(module, FSDPModule)
+        )
+        dtypes = {policy.param_dtype for policy in policies if policy.param_dtype is not None}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"fully_shard was given MixedPrecisionPolicy with {' and '.join(sorted(map(str, dtypes)))} as "
+                "param_dtype; give one for all modules"
+            )
+        return dtypes.pop() if dtypes else super().compute_dtype
+
     @override
     def mask_gradients(self, mask: MaskGradient) -> None:
         for name, shard in self.shards.items():

@@ -94,6 +94,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"importance": "wanda", "curvature": {"factored": False}},
         ["sparseforge.curvature.factored", "false", "product of row and column sums", "leave it out"],
     ),
+    ({"curvature": {"radius": 0.3}}, ["sparseforge.curvature.radius", "0.3", '"hutchinson" alone', "leave it out"]),
     *(
         (
             {**block, "curvature": {"factored": True}},

@@ -54,8 +54,13 @@ def test_a_source_that_is_chosen_is_the_one_that_is_given() -> None:
     assert result.changes(run_of(curvature={"source": "probe"})) == changed
 
 
-def test_monitoring_may_differ() -> None:
-    assert RunState.parse(saved(), "here").changes(run_of(monitor={"gap_every": 5})) == []
+def test_what_cannot_change_the_result_may_differ() -> None:
+    for block in (
+        {"monitor": {"gap_every": 5}},
+        {"distillation": {"hold": "replicated", "chunk_tokens": 64}},
+        {"allow_dense": ["vision.*"]},
+    ):
+        assert RunState.parse(saved(), "here").changes(run_of(**block)) == []
 
 
 def test_other_weights_are_another_run() -> None:

@@ -30,7 +30,10 @@ def test_every_parameter_is_in_one_group(family: str) -> None:
     assert [group.get("sparseforge") for group in groups] == ["prunable", None, None]
     assert _names(model, groups[0]) == [weight.name for weight in prunable_weights(model, SparseForgeConfig())]
     assert all(parameter.ndim > 1 for parameter in groups[1]["params"])
-    assert all(parameter.ndim == 1 for parameter in groups[2]["params"])
+    # Biases of fused experts have two dimensions, and no decay either.
+    assert not any(name.endswith("bias") for group in groups[:2] for name in _names(model, group))
+    vectors = zip(_names(model, groups[2]), groups[2]["params"], strict=True)
+    assert all(parameter.ndim == 1 or name.endswith("_bias") for name, parameter in vectors)
 
 
 def test_decay_is_the_optimizers_own_unless_one_is_given() -> None:

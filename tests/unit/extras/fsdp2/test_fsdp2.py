@@ -54,6 +54,7 @@ def run_fsdp2(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
                 record["updates"].append(states(forge, "mask"))
         forge.finish()
         record |= states(forge, "mask", "dense") | {"cut": forge.sharded.halo.any_cut}
+        record["dtype"] = forge.sharded.layout.compute_dtype
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         record["published"] = get_model_state_dict(engine.module, options=options)
         if dist.get_rank() == 0:
@@ -91,6 +92,7 @@ def test_masks_are_those_of_one_process(world_size: int, expected: list[dict[str
             assert set(mask.unique().tolist()) == {0.0, 1.0}
             assert torch.equal((record["published"][name].flatten() != 0).float(), mask), name
     assert [record["cut"] for record in of_ranks] == [False, False, True]
+    assert [record["dtype"] for record in (*of_ranks, half)] == [torch.float32] * 3 + [torch.bfloat16]
     assert main(["verify", str(tmp_path / "0")]) == 0
     assert "cannot be saved for a resume yet" in half["refused"][0] and "attached to it already" in half["refused"][1]
 
