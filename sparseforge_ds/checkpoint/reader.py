@@ -109,11 +109,14 @@ class Checkpoint:
             self.skipped: int = read_field(first, int, "skipped_steps")
             """Number of steps that an fp16 overflow skipped."""
             self.client_state: dict[str, Any] = {
-                key: read_field(first, dict, key) if key in ("sparseforge", "train") else value
+                key: read_field(first, dict, key) if key == "sparseforge" else value
                 for key, value in first.content.items()
                 if key not in _OF_DEEPSPEED
             }
-            """Entries of the model file that are not DeepSpeed's own."""
+            """Entries of the model file that are not DeepSpeed's own; those of a loop of its own may be anything."""
+            train_state = self.client_state.get("train")
+            self.launcher_state: dict[str, Any] = train_state if isinstance(train_state, dict) else {}
+            """State of the launcher's run; empty if something else has saved the checkpoint."""
             # Names and shapes of all weights, and where each lies in the flat partitions of the ranks.
             self.aliases = read_aliases(files, module)
             """Tied weights: name without data -> name that holds it."""

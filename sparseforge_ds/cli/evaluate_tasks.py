@@ -65,10 +65,10 @@ def measure_tasks(
             dense = load_model(args.dense, dtype, dense_adapter)
         results["dense"] = measure(args.dense, dense, tokenizers[1])
         task_scores.compare_answers(results["this"], results["dense"])
+        record |= _record_of_tasks(args, tasks, results)  # KL holds both models, and may run out of memory
         if has_kl and model.get_output_embeddings().weight.shape[0] == dense.get_output_embeddings().weight.shape[0]:
             task_scores.compare_next_tokens(results["this"], results["dense"], model, dense, args.batch_size)
-
-        record |= _record_of_tasks(args, tasks, results)
+            record |= _record_of_tasks(args, tasks, results)
     for is_generated, table in ((False, partial(accuracy_table, paper=args.paper)), (True, generation_table)):
         metrics = _metrics_of(tasks, results, is_generated)
         if metrics["this"]:

@@ -157,21 +157,25 @@ def _comparison(text: str, text_field: str, source: Source) -> Callable[[Source,
         ValueError: the text cannot be read, or has too few tokens to be scored.
     """
     with large_imports():
+        from transformers import AutoModelForCausalLM
+
         from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
         from sparseforge_ds.evaluate.perplexity import Scoring, cut_text, measure
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
         from sparseforge_ds.export.reference import add_branches, filled_model
         from sparseforge_ds.extras.packed24 import register_format
         from sparseforge_ds.model.hub_access import public_name
-        from sparseforge_ds.model.registration import load_config
+        from sparseforge_ds.model.registration import load_config, model_class
 
     # Read and cut the text before the export starts: an error in it costs no written folder.
     register_format()
+    config = load_config(source.model_folder, str(source.model_folder))
+    if (kind := model_class(config)) is not AutoModelForCausalLM:
+        raise ValueError(f"--text {text}: it is scored by causal language models, not by {kind.__name__}; leave it out")
     documents = read_text(text, text_field, None)
     scoring = Scoring("windows" if documents_belong_together(text) else "documents", max_tokens=TOKENS)
-    model_folder = source.model_folder
     try:
-        cut_text(load_tokenizer(str(model_folder)), documents, scoring, [load_config(model_folder, str(model_folder))])
+        cut_text(load_tokenizer(str(source.model_folder)), documents, scoring, [config])
     except ValueError as error:
         raise ValueError(f"--text {text}: {error}") from None
 

@@ -25,7 +25,8 @@ def register(commands: Any) -> None:
         prefix_chars="\0",  # so that all flags are left to the trainer
     )
     parser.add_argument("flags", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run)
+    smaller = "lower --micro_batch or --seq_length, give --activation_checkpointing, or raise the ZeRO stage"
+    parser.set_defaults(run=run, smaller=f"{smaller}; sparseforge plan tells what fits")
 
 
 def run(args: argparse.Namespace) -> int:

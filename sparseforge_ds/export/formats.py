@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.export.compressed_tensors import WRITTEN_BITS, require_library
 from sparseforge_ds.export.model_card import write_card
@@ -38,14 +40,15 @@ def export(
         skip_proof: True for a machine that has no memory for the model.
         grid: to round the values of `packed24` to; a run that was trained in up to 4 bits has a group size of its
             own. None to keep them.
-        compare: measures the folder that was written against the source; its result goes into `sparsity.json`.
+        compare: measures the folder that was written against the source; its result goes into `sparsity.json`. Where it
+            fails, the folder stays, since it is whole and proved, and the failure is raised behind it.
 
     Returns:
         The content of `sparsity.json`; its `proof` is None after `skip_proof`.
 
     Raises:
         ValueError: the source has no such export, `out` is in use, the machine cannot do the proof, or the proof fails.
-            Nothing is left behind.
+            Nothing is left behind, except where `compare` alone failed.
     """
     if format not in get_args(Format):
         raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
@@ -63,11 +66,26 @@ def export(
         source.check_bytes(workers)
         record = write_model(source, folder, format, shard_bytes, workers, grid)
         record["proof"] = None if skip_proof else prove_folder(source, folder, plain=not packed, grid=grid)
-        if compare is not None:
-            record["compared"] = compare(source, folder)
+        failure = None if compare is None else _add_comparison(record, compare, source, folder)
         write_json(folder / "sparsity.json", record)
         write_card(folder)
+    if failure is not None:
+        raise ValueError(
+            f"{out} is written{'' if skip_proof else ' and proved'}, and stays; but what rounding costs could not be "
+            f"measured: {failure}; measure it by sparseforge evaluate {out} --text TEXT"
+        ) from failure
     return record
+
+
+def _add_comparison(
+    record: dict[str, Any], compare: Callable[[Source, Path], dict[str, Any]], source: Source, folder: Path
+) -> Exception | None:
+    """Add the result of `compare` to a record, or return what stopped it: two models may not fit where one did."""
+    try:
+        record["compared"] = compare(source, folder)
+    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        return error
+    return None
 
 
 def choose_grid(source: Source, format: str, grid: Grid) -> Grid:

@@ -268,9 +268,8 @@ def _read(folder: Path, quick: bool) -> RunStatus:
     """Read the status of one checkpoint, without its masks if `quick`."""
     checkpoint = Checkpoint(folder)
     state = checkpoint.client_state.get("sparseforge")
-    train_state = checkpoint.client_state.get("train", {})
-    tokens = train_state.get("tokens")
-    train_steps = train_state.get("steps")
+    tokens = checkpoint.launcher_state.get("tokens")
+    train_steps = checkpoint.launcher_state.get("steps")
     trained = [name for name in checkpoint.shapes if name not in checkpoint.buffers]
     dtypes = {str(checkpoint.entries[name].trained_dtype).removeprefix("torch.") for name in trained}
     # A foreign checkpoint has no state of a forge.

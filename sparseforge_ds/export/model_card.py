@@ -23,6 +23,7 @@ from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights, read_sparsity
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import REPOSITORY
+from sparseforge_ds.model.registration import load_config, model_class
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
@@ -69,6 +70,8 @@ def make_card(
     of_run = result_of_run(run.get("evaluation"))
     measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
     all_results = [*of_run, *measured_later]
+    # The class that keeps the model's head: a classifier loaded as a causal model would get a random one.
+    loader = model_class(load_config(folder, str(folder))).__name__
     # Metadata that the hub reads.
     model = base_model or run.get("model")
     title = f"{_plain(Path(model or 'A model').name)} {pattern}"
@@ -79,7 +82,7 @@ def make_card(
         datasets=sorted({text.partition(":")[0] for text in texts if _LINKED.fullmatch(text)}) or None,
         library_name="transformers",
         license=license,
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if loader == "AutoModelForCausalLM" else None,
         tags=["sparse", pattern, *(["sparseforge"] if "method" in sections["config"] else [])],
         eval_results=all_results or None,
     )
@@ -97,6 +100,7 @@ def make_card(
         finished=record.get("finished"),
         step=record.get("step"),
         weights=len(weights),
+        loader=loader,
         packed=packed,
         branched=branched,
         shifted=settings is not None and settings.moves_weights_into_branches,

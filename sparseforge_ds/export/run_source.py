@@ -198,7 +198,7 @@ class RunSource(Source):
             },
             "coverage": description.get("coverage") or {},
             "config": self.config.to_dict(),
-            "run": describe_run(description, self.checkpoint.client_state.get("train"), self.step, self.config),
+            "run": describe_run(description, self.checkpoint.launcher_state, self.step, self.config),
         }
 
     @override

@@ -58,7 +58,7 @@ def load_position(resumption: Resumption, batches: Batches) -> None:
         ValueError: the position belongs to other data, or is damaged.
     """
     try:
-        batches.load_state_dict(resumption.checkpoint.client_state["train"]["data"])
+        batches.load_state_dict(resumption.checkpoint.launcher_state["data"])
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"--resume: {resumption.manifest.folder}: its data position cannot be read ({error!r:.200})"
@@ -78,8 +78,8 @@ def continue_from(resumption: Resumption, context: TrainContext, evaluation: Eva
     checkpoint = resumption.checkpoint
 
     # Restore the scores, and then weights, optimizer and masks, whatever the ranks and the stage were.
-    saved = checkpoint.client_state["train"]
-    ranks.all_or_raise(lambda: evaluation.load_state_dict(saved.get("evaluations")))
+    saved = checkpoint.launcher_state
+    ranks.all_or_raise(lambda: evaluation.load_state_dict(saved.get("evaluations", {})))
     where = f"--resume: {manifest.folder}:"
     context.beginning = ranks.all_or_raise(
         lambda: convert(saved.get("beginning"), Beginning | None, f"{where} beginning")
@@ -122,7 +122,7 @@ def _open(spec: RunSpec, manifest: Manifest) -> Checkpoint:
                 "use another checkpoint"
             )
     # The checkpoint must be of this trainer, and of a run with these settings.
-    if not isinstance(checkpoint.client_state.get("train", {}).get("data"), dict):
+    if not isinstance(checkpoint.launcher_state.get("data"), dict):
         raise ValueError(f"--resume: {folder} was not written by this trainer: its client state has no data position")
     if unlike := saved.changes(RunState.from_weights(spec.config, spec.weights)):
         raise ValueError(

@@ -58,7 +58,10 @@ class Hardware:
         """Return the abilities of this machine."""
         accelerator = get_accelerator()
         gpu = accelerator.device_name() != "cpu"
-        return cls(gpu and accelerator.is_bf16_supported(), gpu and accelerator.is_fp16_supported(), gpu)
+        bf16 = gpu and accelerator.is_bf16_supported()
+        if accelerator.device_name() == "cuda":  # a V100 or T4 has bf16 as well, slower than fp32
+            bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return cls(bf16, gpu and accelerator.is_fp16_supported(), gpu)
 
 
 @dataclass(frozen=True)

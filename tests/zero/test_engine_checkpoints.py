@@ -79,7 +79,8 @@ def gone_back(folder: str) -> tuple[list[str], list[str]]:
             group["lr"] = np.float64(1e-3)  # as a schedule that calls numpy computes it
         train_step(engine, CASE, number)
         forge.step(probe_of(engine, CASE, number))
-        engine.save_checkpoint(folder, tag=f"step_{number + 1:06d}", client_state={"mine": [3, "a", torch.ones(2)]})
+        own_state = {"mine": [3, "a", torch.ones(2)], "train": 17}  # under the launcher's name too
+        engine.save_checkpoint(folder, tag=f"step_{number + 1:06d}", client_state=own_state)
 
     # Four steps; go back to the second, and save the third again: `latest` is the third then.
     for number in range(4):

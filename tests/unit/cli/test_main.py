@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import resource
 import shlex
@@ -172,6 +173,26 @@ def test_an_error_is_one_line(
     monkeypatch.setattr(verify, "run", fail)
     assert main(["verify", "models/x"]) == code
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["train", "--micro_batch", "8"], "lower --micro_batch or --seq_length, give --activation_checkpointing"),
+        (["prune", "model", "out", "--text", "a.txt"], "lower --batch or --seq_length, or give --device cpu"),
+        (["evaluate", "model", "--text", "a.txt", "--batch_size", "4"], "lower --batch_size"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_lack_of_memory_names_what_makes_less_of_it_do(
+    words: list[str], cure: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: argparse.Namespace) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    monkeypatch.setattr(importlib.import_module(f"sparseforge_ds.cli.{words[0]}"), "run", fail)
+    assert main(words) == 2
+    assert f"error: CUDA out of memory; free the GPU's memory, or {cure}" in capsys.readouterr().err
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,3 +380,21 @@ def test_what_is_measured_is_printed_where_the_dense_model_cannot_be_loaded(
     assert "the dense model is gated" in printed.err
     record = json.loads(printed.out.splitlines()[-1])["zero_shot"]
     assert record["tasks"]["piqa"]["items"] == len(ROWS) and record["num_fewshot"] == 0 and "dense" not in record
+
+
+def test_answers_of_the_dense_model_are_printed_where_both_models_do_not_fit(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    write_generation_task(tmp_path, [{"opening": OPENINGS[0], "ending": "."}])
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    monkeypatch.setattr(task_scores, "compare_next_tokens", fail)
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings", "--limit", "1"]
+    assert main([*command, "--dense", str(stories), "--batch_size", "1"]) == 2
+    printed = capsys.readouterr()
+    assert "CUDA out of memory; free the GPU's memory, or lower --batch_size" in printed.err
+    record = json.loads(printed.out.splitlines()[-1])["generation"]
+    assert record["dense"]["tasks"]["openings"]["items"] == record["tasks"]["openings"]["items"] == 1

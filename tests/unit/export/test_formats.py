@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from sparseforge_ds.checkpoint.tensors import TensorFolder, hash_tensor
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import perplexity
 from sparseforge_ds.export import formats, model_folder
 from sparseforge_ds.export.formats import Format, export
 from sparseforge_ds.export.open import open_source
@@ -209,6 +210,41 @@ def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     export(ModelSource(model, folder / "dense", torch.bfloat16), folder / "sparse", skip_proof=True)
     (folder / "text.txt").write_text("It was the best of times, it was the worst of times. " * 9)
     return folder / "sparse", folder / "text.txt"
+
+
+def test_a_proved_folder_stays_where_it_cannot_be_measured(
+    rounded: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse, text = rounded
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(perplexity, "measure", fail)
+    out = tmp_path / "out"
+    command = ["export", str(sparse), str(out), "--format", "packed24", "--values", "int8", "--text", str(text)]
+    assert main(command) == 2
+    message = f"{out} is written and proved, and stays; but what rounding costs could not be measured: CUDA out of"
+    assert message in capsys.readouterr().err
+    assert main(["verify", str(out)]) == 0
+    assert "compared" not in json.loads((out / "sparsity.json").read_text())
+
+
+def test_a_classifier_is_not_scored_on_text_and_its_card_keeps_its_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = MODELS["llama"](vocab_size=BYTE_VOCABULARY).config
+    config.num_labels, config.pad_token_id = 3, 0
+    model = AutoModelForSequenceClassification.from_config(config)
+    model.save_pretrained(tmp_path / "dense")
+    byte_tokenizer().save_pretrained(tmp_path / "dense")
+    export(ModelSource(model, tmp_path / "dense", torch.float32), tmp_path / "sparse")
+    card = (tmp_path / "sparse" / "README.md").read_text()
+    assert "LlamaForSequenceClassification.from_pretrained(" in card and "text-generation" not in card
+    (tmp_path / "text.txt").write_text("It was the best of times. " * 9)
+    command = ["export", str(tmp_path / "sparse"), str(tmp_path / "out"), "--format", "packed24", "--values", "int8"]
+    assert main([*command, "--text", str(tmp_path / "text.txt")]) == 2
+    assert "scored by causal language models, not by LlamaForSequenceClassification" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("values", "size"), [*((values, None) for values in GRIDS), ("int4", 16)])

@@ -256,10 +256,11 @@ def test_scores_of_another_model_are_refused(
 
 
 def test_a_card_of_a_model_with_branches_says_what_loads_them(folder: Path) -> None:
-    write_json(folder / "config.json", {"quantization_config": {"quant_method": PACKED24, "low_rank": {"a": 4}}})
+    packed = {"quantization_config": {"quant_method": PACKED24, "low_rank": {"a": 4}}}
+    write_json(folder / "config.json", {"model_type": "llama", **packed})
     text = str(model_card.make_card(folder, name="owner/name"))
     assert "## A model with low-rank branches" in text and "`sparseforge export owner/name OUT --format hf`" in text
-    write_json(folder / "config.json", {})
+    write_json(folder / "config.json", {"model_type": "llama"})
     write_json(folder / "adapter_config.json", {"r": 8, "rank_pattern": {"a": 16}})
     text = str(model_card.make_card(folder))
     assert "## A model in two parts" in text and "(rank 16)" in text and "import peft  # fails" in text

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.pretrained import find_model, load_pretrained
+from sparseforge_ds.train import spec as spec_module
 from sparseforge_ds.train.banner import banner, memory_per_rank, readable_bytes
 from sparseforge_ds.train.spec import find_texts, make_spec
 from tests.tiny_folders import BYTE_VOCABULARY, byte_tokenizer, deepspeed_json, write_json, write_model, write_text
@@ -327,3 +329,13 @@ def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Pa
         texts_of(tmp_path)
     (tmp_path / "more.txt").write_text("text")
     assert texts_of(tmp_path)
+
+
+def test_bf16_that_a_gpu_emulates_is_not_chosen(monkeypatch):
+    """A V100 makes tensors of bf16, and computes with them slower than in fp32."""
+    gpu = SimpleNamespace(
+        device_name=lambda: "cuda", is_bf16_supported=torch.cuda.is_bf16_supported, is_fp16_supported=lambda: True
+    )
+    monkeypatch.setattr(spec_module, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert spec_module.Hardware.here() == spec_module.Hardware(bf16=False, fp16=True, fused=True)
