@@ -33,6 +33,7 @@ from sparseforge_ds.checkpoint.inventory import (
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState, SparseWeight
+from sparseforge_ds.export.counting import chunk_ranges
 from sparseforge_ds.export.run_source import read_masked
 from sparseforge_ds.mask.anneal import Schedule
 from sparseforge_ds.mask.kernels.groups import survivors
@@ -308,8 +309,11 @@ def _read(folder: Path, quick: bool) -> RunStatus:
 
 def _read_mask(checkpoint: Checkpoint, weight: SparseWeight, pattern: Pattern, released: bool) -> MaskReport:
     """Read one mask, of which one bit a weight is left once it is `released`, and describe it."""
-    mask, dense = read_masked(checkpoint, weight.name, released, 0, math.prod(weight.shape))
-    mask_GM = pattern.to_groups(mask, weight.shape, weight.input_axis)
-    dense_GM = pattern.to_groups(dense, weight.shape, weight.input_axis)
-    report = mask_report(weight.name, mask_GM, dense_GM, pattern)
+    # All experts of a layer may be one tensor of billions of numbers: read it a part at a time.
+    parts = []
+    for start, stop in chunk_ranges(math.prod(weight.shape), pattern.period(weight.shape, weight.input_axis)):
+        masked = read_masked(checkpoint, weight.name, released, start, stop)
+        mask_GM, dense_GM = (pattern.to_groups(part, weight.shape, weight.input_axis) for part in masked)
+        parts.append(mask_report(weight.name, mask_GM, dense_GM, pattern))
+    report = parts[0] if len(parts) == 1 else replace(summarize_masks(parts), name=weight.name)
     return replace(report, magnitude_agreement=None) if released else report

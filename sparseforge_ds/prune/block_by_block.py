@@ -122,6 +122,8 @@ def prune(
     progress = BlockFiles(part, _identity(dense, sequences_NS, settings, device))
     with progress.kept_on_error(len(blocks)):
         solved = []
+        remaining = [block for number, block in enumerate(blocks) if number not in progress.done]
+        progress.reserve(_results_bytes(dense, remaining, dtype))
         dense.require_finite_outside(blocks)
         if len(progress.done) < len(blocks):
             solved = _Run(dense, blocks, sequences_NS, block_start, config, device, dtype, progress).prune_blocks()
@@ -169,6 +171,12 @@ def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockSt
     return size, batch // size
 
 
+def _results_bytes(dense: DenseModel, remaining: Sequence[DecoderBlock], dtype: torch.dtype) -> int:
+    """Return the bytes that a prune has yet to write: the finished model, and blocks until it is complete."""
+    parameters = (p for block in remaining for p in dense.module.get_submodule(block.name).parameters())
+    return sum(spec.nbytes for spec in dense.specs.values()) + dtype.itemsize * sum(p.numel() for p in parameters)
+
+
 class _Run:
     """Pruning of all blocks, with the streams between them."""
 
@@ -209,7 +217,7 @@ class _Run:
         self.half = dtype != torch.float32
         stream_dtype = torch.bfloat16 if self.half else torch.float32
         shape = (*self.batches_NBS.shape, dense.hidden)
-        self.streams = make_streams(shape, stream_dtype, device, progress.folder)
+        self.streams = make_streams(shape, stream_dtype, device, progress.folder, progress.reserved)
 
     def prune_blocks(self) -> list[SolvedBlock]:
         """Go through all blocks: those that are done move the streams, the others are solved and saved."""

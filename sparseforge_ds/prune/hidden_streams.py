@@ -63,15 +63,22 @@ class HiddenStream(MutableSequence[Tensor]):
 
 
 def make_streams(
-    shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path
+    shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path, reserved: int = 0
 ) -> tuple[HiddenStream, HiddenStream, str]:
     """Return the dense and the pruned stream, and a text with their size and storage.
+
+    Args:
+        shape_NBSH: of each.
+        dtype: of both.
+        device: that computes.
+        folder: on the disk.
+        reserved: bytes of the disk that something else will take.
 
     Raises:
         ValueError: they fit neither into memory nor on the disk of `folder`.
     """
     needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
-    storage = storage_for(needed, device, folder)
+    storage = storage_for(needed, device, folder, reserved)
     storages: list[Path | str] = ["device" if storage == "on the GPU" else "memory"] * 2
     if storage == "on the disk":
         storages = [folder / "dense.stream", folder / "pruned.stream"]
@@ -79,13 +86,14 @@ def make_streams(
     return dense, pruned, f"{needed / 1e9:.1f} GB {storage}"
 
 
-def storage_for(needed: int, device: torch.device, folder: Path) -> str:
+def storage_for(needed: int, device: torch.device, folder: Path, reserved: int = 0) -> str:
     """Return where both streams go: "on the GPU", "in memory" or "on the disk".
 
     Args:
         needed: bytes of both.
         device: that computes.
         folder: on the disk.
+        reserved: bytes of the disk that something else will take.
 
     Raises:
         ValueError: they fit neither into memory nor on the disk.
@@ -94,9 +102,9 @@ def storage_for(needed: int, device: torch.device, folder: Path) -> str:
         return "on the GPU"
     if needed <= SHARE * free_memory():
         return "in memory"
-    if needed <= shutil.disk_usage(folder).free:
+    if needed + reserved <= shutil.disk_usage(folder).free:
         return "on the disk"
     raise ValueError(
         f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
-        "disk has; use fewer --tokens"
+        f"disk has{f', beside {reserved / 1e9:.1f} GB of results' if reserved else ''}; use fewer --tokens"
     )

@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.methods import SrSteConfig
+from sparseforge_ds.export import counting
 from sparseforge_ds.export.inspection import inspect
 from sparseforge_ds.extras.basis.permutation.channels import dimensions
 from sparseforge_ds.extras.basis.permutation.record import Permutation
@@ -332,6 +334,15 @@ def test_an_unfinished_checkpoint_is_exported_with_its_mask(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Export dense weights that lie beside the mask, in the manner of transformers."""
+    # What is said of masks is the same where they are read in parts.
+    unfinished = trained[0] / "plain1" / f"checkpoint-{SAVE}"
+    whole = inspect(unfinished).status
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "CHUNK", 256)
+        in_parts = inspect(unfinished).status
+    assert whole is not None and in_parts is not None
+    for one, other in zip(whole.masks, in_parts.masks, strict=True):
+        assert one.name == other.name and astuple(one)[1:] == pytest.approx(astuple(other)[1:], rel=1e-12)
     assert main(["export", "--skip_proof", str(trained[0] / "plain1" / f"checkpoint-{SAVE}"), str(tmp_path / "o")]) == 0
     assert f"not finished at step {SAVE}" in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "o")]) == 0
@@ -650,7 +661,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     # Transformers would lose the branches.
     assert "save_model: transformers would load the model without its low-rank branches" in results["saved"]
     assert "push_to_hub: transformers would load the model without its low-rank branches" in results["pushed"]
-    assert "push_to_hub with sparseforge.low_rank" in results["refused"]["branches"]
+    assert "push_to_hub: transformers would load the model without its low-rank" in results["refused"]["branches"]
     assert "LlamaForCausalLM: model.norm.weight is not finite in torch.float32" in results["refused"]["not finite"]
     # Padding does not decide a mask that is chosen before the first step.
     for plain, more in (results["chosen"][:2], results["chosen"][2:]):  # by sums and by elements
@@ -683,7 +694,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "PEFT adapter" in refused["peft"] and "train it on the sparse model afterwards" in refused["peft"]
     assert "param group of their own" in refused["optimizers"]
     assert "compute_loss_func is another loss" in refused["two losses"]
-    assert "save_only_model with sparseforge.low_rank" in refused["branches alone"]
+    assert "save_only_model: transformers would load the model without its low-rank" in refused["branches alone"]
     assert "has started 2 ranks, and TrainingArguments know of one" in refused["ranks"]
     assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
     assert "auto_find_batch_size" in refused["batch"]

@@ -245,7 +245,7 @@ class Packed24Quantizer(HfQuantizer):  # type: ignore[misc]  # transformers is u
     @property
     def is_trainable(self) -> bool:
         """True if adapters on packed layers may train; without one, transformers' Trainer refuses."""
-        return not self.quantization_config.semi_structured and not self.quantization_config.low_rank
+        return not self.quantization_config.semi_structured
 
 
 def _dtype(model: Any) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,11 +44,19 @@ class PrunePlan:
     """Origin of the rates."""
     available: int
     """Bytes that the device has for it."""
+    free_disk: int | None = None
+    """Bytes that are free on the disk of OUT; None for a machine that is not here."""
 
     @property
     def fits(self) -> bool:
-        """True if the device has room for the largest phase."""
-        return self.peak <= self.available
+        """True if the device has room for the largest phase, and the disk for all files."""
+        return self.peak <= self.available and (self.free_disk is None or self.disk <= self.free_disk)
+
+    @property
+    def disk(self) -> int:
+        """Bytes of all files at the end of the last block."""
+        on_disk = self.work.streams if self.streams_in == "on the disk" else 0
+        return self.work.results + on_disk
 
     @property
     def peak(self) -> int:
@@ -68,9 +77,9 @@ class PrunePlan:
             parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
             yield f"  {name}", f"{sum(kinds.values()) / GIB:.2f}: {parts}"
         yield "streams", f"{work.streams / GIB:.2f} GiB {self.streams_in}"
-        model = work.total_elements * work.dtype.itemsize / GIB
-        blocks = work.blocks * work.block_elements * work.dtype.itemsize / GIB
-        yield "disk", f"{model:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
+        model = work.total_elements * work.dtype.itemsize
+        blocks = (work.results - model) / GIB
+        yield "disk", f"{model / GIB:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
         # Time, where a block was measured or a GPU is known.
         if self.seconds:
             parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
@@ -78,7 +87,14 @@ class PrunePlan:
             yield "", self.rate
         # Whether that fits, and what to do where it does not.
         room = f"{self.available / GIB:.1f} GiB"
-        yield "verdict", f"fits into {room}" if self.fits else f"does not fit into {room}: {self._cure}"
+        if self.peak > self.available:
+            yield "verdict", f"does not fit into {room}: {self._cure}"
+        elif not self.fits:
+            assert self.free_disk is not None
+            disk = f"{self.disk / GIB:.2f} GiB of files do not fit onto the disk, which has {self.free_disk / GIB:.2f}"
+            yield "verdict", f"{disk}: make room, or give another OUT"
+        else:
+            yield "verdict", f"fits into {room}"
 
     @property
     def _cure(self) -> str:
@@ -153,7 +169,7 @@ def plan_prune(
             work, f"one {name}", memory, storage, seconds, f"at {mfu:.0%} of its peaks (assumed)", available
         )
     parent = next(path for path in out.absolute().parents if path.exists())
-    storage = storage_for(work.streams, hardware, parent)
+    storage = storage_for(work.streams, hardware, parent, work.results)
     is_gpu = hardware.type == "cuda"
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
     memory = prune_memory(work, own_streams=storage == ("on the GPU" if is_gpu else "in memory"))
@@ -163,7 +179,8 @@ def plan_prune(
         seconds = measured_rates(model.config, work, hardware).seconds(work, copied=is_gpu and storage != "on the GPU")
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
     rate = f"by one block that was measured on this {hardware.type}{threads}"
-    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, storage, seconds, rate, available)
+    free_disk = shutil.disk_usage(parent).free
+    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, storage, seconds, rate, available, free_disk)
 
 
 def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:

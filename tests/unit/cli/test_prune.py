@@ -180,6 +180,20 @@ def test_blocks_that_are_done_are_kept_where_the_export_fails(
     assert not (tmp_path / "out.part").exists()
 
 
+def test_a_disk_without_room_for_the_result_is_named_before_any_work(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["prune", str(write_model(tmp_path / "dense")), str(tmp_path / "out"), "--text", str(text), *_QUICK]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=20_000))
+    assert main(words) == 2
+    message = "out.part: its disk has 0.0 GB free, and the finished model and its unfinished blocks will take 0.0 GB; m"
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    assert main([*words, "--dry_run"]) == 1
+    assert "of files do not fit onto the disk, which has 0.00: make room" in capsys.readouterr().out
+
+
 def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "dense")
     for name, share in (("memory", 0.4), ("disk", 0.0)):

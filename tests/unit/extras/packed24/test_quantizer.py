@@ -280,6 +280,31 @@ def test_an_adapter_trains_on_top_and_nothing_else_does(folders: FOLDERS, name: 
     assert {key.split(".")[-2] for key, error in errors.items() if error > 0} == {"q_proj", "down_proj"}
 
 
+def test_an_adapter_trains_on_top_of_a_branch(folders: FOLDERS, tmp_path: Path) -> None:
+    """A packed folder has its branch among the weights, where another adapter does not replace it."""
+    folder = shutil.copytree(folders["llama-odd"][1], tmp_path / "branched")
+    module = "model.layers.0.self_attn.q_proj"
+    tensors = load_file(folder / "model.safetensors")
+    outputs, kept = tensors[f"{module}.weight"].shape
+    torch.manual_seed(0)
+    tensors[f"{module}.low_rank_b"] = 0.1 * torch.randn(outputs, -(-2 * kept // 8)).to(tensors[f"{module}.weight"])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["low_rank"] = {module: 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    packed = load(folder)
+    before = logits(packed)
+    assert not torch.equal(before, logits(load(folders["llama-odd"][1])))
+    adapted = get_peft_model(packed, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    arguments = TrainingArguments(
+        str(tmp_path / "run"), max_steps=3, report_to="none", use_cpu=True, learning_rate=1e-2
+    )
+    Trainer(adapted, arguments, train_dataset=[{"input_ids": IDS[0], "labels": IDS[0]}] * 8).train()
+    assert (logits(adapted.eval()) - before).abs().max() > 1e-3
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), before)
+
+
 def test_the_trainer_of_this_package_refuses(folders: FOLDERS) -> None:
     with pytest.raises(ValueError, match="packed 2:4, which cannot be trained; unpack it first: sparseforge export"):
         find_model(str(folders["gpt2"][1]), "--model")
