@@ -12,7 +12,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_settings import cure_of_divergence
 from sparseforge_ds.model.basis import keep_basis
-from sparseforge_ds.model.low_rank import WOULD_LOSE, saves_allowed
+from sparseforge_ds.model.low_rank import lost_parts, saves_allowed, would_lose
 
 _LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ class SavingMixin(_Trainer):
         """Save a model that transformers loads; weights that ZeRO-3 partitions are gathered for it.
 
         Raises:
-            ValueError: the model has low-rank branches or CAST's factors, which transformers would leave out.
+            ValueError: the model has low-rank branches, or CAST's factors before they are folded into the weights, and
+                transformers would leave them out.
         """
         if not _internal_call:
             self._before_model_save("save_model")
@@ -87,7 +88,7 @@ class SavingMixin(_Trainer):
 
     def _before_model_save(self, method: str) -> None:
         """Reject a model that transformers would load in part, and warn of moving masks; `method` is for messages."""
-        self._refuse_additions(method)
+        self._refuse_lost_parts(method)
         if self.deepspeed is None:
             raise ValueError(
                 f"{method}() before train(): nothing is trained yet; call train(), or model.save_pretrained"
@@ -96,10 +97,10 @@ class SavingMixin(_Trainer):
             step = 0 if self.forge is None else self.forge.step_count
             _LOG.warning("%s: masks are not frozen at step %d, and the weights that it writes not sparse", method, step)
 
-    def _refuse_additions(self, method: str) -> None:
-        if (added := self._config.added_to_layers) is not None:
+    def _refuse_lost_parts(self, method: str) -> None:
+        if (parts := lost_parts(self.model)) is not None:
             raise ValueError(
-                f"{method}: {WOULD_LOSE}{added}; make it from the newest checkpoint: sparseforge consolidate "
+                f"{method}: {would_lose(parts)}; make it from the newest checkpoint: sparseforge consolidate "
                 f"{self.args.output_dir} OUT"
             )
 

@@ -18,7 +18,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
-from sparseforge_ds.model.low_rank import WOULD_LOSE
+from sparseforge_ds.model.low_rank import would_lose
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
 
@@ -338,7 +338,7 @@ def resolve_block(
         )
     for name in ("push_to_hub", "save_only_model"):
         if block.added_to_layers is not None and getattr(trainer.args, name):
-            raise ValueError(f"{name}: {WOULD_LOSE}{block.added_to_layers}; leave {name} out")
+            raise ValueError(f"{name}: {would_lose(block.added_to_layers)}; leave {name} out")
     if block.monitor.histograms_every or block.monitor.gap_every:
         raise ValueError("sparseforge.monitor: histograms_every and gap_every are the launcher's; leave them out")
     return block

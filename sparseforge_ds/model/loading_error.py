@@ -53,6 +53,6 @@ def describe_lost_parts(names: Iterable[str], folder: object) -> str | None:
     if factors := [key for key in names if key.endswith(f".{SCALE}")]:
         return (
             f"has factors of outputs, {min(factors)} among them, which transformers leaves out; write the whole model "
-            "from a checkpoint of the run: sparseforge consolidate CHECKPOINT OUT"
+            "from a checkpoint of the run, by sparseforge consolidate, or by the tool that made the folder"
         )
     return None

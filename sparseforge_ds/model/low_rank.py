@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NoReturn
+from types import MethodType
+from typing import Any
 
 from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.extension_locks import clear_before_training
-from sparseforge_ds.model.branch import add_branch
+from sparseforge_ds.model.branch import add_branch, branches
 from sparseforge_ds.model.expert_modules import expert_lists, leaf_modules, sync_expert_gradients
 from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
+from sparseforge_ds.model.family_table import SCALE
 from sparseforge_ds.model.plain_layers import plain_layers
-from sparseforge_ds.model.weight_scale import add_scales
+from sparseforge_ds.model.weight_scale import add_scales, scaled_layers
 
 _SAVE = "save_pretrained"
-WOULD_LOSE = "transformers would load the model without its "
-"""Beginning of the reason for which a model is not saved; `SparseForgeConfig.added_to_layers` is its end."""
 
 
 def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
@@ -36,8 +35,9 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     The routed experts of a layer become a ZeRO-3 leaf (`leaf_modules`), and those in lists get gradients together
     (`sync_expert_gradients`). With `low_rank`, every layer whose weight goes under a mask becomes a `LowRankLinear` or
     `LowRankConv1D` with `enabled = False`, and computes what it did before, bit for bit. CAST's factors are added
-    likewise. `save_pretrained` of a model with either is an error. The first process of a machine also clears the locks
-    that killed compilers left (`clear_extension_locks`).
+    likewise. `save_pretrained` of a model with branches, or with factors that are not folded into the weights yet, is
+    an error. The first process of a machine also clears the locks that killed compilers left
+    (`clear_extension_locks`).
 
     Args:
         model: a transformers model; its parameters may be partitioned by ZeRO-3 already. The new ones are ordinary
@@ -58,7 +58,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
     if config.added_to_layers is not None:
-        setattr(model, _SAVE, partial(_refuse_save, config.added_to_layers))
+        setattr(model, _SAVE, MethodType(_save_whole, model))
     if config.low_rank is None:
         return model
     # No layer is changed before all are known to be able to have a branch.
@@ -72,20 +72,46 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
 
 @contextmanager
 def saves_allowed(model: nn.Module) -> Iterator[None]:
-    """Have `save_pretrained` work in the block in spite of what was added: for a checkpoint, which a resume reads."""
-    refusal = vars(model).pop(_SAVE, None)
+    """Have `save_pretrained` work in the block whatever it loses: for a checkpoint, which a resume reads whole."""
+    refusing = vars(model).pop(_SAVE, None) if lost_parts(model) is not None else None
     try:
         yield
     finally:
-        if refusal is not None:
-            setattr(model, _SAVE, refusal)
+        if refusing is not None:
+            setattr(model, _SAVE, refusing)
 
 
-def _refuse_save(added: str, *_args: Any, **_kwargs: Any) -> NoReturn:
-    raise ValueError(
-        f"save_pretrained: {WOULD_LOSE}{added}; save a checkpoint (engine.save_checkpoint, or the trainer's), and make "
-        "the model from it: sparseforge consolidate CHECKPOINT OUT"
-    )
+def lost_parts(model: nn.Module) -> str | None:
+    """Return what transformers would leave out of a prepared model, in words; None for nothing.
+
+    Factors count until they are folded into the weights.
+    """
+    parts = ["low-rank branches (sparseforge.low_rank)"] if branches(model) else []
+    if any(layer.enabled for layer in scaled_layers(model).values()):
+        parts.append("factors of outputs (sparseforge.method.scaling)")
+    return " and ".join(parts) or None
+
+
+def would_lose(parts: str) -> str:
+    """Return the reason why a model with such parts is not saved."""
+    return f"transformers would load the model without its {parts}"
+
+
+def _save_whole(model: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
+    """Save as transformers does, without factors that are folded into the weights.
+
+    Raises:
+        ValueError: the saved model would not be the whole one.
+    """
+    if (parts := lost_parts(model)) is not None:
+        raise ValueError(
+            f"save_pretrained: {would_lose(parts)}; save a checkpoint (engine.save_checkpoint, or the trainer's), and "
+            "make the model from it: sparseforge consolidate CHECKPOINT OUT"
+        )
+    folded = {f"{name.removesuffix('weight')}{SCALE}" for name in scaled_layers(model)}
+    tensors = model.state_dict() if state_dict is None else state_dict
+    whole = {name: value for name, value in tensors.items() if name not in folded}
+    type(model).save_pretrained(model, *args, state_dict=whole, **kwargs)
 
 
 def _refuse_experts(weight: PrunableWeight) -> None:

@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     BatchEncoding,
     EarlyStoppingCallback,
     GenerationConfig,
@@ -95,6 +96,30 @@ def padded(examples: list[dict[str, list[int]]], least: int = 0) -> dict[str, Te
         "labels": column(lambda example: example["labels"], -100),
         "attention_mask": column(lambda example: [1] * len(example["input_ids"]), 0),
     }
+
+
+PROMPT = torch.arange(12).view(1, 12)
+
+
+class SavesInFirstStep(TrainerCallback):
+    """Save the model after the first step, and keep what is said."""
+
+    trainer: Any
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.said = said(lambda: self.trainer.save_model(self.folder))
+
+
+def logits_of(trainer: Any) -> Tensor:
+    """Return the logits of the model that is trained. Collective."""
+    trainer.model_wrapped.eval()
+    with torch.no_grad():
+        logits: Tensor = trainer.model_wrapped(input_ids=PROMPT).logits
+    return logits
 
 
 def trainer_of(
@@ -401,6 +426,15 @@ def evaluated(folder: str) -> dict[str, Any]:
     results["eval"] = [entry["eval_loss"] for entry in evaluations]
     results["phases"] = watcher.phases
     trainer.save_model(str(root / "saved"))
+    # CAST's factors would be lost before they are folded, and are no part of the model afterwards.
+    for stage in (2, 3):
+        folder = root / f"cast{stage}"
+        saver = SavesInFirstStep(str(folder / "early"))
+        method = {"name": "cast", "frozen": 0.5, "decay": 0.1, "every": 2}
+        trainer = saver.trainer = trainer_of(folder, deepspeed_json(stage, method=method), 2, callbacks=[saver])
+        trainer.train()
+        trainer.save_model(str(folder / "saved"))
+        results[f"cast{stage}"] = saver.said, logits_of(trainer), (folder / "early").exists()
     # A checkpoint of the model alone has weights that ZeRO-3 partitions, too.
     alone = trainer_of(root / "alone", deepspeed_json(3), 2, save_only_model=True)
     alone.train()
@@ -658,6 +692,18 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert len(results["own"]) == STEPS and results["own"][-1] < results["own"][0]
     logged, needs_probe, ready = results["probe"]
     assert needs_probe and ready and any(metrics.get("curvature/mean", 0) != 0 for metrics in logged)
+    # Transformers would lose factors, until they are folded.
+    for stage in (2, 3):
+        early, logits, exists = results[f"cast{stage}"]
+        assert "save_model: transformers would load the model without its factors of outputs" in early and not exists
+        for name in ("saved", f"checkpoint-{STEPS}"):
+            folder = tmp_path / f"cast{stage}" / name
+            if not (folder / "model.safetensors").is_file():  # ZeRO-3 gathers no weights for checkpoints
+                continue
+            assert not [key for key in load_file(folder / "model.safetensors") if key.endswith("weight_scale")]
+            saved = AutoModelForCausalLM.from_pretrained(folder)
+            torch.testing.assert_close(saved(input_ids=PROMPT).logits, logits)
+        assert main(["verify", str(tmp_path / f"cast{stage}" / "saved")]) == 0
     # Transformers would lose the branches.
     assert "save_model: transformers would load the model without its low-rank branches" in results["saved"]
     assert "push_to_hub: transformers would load the model without its low-rank branches" in results["pushed"]
