@@ -113,7 +113,7 @@ class Checkpoint:
                 for key, value in first.content.items()
                 if key not in _OF_DEEPSPEED
             }
-            """Entries of the model file that are not DeepSpeed's own; those of a loop of its own may be anything."""
+            """Entries of the model file that are not DeepSpeed's own: a user's loop may store anything."""
             train_state = self.client_state.get("train")
             self.launcher_state: dict[str, Any] = train_state if isinstance(train_state, dict) else {}
             """State of the launcher's run; empty if something else has saved the checkpoint."""

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         flags_of_size = ("batch_size", "batch", "batches", "prompt", "seq_length", "sequences")
         smaller = [f"--{flag}" for flag in flags_of_size if getattr(args, flag, None) is not None]
-        cure = f"lower {' or '.join(smaller)}" if smaller else getattr(args, "smaller", "take a larger GPU")
+        cure = f"lower {' or '.join(smaller)}" if smaller else getattr(args, "cure_of_memory", "take a larger GPU")
         return _fail(f"{str(error).partition('. ')[0]}; free the GPU's memory, or {cure}")
     return code
 

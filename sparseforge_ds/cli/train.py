@@ -26,7 +26,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("flags", nargs=argparse.REMAINDER)
     smaller = "lower --micro_batch or --seq_length, give --activation_checkpointing, or raise the ZeRO stage"
-    parser.set_defaults(run=run, smaller=f"{smaller}; sparseforge plan tells what fits")
+    parser.set_defaults(run=run, cure_of_memory=f"{smaller}; sparseforge plan tells what fits")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,8 +70,8 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
         ),
         (
             config.torch_autocast_enabled,
-            "torch_autocast: weights would be fp32 and computed in another dtype, which curvature, starts and teachers "
-            'do not see; use "bf16", whose masters are fp32, or "fp16"',
+            "torch_autocast: it keeps weights in fp32 and computes in another dtype, while curvature, starts and "
+            'teachers go by the dtype of the weights; use "bf16", whose masters are fp32, or "fp16"',
         ),
         (
             config.float16_config.enabled and stage == 0 and config.float16_config.loss_scale != 1,

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
-
 from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.export.compressed_tensors import WRITTEN_BITS, require_library
 from sparseforge_ds.export.model_card import write_card
@@ -41,7 +39,7 @@ def export(
         grid: to round the values of `packed24` to; a run that was trained in up to 4 bits has a group size of its
             own. None to keep them.
         compare: measures the folder that was written against the source; its result goes into `sparsity.json`. Where it
-            fails, the folder stays, since it is whole and proved, and the failure is raised behind it.
+            fails, the folder stays, since it is whole, and then the failure is raised.
 
     Returns:
         The content of `sparsity.json`; its `proof` is None after `skip_proof`.
@@ -72,19 +70,20 @@ def export(
     if failure is not None:
         raise ValueError(
             f"{out} is written{'' if skip_proof else ' and proved'}, and stays; but what rounding costs could not be "
-            f"measured: {failure}; measure it by sparseforge evaluate {out} --text TEXT"
-        ) from failure
+            f"measured: {failure}; measure it by sparseforge evaluate {out} --dense DENSE --text TEXT"
+        )
     return record
 
 
 def _add_comparison(
     record: dict[str, Any], compare: Callable[[Source, Path], dict[str, Any]], source: Source, folder: Path
-) -> Exception | None:
+) -> str | None:
     """Add the result of `compare` to a record, or return what stopped it: two models may not fit where one did."""
     try:
         record["compared"] = compare(source, folder)
-    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
-        return error
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:  # a lack of memory is a RuntimeError of torch
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return reason.replace(str(folder), "the folder")[:200]
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,13 @@ def prune(
     blocks = decoder_blocks(dense.module, weights)
     dtype = dense.dtype(weight.name for weight in weights)
     # Blocks are pruned, or were by an earlier call.
-    part = Path(out).absolute().with_name(Path(out).name + ".part")
-    progress = BlockFiles(part, _identity(dense, sequences_NS, settings, device))
+    progress = BlockFiles(folder_of_blocks(Path(out)), _identity(dense, sequences_NS, settings, device))
     with progress.kept_on_error(len(blocks)):
         solved = []
-        remaining = [block for number, block in enumerate(blocks) if number not in progress.done]
-        progress.reserve(_results_bytes(dense, remaining, dtype))
+        progress.require_room(
+            dtype.itemsize * elements_of(dense.module, blocks, progress.done),
+            sum(spec.nbytes for spec in dense.specs.values()),
+        )
         dense.require_finite_outside(blocks)
         if len(progress.done) < len(blocks):
             solved = _Run(dense, blocks, sequences_NS, block_start, config, device, dtype, progress).prune_blocks()
@@ -171,10 +172,15 @@ def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockSt
     return size, batch // size
 
 
-def _results_bytes(dense: DenseModel, remaining: Sequence[DecoderBlock], dtype: torch.dtype) -> int:
-    """Return the bytes that a prune has yet to write: the finished model, and blocks until it is complete."""
-    parameters = (p for block in remaining for p in dense.module.get_submodule(block.name).parameters())
-    return sum(spec.nbytes for spec in dense.specs.values()) + dtype.itemsize * sum(p.numel() for p in parameters)
+def folder_of_blocks(out: Path) -> Path:
+    """Return the folder that has the finished blocks until `out` is complete."""
+    return out.absolute().with_name(f"{out.name}.part")
+
+
+def elements_of(model: nn.Module, blocks: Sequence[DecoderBlock], done: Collection[int]) -> int:
+    """Return the elements of the blocks whose numbers are not in `done`."""
+    remaining = [model.get_submodule(block.name) for number, block in enumerate(blocks) if number not in done]
+    return sum(parameter.numel() for module in remaining for parameter in module.parameters())
 
 
 class _Run:
@@ -217,7 +223,8 @@ class _Run:
         self.half = dtype != torch.float32
         stream_dtype = torch.bfloat16 if self.half else torch.float32
         shape = (*self.batches_NBS.shape, dense.hidden)
-        self.streams = make_streams(shape, stream_dtype, device, progress.folder, progress.reserved)
+        room_for_blocks = dtype.itemsize * elements_of(dense.module, blocks, progress.done)
+        self.streams = make_streams(shape, stream_dtype, device, progress.folder, room_for_blocks)
 
     def prune_blocks(self) -> list[SolvedBlock]:
         """Go through all blocks: those that are done move the streams, the others are solved and saved."""

@@ -62,21 +62,15 @@ class BlockFiles:
             write_json(path, identity)
         for stale in (*folder.glob("block_?????.safetensors.*.tmp"), *folder.glob("*.stream")):
             stale.unlink()
-        self.reserved = 0
         self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_?????.safetensors")}
 
-    def reserve(self, needed: int) -> None:
-        """Check that the disk has room for all results that are yet to be written; `reserved` is their bytes.
-
-        Raises:
-            ValueError: it has not.
-        """
-        if needed > (free := shutil.disk_usage(self.folder).free):
+    def require_room(self, blocks: int, model: int) -> None:
+        """Raise ValueError unless the disk has room for the bytes of further blocks and of the finished model."""
+        if blocks + model > (free := shutil.disk_usage(self.folder).free):
             raise ValueError(
                 f"{self.folder}: its disk has {free / 1e9:.1f} GB free, and the finished model and its unfinished "
-                f"blocks will take {needed / 1e9:.1f} GB; make room, or give another OUT"
+                f"blocks will take {(blocks + model) / 1e9:.1f} GB; make room, or give another OUT"
             )
-        self.reserved = needed
 
     @contextmanager
     def kept_on_error(self, blocks: int) -> Iterator[None]:

@@ -63,22 +63,22 @@ class HiddenStream(MutableSequence[Tensor]):
 
 
 def make_streams(
-    shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path, reserved: int = 0
+    shape_NBSH: tuple[int, ...], dtype: torch.dtype, device: torch.device, folder: Path, room_for_blocks: int = 0
 ) -> tuple[HiddenStream, HiddenStream, str]:
     """Return the dense and the pruned stream, and a text with their size and storage.
 
     Args:
-        shape_NBSH: of each.
-        dtype: of both.
-        device: that computes.
-        folder: on the disk.
-        reserved: bytes of the disk that something else will take.
+        shape_NBSH: shape of each stream.
+        dtype: dtype of both.
+        device: device that computes.
+        folder: folder of streams that go to the disk.
+        room_for_blocks: bytes of the disk that finished blocks will take.
 
     Raises:
         ValueError: they fit neither into memory nor on the disk of `folder`.
     """
     needed = 2 * math.prod(shape_NBSH) * dtype.itemsize
-    storage = storage_for(needed, device, folder, reserved)
+    storage = storage_for(needed, device, folder, room_for_blocks)
     storages: list[Path | str] = ["device" if storage == "on the GPU" else "memory"] * 2
     if storage == "on the disk":
         storages = [folder / "dense.stream", folder / "pruned.stream"]
@@ -86,14 +86,14 @@ def make_streams(
     return dense, pruned, f"{needed / 1e9:.1f} GB {storage}"
 
 
-def storage_for(needed: int, device: torch.device, folder: Path, reserved: int = 0) -> str:
+def storage_for(needed: int, device: torch.device, folder: Path, room_for_blocks: int = 0) -> str:
     """Return where both streams go: "on the GPU", "in memory" or "on the disk".
 
     Args:
         needed: bytes of both.
         device: that computes.
-        folder: on the disk.
-        reserved: bytes of the disk that something else will take.
+        folder: folder of streams that go to the disk.
+        room_for_blocks: bytes of the disk that finished blocks will take.
 
     Raises:
         ValueError: they fit neither into memory nor on the disk.
@@ -102,9 +102,9 @@ def storage_for(needed: int, device: torch.device, folder: Path, reserved: int =
         return "on the GPU"
     if needed <= SHARE * free_memory():
         return "in memory"
-    if needed + reserved <= shutil.disk_usage(folder).free:
+    if needed + room_for_blocks <= shutil.disk_usage(folder).free:
         return "on the disk"
     raise ValueError(
         f"{folder}: the hidden states of all sequences take {needed / 1e9:.1f} GB, which neither memory nor this "
-        f"disk has{f', beside {reserved / 1e9:.1f} GB of results' if reserved else ''}; use fewer --tokens"
+        f"disk has{f', beside {room_for_blocks / 1e9:.1f} GB of blocks' if room_for_blocks else ''}; use fewer --tokens"
     )

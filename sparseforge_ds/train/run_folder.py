@@ -155,11 +155,16 @@ def check_beginning(spec: RunSpec) -> None:
 
 
 def _foreign_file(folder: Path) -> str | None:
-    """Return a name that a run replaces or clears, in a folder that no run has taken yet; None where there is none."""
+    """Return a name that a run replaces or removes, in a folder that no run has taken yet; None where there is none."""
     if any((folder / marker).exists() for marker in (".lock", "sparseforge.json")):
         return None
-    names = ("model", "model.old", "model.tmp", "checkpoints", "ds_config.json", "result.json")
-    return next((name for name in names if os.path.lexists(folder / name)), None)
+    names = ("model", "model.old", "model.tmp", "ds_config.json", "result.json")
+    paths = [folder / name for name in names] + sorted(folder.glob("checkpoints/*.tmp"))
+    for path in paths:
+        is_empty_folder = path.is_dir() and not any(path.iterdir())
+        if os.path.lexists(path) and not is_empty_folder:
+            return str(path.relative_to(folder))
+    return None
 
 
 def why_nothing_to_resume(spec: RunSpec) -> str | None:

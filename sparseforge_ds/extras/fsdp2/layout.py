@@ -30,6 +30,7 @@ class Fsdp2Layout(ShardLayout):
         self.param_group_of_flat = [
             index for index, param_group in enumerate(self.optimizer.weights) for _ in param_group
         ]
+        self._compute_dtype = self._find_compute_dtype()
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
         part: Tensor = self.low_precision[shard.name].to_local().detach().reshape(-1)
@@ -38,19 +39,26 @@ class Fsdp2Layout(ShardLayout):
     @property
     @override
     def compute_dtype(self) -> torch.dtype:
-        # FSDP2 gathers weights in the dtype of its policy, which no public name gives.
-        policies = (
-            module._get_fsdp_state()._mp_policy
-            for module in self.engine.module.modules()
-            if isinstance(module, FSDPModule)
-        )
-        dtypes = {policy.param_dtype for policy in policies if policy.param_dtype is not None}
-        if len(dtypes) > 1:
+        return self._compute_dtype
+
+    def _find_compute_dtype(self) -> torch.dtype:
+        """Return the dtype in which FSDP2 gathers the weights under a mask."""
+        # A weight belongs to the nearest sharded module around it, whose policy no public name gives.
+        sharded = {
+            name: module for name, module in self.engine.module.named_modules() if isinstance(module, FSDPModule)
+        }
+        dtypes = set()
+        for weight in self.marked:
+            owner = weight.rpartition(".")[0]
+            while owner not in sharded:
+                owner = owner.rpartition(".")[0]
+            dtypes.add(sharded[owner]._get_fsdp_state()._mp_policy.param_dtype or super().compute_dtype)
+        if len(dtypes) != 1:
             raise ValueError(
-                f"fully_shard was given MixedPrecisionPolicy with {' and '.join(sorted(map(str, dtypes)))} as "
-                "param_dtype; give one for all modules"
+                f"fully_shard was given {' and '.join(sorted(map(str, dtypes)))} as MixedPrecisionPolicy.param_dtype "
+                "of modules whose weights are pruned; give one for all of these"
             )
-        return dtypes.pop() if dtypes else super().compute_dtype
+        return dtypes.pop()
 
     @override
     def mask_gradients(self, mask: MaskGradient) -> None:

@@ -17,7 +17,7 @@ from sparseforge_ds.extras.planner.machine import GIB, GPUS
 from sparseforge_ds.extras.planner.prune_work import PruneWork
 from sparseforge_ds.model.architecture import share_of_experts
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL
+from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, folder_of_blocks
 from sparseforge_ds.prune.hidden_streams import SHARE, storage_for
 from sparseforge_ds.start.blocks import body_of, decoder_blocks
 from sparseforge_ds.start.first_mask import mask_for
@@ -44,6 +44,8 @@ class PrunePlan:
     """Origin of the rates."""
     available: int
     """Bytes that the device has for it."""
+    block_files: int
+    """Bytes of the blocks that OUT.part does not have yet."""
     free_disk: int | None = None
     """Bytes that are free on the disk of OUT; None for a machine that is not here."""
 
@@ -53,10 +55,14 @@ class PrunePlan:
         return self.peak <= self.available and (self.free_disk is None or self.disk <= self.free_disk)
 
     @property
+    def model(self) -> int:
+        """Bytes of the finished model."""
+        return self.work.total_elements * self.work.dtype.itemsize
+
+    @property
     def disk(self) -> int:
-        """Bytes of all files at the end of the last block."""
-        on_disk = self.work.streams if self.streams_in == "on the disk" else 0
-        return self.work.results + on_disk
+        """Bytes that files will take at a time: all blocks, and first the streams, then the finished model."""
+        return self.block_files + max(self.model, self.work.streams if self.streams_in == "on the disk" else 0)
 
     @property
     def peak(self) -> int:
@@ -77,9 +83,8 @@ class PrunePlan:
             parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds.items())
             yield f"  {name}", f"{sum(kinds.values()) / GIB:.2f}: {parts}"
         yield "streams", f"{work.streams / GIB:.2f} GiB {self.streams_in}"
-        model = work.total_elements * work.dtype.itemsize
-        blocks = (work.results - model) / GIB
-        yield "disk", f"{model / GIB:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
+        blocks = self.block_files / GIB
+        yield "disk", f"{self.model / GIB:.2f} GiB for OUT, and until it is complete {blocks:.2f} for OUT.part"
         # Time, where a block was measured or a GPU is known.
         if self.seconds:
             parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
@@ -157,6 +162,9 @@ def plan_prune(
         seq_length=shape[1],
         expert_share=share_of_experts(model),
     )
+    # Blocks that an earlier call has finished are on the disk already.
+    finished = sum(file.stat().st_size for file in folder_of_blocks(out).glob("block_?????.safetensors"))
+    block_files = max(0, dtype.itemsize * sum(sizes.values()) - finished)
     # A GPU that is not here has its data sheet.
     if not isinstance(hardware, torch.device):
         name, mfu = hardware
@@ -165,11 +173,10 @@ def plan_prune(
         storage = "on the GPU" if work.streams <= SHARE * available else "in memory or on the disk"
         memory = prune_memory(work, own_streams=storage == "on the GPU")
         seconds = assumed_rates(work, gpu, mfu).seconds(work, copied=storage != "on the GPU")
-        return PrunePlan(
-            work, f"one {name}", memory, storage, seconds, f"at {mfu:.0%} of its peaks (assumed)", available
-        )
+        rate = f"at {mfu:.0%} of its peaks (assumed)"
+        return PrunePlan(work, f"one {name}", memory, storage, seconds, rate, available, block_files)
     parent = next(path for path in out.absolute().parents if path.exists())
-    storage = storage_for(work.streams, hardware, parent, work.results)
+    storage = storage_for(work.streams, hardware, parent, block_files)
     is_gpu = hardware.type == "cuda"
     available = torch.cuda.mem_get_info(hardware)[0] if is_gpu else free_memory()
     memory = prune_memory(work, own_streams=storage == ("on the GPU" if is_gpu else "in memory"))
@@ -180,7 +187,8 @@ def plan_prune(
     threads = "" if is_gpu else f" with {torch.get_num_threads()} threads"
     rate = f"by one block that was measured on this {hardware.type}{threads}"
     free_disk = shutil.disk_usage(parent).free
-    return PrunePlan(work, str(hardware) if is_gpu else "RAM", memory, storage, seconds, rate, available, free_disk)
+    device = str(hardware) if is_gpu else "RAM"
+    return PrunePlan(work, device, memory, storage, seconds, rate, available, block_files, free_disk)
 
 
 def prune_memory(work: PruneWork, own_streams: bool) -> dict[str, Kinds]:

@@ -71,11 +71,6 @@ class PruneWork:
         return 2 * self.tokens * self.hidden * (2 if self.autocast else 4)
 
     @property
-    def results(self) -> int:
-        """Bytes of the finished model, and of all blocks, which are on the disk until it is complete."""
-        return (self.total_elements + self.blocks * self.block_elements) * self.dtype.itemsize
-
-    @property
     def needs_inputs(self) -> bool:
         """True if the inputs of the weights are measured."""
         return self.block_start.mask in ("sparsegpt", "wanda") or any(weight.experts for weight in self.block.weights)

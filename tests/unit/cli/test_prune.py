@@ -194,6 +194,29 @@ def test_a_disk_without_room_for_the_result_is_named_before_any_work(
     assert "of files do not fit onto the disk, which has 0.00: make room" in capsys.readouterr().out
 
 
+def test_blocks_that_are_done_need_no_more_room(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_model(tmp_path / "dense")
+    words = ["prune", str(dense), str(tmp_path / "out"), "--text", str(text), *_QUICK]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block_by_block, "write_model", fail)
+        assert main(words) == 2
+    room = int(1.1 * (dense / "model.safetensors").stat().st_size)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=room))
+    assert main([*words, "--dry_run"]) == 0
+    assert main(words) == 0
+    # Without them there would be too little.
+    other = [*words[:2], str(tmp_path / "other"), *words[3:]]
+    assert main([*other, "--dry_run"]) == 1 and main(other) == 2
+    capsys.readouterr()
+
+
 def test_streams_on_the_disk_give_the_same(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "dense")
     for name, share in (("memory", 0.4), ("disk", 0.0)):

@@ -117,8 +117,8 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("sequence_parallel_size", 2.5, ["sequence_parallel_size = 2.5", "expected an integer"]),
     ("compile", {"deepcompile": True}, ["compile.deepcompile", "set it to false"]),
     ("managed_gradient_accumulation", False, ["managed_gradient_accumulation", "set it to true"]),
-    ("torch_autocast", {"enabled": True, "dtype": "float16"}, ["torch_autocast: weights would be fp32", '"bf16"']),
-    ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, ["torch_autocast: weights would be fp32", '"bf16"']),
+    ("torch_autocast", {"enabled": True, "dtype": "float16"}, ["torch_autocast: it keeps weights in fp32", '"bf16"']),
+    ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}, ["torch_autocast: it keeps weights in fp32", '"bf16"']),
     # loggers
     ("wandb", {"enabled": True}, ["wandb: the package wandb is not installed; pip install wandb, or remove 'wandb'"]),
     ("comet", {"enabled": True}, ["the package comet_ml is not installed"]),

@@ -218,14 +218,15 @@ def test_a_proved_folder_stays_where_it_cannot_be_measured(
     sparse, text = rounded
 
     def fail(*_args: Any, **_kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        torch.empty(10**15)
 
     monkeypatch.setattr(perplexity, "measure", fail)
     out = tmp_path / "out"
     command = ["export", str(sparse), str(out), "--format", "packed24", "--values", "int8", "--text", str(text)]
     assert main(command) == 2
-    message = f"{out} is written and proved, and stays; but what rounding costs could not be measured: CUDA out of"
-    assert message in capsys.readouterr().err
+    message = f"{out} is written and proved, and stays; but what rounding costs could not be measured: "
+    said = capsys.readouterr().err
+    assert message in said and "allocate memory" in said and said.count("error: ") == 1
     assert main(["verify", str(out)]) == 0
     assert "compared" not in json.loads((out / "sparsity.json").read_text())
 

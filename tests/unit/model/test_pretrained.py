@@ -75,10 +75,10 @@ def test_values_of_a_config_that_no_model_has(
 
 
 def test_widths_are_no_counts_of_experts_or_layers(dense: Path, tmp_path: Path) -> None:
-    """Doge counts 16,384 experts by default, also in models that have none, and a width of experts may be as large."""
+    """Doge counts 16,384 experts by default in models that have none, and a width of experts may be as large."""
     other = Path(shutil.copytree(dense, tmp_path / "other"))
     content: dict[str, Any] = json.loads((other / "config.json").read_text())
-    more = {"num_experts": 16384, "shared_experts_intermediate_size": 32768, "experts_dim": 32768}
+    more = {"num_experts": 16384, "is_moe": False, "shared_experts_intermediate_size": 32768, "experts_dim": 32768}
     write_json(other / "config.json", {**content, **more})
     assert find_model(str(other), "--model").config.shared_experts_intermediate_size == 32768
 

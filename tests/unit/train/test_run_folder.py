@@ -294,11 +294,13 @@ def test_a_fresh_run_does_not_touch_checkpoints_without_a_latest(spec, tmp_path)
         check_run_folder(spec())
 
 
-@pytest.mark.parametrize("name", ["model", "model.old", "model.tmp", "checkpoints", "ds_config.json", "result.json"])
+@pytest.mark.parametrize(
+    "name", ["model", "model.old", "model.tmp", "checkpoints/a.tmp", "ds_config.json", "result.json"]
+)
 def test_files_that_no_run_has_written_are_never_replaced(name, spec, tmp_path):
     """A project may have a package `model` in the folder of its runs, or its own ds_config.json."""
     own = tmp_path / "run" / name
-    own.parent.mkdir()
+    own.parent.mkdir(parents=True)
     if own.suffix == ".json":
         tiny_folders.write_json(own, {"mine": True})
     else:
@@ -307,6 +309,9 @@ def test_files_that_no_run_has_written_are_never_replaced(name, spec, tmp_path):
     with pytest.raises(ValueError, match=f"run holds {name}, which a run would replace and no run has written; give"):
         check_run_folder(spec())
     # Behind an earlier launch, of which the lock is left, they are a run's.
+    (tmp_path / "empty" / "model").mkdir(parents=True)
+    (tmp_path / "empty" / "checkpoints").symlink_to(tmp_path, target_is_directory=True)  # another disk
+    check_run_folder(spec(output_dir=str(tmp_path / "empty")))
     (tmp_path / "run" / ".lock").touch()
     check_run_folder(spec())
 

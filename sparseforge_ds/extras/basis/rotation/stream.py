@@ -33,10 +33,10 @@ class Stream:
     """Dimensions by name: `RESIDUAL`, and the values of every layer's attention."""
     norm_of: Mapping[str, str]
     """Norm of every weight that reads the residual stream."""
-    sizes: Mapping[str, float]
+    gain_scales: Mapping[str, float]
     """Power of two next to the RMS of the gains of every norm of the residual stream, which stays in the norm."""
     gains: Mapping[str, Tensor]
-    """Gains of these norms relative to their sizes, (C,) fp32, which move into the layers."""
+    """Gains of these norms relative to their scales, (C,) fp32, which move into the layers."""
     keeps_ones: bool
     """True if the norms subtract the mean, so that rotations must keep the vector of ones."""
 
@@ -76,13 +76,13 @@ def find_stream(model: PreTrainedModel, tokens_BS: Tensor) -> Stream:
             f"move into a layer; a {model.config.model_type!r} model can be permuted, not rotated"
         )
     gains = {name: parameters[f"{name}.weight"].detach().float().clone() for name in norms}
-    sizes = {name: _power_of_two(float(gain_C.square().mean().sqrt())) for name, gain_C in gains.items()}
-    gains = {name: gain_C / sizes[name] for name, gain_C in gains.items()}
+    scales = {name: _power_of_two(float(gain_C.square().mean().sqrt())) for name, gain_C in gains.items()}
+    gains = {name: gain_C / scales[name] for name, gain_C in gains.items()}
     for name in norms:
         if f"{name}.bias" in parameters and bool((gains[name] == 0).any()):
             raise ValueError(f"rotate: {name} has gains of 0, by which its bias cannot be divided; permute instead")
     keeps_ones = subtracts_mean(next(iter(norms.values())), residual)
-    return Stream({RESIDUAL: residual, **values}, norm_of, sizes, gains, keeps_ones)
+    return Stream({RESIDUAL: residual, **values}, norm_of, scales, gains, keeps_ones)
 
 
 def _power_of_two(size: float) -> float:

@@ -31,13 +31,13 @@ def rotate_axis(value: Tensor, axis: Axis, rotation_BCC: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rotate_model(model: PreTrainedModel, stream: Stream, rotations: Rotations) -> None:
-    """Rotate the hidden vectors of a model with an untied head in place; all gains of a norm become its size."""
+    """Rotate the hidden vectors of a model with an untied head in place; all gains of a norm become its scale."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         axes = list(stream.axes(name))
         owner = name.rpartition(".")[0]
         if owner in stream.gains and name.endswith(".weight"):
-            parameter.fill_(stream.sizes[owner])
+            parameter.fill_(stream.gain_scales[owner])
             continue
         if not axes:
             continue

@@ -97,6 +97,31 @@ def test_masks_are_those_of_one_process(world_size: int, expected: list[dict[str
     assert "cannot be saved for a resume yet" in half["refused"][0] and "attached to it already" in half["refused"][1]
 
 
+def policies(dtypes: list[Any]) -> str:
+    """Attach to a model whose MLP, layer, head and rest have such policies; return the dtype, or what is refused."""
+    case = CASES[0]
+    model = sf.prepare(MODELS[case.model](), case.sparseforge)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    (layer,) = model.model.layers
+    modules = [layer.mlp, layer, model.lm_head, model]
+    for module, dtype in zip(modules, dtypes, strict=True):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    param_groups = sf.param_groups(model, case.sparseforge)
+    try:
+        forge = sf.SparseForge(Fsdp2Engine(model, param_groups, torch.optim.AdamW), case.sparseforge)
+    except ValueError as error:
+        return str(error)
+    return str(forge.sharded.layout.compute_dtype)
+
+
+def test_the_policy_of_pruned_weights_decides_what_is_computed_in() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert run_distributed(policies, 2, [bf16, bf16, fp32, None])[0] == "torch.bfloat16"
+    assert run_distributed(policies, 2, [None, None, bf16, None])[0] == "torch.float32"
+    refused = run_distributed(policies, 2, [bf16, None, fp32, None])[0]
+    assert "was given torch.bfloat16 and torch.float32 as MixedPrecisionPolicy.param_dtype" in refused
+
+
 def test_weights_that_are_no_rows_of_fp32_are_refused() -> None:
     case = CASES[0]
     model = MODELS["llama"]()

@@ -50,7 +50,7 @@ def test_logits_stay_within_rounding(family: str, biased: bool) -> None:
     after = dict(model.named_parameters())
     assert all(not torch.equal(after[name], weights[name]) for name in stream.norm_of)
     for norm, gain in stream.gains.items():
-        assert torch.equal(after[f"{norm}.weight"], torch.full_like(gain, stream.sizes[norm]))
+        assert torch.equal(after[f"{norm}.weight"], torch.full_like(gain, stream.gain_scales[norm]))
     torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_weights_stay_as_large_as_they_were() -> None:
             assert float(parameter.detach().square().mean().sqrt()) == pytest.approx(sizes[name], rel=0.5), name
     # The size that stays in a norm is exact in 16 bits.
     gain_C = model.model.layers[0].input_layernorm.weight
-    assert set(gain_C.bfloat16().tolist()) == {stream.sizes["model.layers.0.input_layernorm"]}
+    assert set(gain_C.bfloat16().tolist()) == {stream.gain_scales["model.layers.0.input_layernorm"]}
     torch.testing.assert_close(logits(model), before, rtol=1e-3, atol=1e-4)
 
 
