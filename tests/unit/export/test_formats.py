@@ -235,7 +235,8 @@ def test_a_classifier_is_not_scored_on_text_and_its_card_keeps_its_head(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = MODELS["llama"](vocab_size=BYTE_VOCABULARY).config
-    config.num_labels, config.pad_token_id = 3, 0
+    config.num_labels = 3
+    config.pad_token_id = 0
     model = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained(tmp_path / "dense")
     byte_tokenizer().save_pretrained(tmp_path / "dense")
