@@ -159,8 +159,9 @@ def _foreign_file(folder: Path) -> str | None:
     if any((folder / marker).exists() for marker in (".lock", "sparseforge.json")):
         return None
     names = ("model", "model.old", "model.tmp", "ds_config.json", "result.json")
-    paths = [folder / name for name in names] + sorted(folder.glob("checkpoints/*.tmp"))
-    for path in paths:
+    # An unfinished save may be of a run whose other files are on the disk of another node.
+    unfinished = (path for path in folder.glob("checkpoints/*.tmp") if not path.name.startswith("step_"))
+    for path in (*(folder / name for name in names), *sorted(unfinished)):
         is_empty_folder = path.is_dir() and not any(path.iterdir())
         if os.path.lexists(path) and not is_empty_folder:
             return str(path.relative_to(folder))
