@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Soft mask against fixed masks on one model and one text: same tokens, same data order, same teacher, same learning rate.
+# Soft mask against fixed masks on one model and one text: same steps, same data order, same teacher, same learning rate.
 #
 #     bash launch/fixed_mask_comparison.sh MODEL TRAIN_TEXT HELDOUT_TEXT [STEPS] [SEED]
 #
 # Prints held-out perplexity of the dense model, of one-shot magnitude and Wanda 2:4, of both fixed masks retrained, of
-# SparseForge with the paper's literal choices (preset paper_like_no_low_rank), and with the defaults of ds_configs/zero3.json.
+# SparseForge with the paper's literal choices (preset paper_like_no_low_rank) and with its defaults. The last two rows have a
+# start too, which reads the first tokens of the text several times: a fixed mask, and SparseForge as ds_configs/zero3.json has it.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
@@ -58,7 +59,8 @@ train() { # name, sparseforge block (null: the shipped one), steps
     python -c '
 import json, sys
 content = json.load(open("ds_configs/zero3.json"))
-content["sparseforge"] = json.loads(sys.argv[1]) or content["sparseforge"]
+block = json.loads(sys.argv[1])
+content["sparseforge"] = content["sparseforge"] if block is None else block
 json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
     logged deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
@@ -77,4 +79,6 @@ perplexity "$name" "$folder/${name}_2to4"
 train fixed_magnitude '{"method": "naive_retrain"}' --max_steps "$steps"
 train fixed_wanda '{"method": "naive_retrain", "importance": "wanda"}' --max_steps "$steps"
 train sparseforge_paper '{"preset": "paper_like_no_low_rank"}' --max_steps "$steps"
-train sparseforge null --max_steps "$steps"
+train sparseforge '{}' --max_steps "$steps"
+train start_fixed '{"method": "naive_retrain", "start": {}}' --max_steps "$steps"
+train start_sparseforge null --max_steps "$steps"

@@ -156,10 +156,7 @@ class TeacherLogits:
         if record.vocabulary != vocabulary:
             raise _differs(folder, "vocabulary", record.vocabulary, vocabulary)
         if record.written < record.windows:
-            raise ValueError(
-                f"--teacher_logits {folder}: is incomplete ({record.written:,} of {record.windows:,} windows); repeat "
-                "the command sparseforge teach, which goes on"
-            )
+            raise _incomplete(folder, record)
         try:
             return cls(folder, record)
         except (OSError, ValueError) as error:
@@ -199,10 +196,15 @@ class TeacherLogits:
 
 
 def require_matching_settings(folder: Path, seq_length: int, temperature: float) -> None:
-    """Raise ValueError where a folder has logits, and none of them are of this length and temperature."""
+    """Raise ValueError where a folder has no finished logits of this length and temperature."""
     records = _stored(folder)
-    if records and not any((record.seq_length, record.temperature) == (seq_length, temperature) for record in records):
+    if not records:
+        raise ValueError(f"--teacher_logits {folder}: has no logits; make them by sparseforge teach")
+    matching = [record for record in records if (record.seq_length, record.temperature) == (seq_length, temperature)]
+    if not matching:
         _require_same(folder, records[0], seq_length, temperature)
+    if not any(record.written == record.windows for record in matching):
+        raise _incomplete(folder, matching[0])
 
 
 def _require_same(folder: Path, record: LogitsRecord, seq_length: int, temperature: float) -> None:
@@ -212,6 +214,13 @@ def _require_same(folder: Path, record: LogitsRecord, seq_length: int, temperatu
     ):
         if stored != current:
             raise _differs(folder, name, stored, current)
+
+
+def _incomplete(folder: Path, record: LogitsRecord) -> ValueError:
+    return ValueError(
+        f"--teacher_logits {folder}: is incomplete ({record.written:,} of {record.windows:,} windows); repeat the "
+        "command sparseforge teach, which goes on"
+    )
 
 
 def _differs(folder: Path, name: str, stored: float, current: float) -> ValueError:

@@ -16,7 +16,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import SEQUENCE, batch_arithmetic, check_probe_batch, sequence_ranks, with_batch
 from sparseforge_ds.config.deepspeed_config import read_deepspeed, resolve, training_dtype, zero_stage
 from sparseforge_ds.data.held_out import find_held_out
-from sparseforge_ds.data.mixture import Mixture, find_text
+from sparseforge_ds.data.mixture import STREAM, Mixture, find_text
 from sparseforge_ds.data.teacher_logits import require_matching_settings
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.tokenization import check_frame, check_trained
@@ -211,6 +211,8 @@ def _check_teacher_logits(arguments: RunArguments, config: SparseForgeConfig) ->
             "they were made with attention across documents, and --document_attention is set; leave that out, or give "
             "--teacher"
         )
+    elif (stream := next((name for name in arguments.dataset if name.startswith(STREAM)), None)) is not None:
+        problem = f"--dataset {stream} is a stream, whose windows have no numbers; give files, without {STREAM}"
     elif not Path(arguments.teacher_logits or "").is_dir():
         problem = "no such folder; make it by sparseforge teach"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +55,12 @@ class Evaluator:
         """Conditions that a perplexity depends on, besides the model."""
         protocols = [text.protocol for text in self._held_out.values()]
         conditions = {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
-        return conditions | ({} if self.config.tasks is None else {"tasks": asdict(self.config.tasks)})
+        if self.config.tasks is None:
+            return conditions
+        tasks = asdict(self.config.tasks)
+        if tasks["include_path"] is not None:  # the same folder from wherever the comparison is called
+            tasks["include_path"] = os.path.abspath(tasks["include_path"])
+        return {**conditions, "tasks": tasks}
 
     def baselines(self, known: dict[str, Any]) -> dict[str, Any]:
         """Measure the dense model, and the same model after magnitude pruning, on every text.
@@ -78,14 +84,22 @@ class Evaluator:
             pruned = load_model(self.config.model, "auto")
             prune_by_magnitude(pruned, self.pruned.parsed_pattern, self.pruned)
             for text in self._documents:
-                score = self._score(pruned, text, dense)
-                known |= {f"magnitude_{text}": score.perplexity, f"magnitude_{text}_kl": score.kl}
+                known |= self._score_of_magnitude(pruned, text, dense)
             if self._tasks is not None:
                 for name, model in (("dense", dense), ("magnitude", pruned)):
                     figures = self._tasks.measure(model, dense, self.tokenizer)
                     known |= {f"{name}_{key}": value for key, value in figures.items()}
         self._dtype = known["dtype"]
         return known
+
+    def _score_of_magnitude(self, pruned: PreTrainedModel, text: str, dense: PreTrainedModel) -> dict[str, float]:
+        """Return perplexity and KL of the magnitude-pruned model on a text; infinite where fp16 overflows in it."""
+        try:
+            score = self._score(pruned, text, dense)
+        except NotFiniteError:
+            return {f"magnitude_{text}": math.inf, f"magnitude_{text}_kl": math.inf}
+        assert score.kl is not None
+        return {f"magnitude_{text}": score.perplexity, f"magnitude_{text}_kl": score.kl}
 
     def export(self, run_folder: Path, out: Path) -> dict[str, Any]:
         """Export the model of a run, which checks every group, and return `sparsity` of it."""

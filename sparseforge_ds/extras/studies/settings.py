@@ -21,7 +21,7 @@ Protocol = Literal["documents", "windows"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+]*")
 _RESERVED = (
     *("deepspeed", "model", "dataset", "text_field", "max_steps", "epochs", "seq_length", "output_dir", "allow_dense"),
-    *("learning_rate", "save_every", "keep_checkpoints", "seed", "resume", "global_batch"),
+    *("learning_rate", "save_every", "keep_checkpoints", "keep_best", "seed", "resume", "global_batch"),
     "gradient_accumulation_steps",  # --micro_batch decides it, for the same tokens in a step
     *NOT_OF_A_RUN,
 )

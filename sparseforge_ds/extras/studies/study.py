@@ -39,7 +39,7 @@ from sparseforge_ds.extras.studies.records import Records, settled, write_rows, 
 from sparseforge_ds.extras.studies.runs import Pruning, Run, choose_rates, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import read_texts
-from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer
+from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, has_checkpoint
 
 _BASELINES = "baselines"
 
@@ -190,12 +190,14 @@ class Study:
 
     def train_run(self, run: Run, folder: Path, model: Path, slot: int) -> dict[str, Any]:
         """Train and export one run, measure it on the validation text, and return its outcome."""
+        # A model may be of an earlier run of this name, whose record was removed. Only behind a checkpoint of this run
+        # it is this run's, and that stays so where this launch is stopped.
+        if not has_checkpoint(folder):
+            shutil.rmtree(model, ignore_errors=True)
         try:
             result, resumed = self.trainer.train(folder, run.arguments(self.config, folder), slot)
         except DivergedRunError as error:
             return {"diverged": str(error)}
-        if not resumed:  # the model may be of an earlier run of this name, whose record was removed
-            shutil.rmtree(model, ignore_errors=True)
         # After a resume the trainer reports the seconds of its last launch alone.
         seconds = None if resumed else result.get("seconds")
         outcome = {"sparsity": self.evaluator.export(folder, model), "seconds": seconds, "resumed": resumed}

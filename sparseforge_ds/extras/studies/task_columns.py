@@ -60,6 +60,9 @@ class TaskColumns:
         )
         # What a measurement would refuse shows now, and not after hours of runs. Keys are called as the flags are.
         try:
+            for name, task in self._tasks.by_name.items():
+                if task.OUTPUT_TYPE == "loglikelihood_rolling":
+                    raise ValueError(f"{name} measures perplexity, and has no right answers; name a text instead")
             require_generation(self._tasks, num_fewshot=tasks.num_fewshot, gen_kwargs=tasks.gen_kwargs)
             require_positions(self._tasks, self._settings, max_positions(load_config(model, model)), model)
             if tasks.apply_chat_template:

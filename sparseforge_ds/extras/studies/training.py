@@ -91,8 +91,9 @@ class Trainer:
             log.unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         # The shared token cache appears as the run's own.
+        if self.data is not None:
+            self.data.mkdir(exist_ok=True)  # again, where somebody has removed it
         if self.data is not None and not (folder / "data").exists():
-            self.data.mkdir(exist_ok=True)
             (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
         words = [*arguments, "--resume"] if resumed else arguments
         return self._result(train_rank, words, folder, slot, self.ranks), resumed

@@ -75,6 +75,10 @@ def test_peft_is_missed_before_hours_of_training(
             {"methods": {"ours": {**OURS, "flags": {"teacher": "nothing"}}}},
             "methods.ours with 40 steps: --teacher nothing",
         ),
+        (
+            {"methods": {"ours": {**OURS, "flags": {"teacher_logits": "."}}}},
+            "methods.ours with 40 steps: --teacher_logits .*: has no logits; make them by sparseforge teach",
+        ),
         ({"base": {}}, 'methods.ours with 40 steps: --deepspeed base: no "optimizer"'),
     ],
 )

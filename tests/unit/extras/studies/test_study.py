@@ -12,6 +12,7 @@ from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.records import settled
 from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.study import Study, threads_of_environment
+from sparseforge_ds.extras.studies.training import StoppedError
 from tests.unit.extras.studies.test_settings import write
 
 
@@ -26,6 +27,8 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     existed = []
     model.mkdir()
     study.config = read_comparison(write(tmp_path))
+    if resumed:
+        (tmp_path / "run" / "checkpoints" / "step_000001").mkdir(parents=True)
     study.trainer = SimpleNamespace(train=lambda *_: ({"seconds": 1.0}, resumed))
     measured = {"validation_perplexity": 3.0, "validation_kl": 0.5}
     study.evaluator = SimpleNamespace(export=lambda _, out: existed.append(out.exists()), measure=lambda *_: measured)
@@ -33,6 +36,23 @@ def test_no_model_of_an_earlier_run_is_taken_for_a_new_one(resumed: bool, tmp_pa
     record = study.train_run(run, tmp_path / "run", model, 0)
     assert record["validation_perplexity"] == 3.0 and existed == [resumed]
     assert record["seconds"] == (None if resumed else 1.0), "those of a last launch alone are no training time"
+
+
+def test_a_run_that_is_stopped_leaves_no_model_of_an_earlier_one(tmp_path: Path) -> None:
+    """Else the next launch, which resumes it, would take that model for its own."""
+
+    def stop(folder: Path, *_: Any) -> None:
+        (folder / "checkpoints" / "step_000001").mkdir(parents=True)
+        raise StoppedError
+
+    study: Any = object.__new__(Study)
+    model = tmp_path / "model"
+    model.mkdir()
+    study.config = read_comparison(write(tmp_path))
+    study.trainer = SimpleNamespace(train=stop)
+    with pytest.raises(StoppedError):
+        study.train_run(SimpleNamespace(arguments=lambda *_: []), tmp_path / "run", model, 0)
+    assert not model.exists()
 
 
 def test_a_model_without_a_finite_loss_has_diverged(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,8 +46,17 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
     ):
         with pytest.raises(ValueError, match=message):
             Evaluator(replace(config, tasks=replace(config.tasks, **wrong)), texts, config.pruned)
+    # A perplexity would stand in a column of accuracies.
+    rolling = {"task": "rolling", "output_type": "loglikelihood_rolling", "dataset_path": "json"}
+    rolling |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rolling.jsonl")}}, "test_split": "test"}
+    rolling |= {"doc_to_text": "", "doc_to_target": "text", "metric_list": [{"metric": "word_perplexity"}]}
+    (tmp_path / "rolling.yaml").write_text(json.dumps(rolling))
+    (tmp_path / "rolling.jsonl").write_text('{"text": "A dog."}\n')
+    with pytest.raises(ValueError, match='"tasks" of the comparison: rolling measures perplexity'):
+        Evaluator(replace(config, tasks=replace(config.tasks, names=("rolling",))), texts, config.pruned)
     evaluator = Evaluator(config, texts, config.pruned)
     assert evaluator.conditions["tasks"]["names"] == ("openings",)
+    assert evaluator.conditions["tasks"]["include_path"] == str(tmp_path)
     baselines = evaluator.baselines({})
     assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
     measured = evaluator.measure(tmp_path / "pruned", "test")

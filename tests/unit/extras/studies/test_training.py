@@ -33,6 +33,17 @@ def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
         trainer.check_outcome([1, -15], {}, log, 0)
 
 
+def test_a_token_cache_that_was_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(1, 1, tmp_path / "data")
+    monkeypatch.setattr(trainer, "_result", lambda *_args, **_kwargs: {})
+    folder = tmp_path / "runs" / "run"
+    (folder / "checkpoints" / "step_000001").mkdir(parents=True)
+    for _ in range(2):
+        assert trainer.train(folder, [], 0) == ({}, True)
+        assert (folder / "data").resolve() == tmp_path / "data" and (folder / "data").is_dir()
+        (tmp_path / "data").rmdir()
+
+
 def test_the_result_of_a_run(tmp_path: Path) -> None:
     assert read_result(tmp_path) == {}
     (tmp_path / "result.json").write_text('{"seconds": 3}')
