@@ -8,7 +8,7 @@
 # start too, which reads the first tokens of the text several times: a fixed mask, and SparseForge as ds_configs/zero3.json has it.
 set -euo pipefail
 if [ $# -lt 3 ]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 absolute() { # a file or folder as it is called from anywhere; all else, like an id of the hub, as it is
