@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from yaml import YAMLError
 
 from sparseforge_ds.checkpoint.disk import atomic_file
@@ -23,7 +24,7 @@ from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights, read_sparsity
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import REPOSITORY
-from sparseforge_ds.model.registration import load_config, model_class
+from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
@@ -70,8 +71,7 @@ def make_card(
     of_run = result_of_run(run.get("evaluation"))
     measured_later = (result for result in results if result not in of_run and _is_number(result.metric_value))
     all_results = [*of_run, *measured_later]
-    # The class that keeps the model's head: a classifier loaded as a causal model would get a random one.
-    loader = model_class(load_config(folder, str(folder))).__name__
+    loader = _loader(folder, config)
     # Metadata that the hub reads.
     model = base_model or run.get("model")
     title = f"{_plain(Path(model or 'A model').name)} {pattern}"
@@ -112,6 +112,13 @@ def make_card(
         link=_link,
         mark=_OURS,
     )
+
+
+def _loader(folder: Path, config: dict[str, Any]) -> str:
+    """Return the class that loads a model with its head: a classifier would get a random one as a causal model."""
+    if config.get("model_type") not in {*CONFIG_MAPPING_NAMES, *OWN_FAMILIES}:  # of a package that is not here
+        return "AutoModelForCausalLM"
+    return str(model_class(load_config(folder, str(folder))).__name__)
 
 
 def write_card(
