@@ -133,13 +133,8 @@ class SparseForgeConfig:
 
     @property
     def added_to_layers(self) -> str | None:
-        """Return what a run adds to pruned layers and transformers would leave out, for messages; None for nothing."""
-        parts = []
-        if self.low_rank is not None:
-            parts.append("low-rank branches (sparseforge.low_rank)")
-        if self.method.name == "cast" and self.method.scaling:
-            parts.append("factors of outputs (sparseforge.method.scaling)")
-        return " and ".join(parts) or None
+        """Return what a run adds to pruned layers and transformers would leave out, in words; None for nothing."""
+        return describe_additions(self.low_rank is not None, self.method.name == "cast" and self.method.scaling)
 
     @property
     def keeps_curvature(self) -> bool:
@@ -322,6 +317,13 @@ class SparseForgeConfig:
             config["method"]["straight_through"] &= self.soft is not None
             config["method"]["update_every"] = None if self.soft is None else self.resolved_schedule.update_every
         return config
+
+
+def describe_additions(has_branches: bool, has_factors: bool) -> str | None:
+    """Return the names of the parts that a layer has beside its weight, for messages; None for no such part."""
+    branches = ["low-rank branches (sparseforge.low_rank)"] if has_branches else []
+    factors = ["factors of outputs (sparseforge.method.scaling)"] if has_factors else []
+    return " and ".join(branches + factors) or None
 
 
 def method_name(block: dict[str, Any]) -> str:

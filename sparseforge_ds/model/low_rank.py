@@ -18,6 +18,7 @@ from deepspeed.utils import set_z3_leaf_modules_by_name
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.block import describe_additions
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.model.branch import add_branch, branches
 from sparseforge_ds.model.expert_modules import expert_lists, leaf_modules, sync_expert_gradients
@@ -86,10 +87,8 @@ def lost_parts(model: nn.Module) -> str | None:
 
     Factors count until they are folded into the weights.
     """
-    parts = ["low-rank branches (sparseforge.low_rank)"] if branches(model) else []
-    if any(layer.enabled for layer in scaled_layers(model).values()):
-        parts.append("factors of outputs (sparseforge.method.scaling)")
-    return " and ".join(parts) or None
+    has_factors = any(layer.enabled for layer in scaled_layers(model).values())
+    return describe_additions(bool(branches(model)), has_factors)
 
 
 def would_lose(parts: str) -> str:
@@ -110,8 +109,8 @@ def _save_whole(model: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -
         )
     folded = {f"{name.removesuffix('weight')}{SCALE}" for name in scaled_layers(model)}
     tensors = model.state_dict() if state_dict is None else state_dict
-    whole = {name: value for name, value in tensors.items() if name not in folded}
-    type(model).save_pretrained(model, *args, state_dict=whole, **kwargs)
+    without_factors = {name: value for name, value in tensors.items() if name not in folded}
+    type(model).save_pretrained(model, *args, state_dict=without_factors, **kwargs)
 
 
 def _refuse_experts(weight: PrunableWeight) -> None:

@@ -45,11 +45,7 @@ def _open_teacher_logits(spec: RunSpec, sources: Sequence[Windows]) -> list[Teac
     assert spec.config.distillation is not None
     logits = []
     for windows in sources:
-        if not isinstance(windows, CachedWindows):
-            raise ValueError(
-                f"--teacher_logits {folder}: --dataset {windows.name} is a stream, whose windows have no numbers; give "
-                "files of this machine, without stream:"
-            )
+        assert isinstance(windows, CachedWindows)  # streams are refused with the other flags
         vocabulary = int(spec.model.config.get_text_config().vocab_size)
         settings = (spec.arguments.seq_length, vocabulary, spec.config.distillation.temperature)
         logits.append(TeacherLogits.open(Path(folder), windows.key, windows.facts, *settings))

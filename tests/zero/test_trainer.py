@@ -361,12 +361,12 @@ def test_an_unfinished_checkpoint_is_exported_with_its_mask(
     """Export dense weights that lie beside the mask, in the manner of transformers."""
     # What is said of masks is the same where they are read in parts.
     unfinished = trained[0] / "plain1" / f"checkpoint-{SAVE}"
-    whole = inspect(unfinished).status
+    read_at_once = inspect(unfinished).status
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(counting, "CHUNK", 256)
-        in_parts = inspect(unfinished).status
-    assert whole is not None and in_parts is not None
-    for one, other in zip(whole.masks, in_parts.masks, strict=True):
+        read_in_parts = inspect(unfinished).status
+    assert read_at_once is not None and read_in_parts is not None
+    for one, other in zip(read_at_once.masks, read_in_parts.masks, strict=True):
         assert one.name == other.name and astuple(one)[1:] == pytest.approx(astuple(other)[1:], rel=1e-12)
     assert main(["export", "--skip_proof", str(trained[0] / "plain1" / f"checkpoint-{SAVE}"), str(tmp_path / "o")]) == 0
     assert f"not finished at step {SAVE}" in capsys.readouterr().out

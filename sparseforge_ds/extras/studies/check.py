@@ -97,7 +97,7 @@ def check_prunings(config: CompareConfig) -> None:
 def _file_hashes(spec: RunSpec) -> dict[str, str]:
     models = {"model_files": spec.model, "teacher_files": spec.teacher}
     hashes = {name: _folder_hash(model.folder) for name, model in models.items() if model is not None}
-    if spec.arguments.teacher_logits is not None:  # their records have the checksums of all logits' sources
+    if spec.arguments.teacher_logits is not None:  # records say of which teacher and text the logits are
         records = sorted(Path(spec.arguments.teacher_logits).glob("*.json"))
         hashes["logits_files"] = content_hash([path.read_text() for path in records])
     return {"dataset_files": content_hash([source.facts for source in spec.text.sources]), **hashes}

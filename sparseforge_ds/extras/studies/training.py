@@ -93,8 +93,8 @@ class Trainer:
         # The shared token cache appears as the run's own.
         if self.data is not None:
             self.data.mkdir(exist_ok=True)  # again, where somebody has removed it
-        if self.data is not None and not (folder / "data").exists():
-            (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
+            if not (folder / "data").exists():
+                (folder / "data").symlink_to(os.path.relpath(self.data, folder), target_is_directory=True)
         words = [*arguments, "--resume"] if resumed else arguments
         return self._result(train_rank, words, folder, slot, self.ranks), resumed
 
