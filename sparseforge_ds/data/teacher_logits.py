@@ -196,15 +196,25 @@ class TeacherLogits:
 
 
 def require_matching_settings(folder: Path, seq_length: int, temperature: float) -> None:
-    """Raise ValueError where a folder has no finished logits of this length and temperature."""
+    """Raise ValueError where a folder has logits, and none of them are of this length and temperature."""
     records = _stored(folder)
+    if records and not matching_records(folder, seq_length, temperature):
+        _require_same(folder, records[0], seq_length, temperature)
+
+
+def matching_records(folder: Path, seq_length: int, temperature: float) -> list[LogitsRecord]:
+    """Return the records of all texts whose logits are of this length and temperature."""
+    return [
+        record for record in _stored(folder) if (record.seq_length, record.temperature) == (seq_length, temperature)
+    ]
+
+
+def require_finished(folder: Path, records: Sequence[LogitsRecord]) -> None:
+    """Raise ValueError unless the logits of some text are all there."""
     if not records:
         raise ValueError(f"--teacher_logits {folder}: has no logits; make them by sparseforge teach")
-    matching = [record for record in records if (record.seq_length, record.temperature) == (seq_length, temperature)]
-    if not matching:
-        _require_same(folder, records[0], seq_length, temperature)
-    if not any(record.written == record.windows for record in matching):
-        raise _incomplete(folder, matching[0])
+    if not any(record.written == record.windows for record in records):
+        raise _incomplete(folder, records[0])
 
 
 def _require_same(folder: Path, record: LogitsRecord, seq_length: int, temperature: float) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING
 from yaml import YAMLError
 
 from sparseforge_ds.checkpoint.disk import atomic_file
@@ -24,7 +24,7 @@ from sparseforge_ds.export.source import origin_sections, recorded_config
 from sparseforge_ds.export.stored import listed_weights, read_sparsity
 from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.model.hub_access import REPOSITORY
-from sparseforge_ds.model.registration import OWN_FAMILIES, load_config, model_class
+from sparseforge_ds.model.registration import load_config, model_class, register_model_classes
 from sparseforge_ds.model.stored_config import is_packed_config
 from sparseforge_ds.packed_format.packed_values import require_grid
 
@@ -116,7 +116,8 @@ def make_card(
 
 def _loader(folder: Path, config: dict[str, Any]) -> str:
     """Return the class that loads a model with its head: a classifier would get a random one as a causal model."""
-    if config.get("model_type") not in {*CONFIG_MAPPING_NAMES, *OWN_FAMILIES}:  # of a package that is not here
+    register_model_classes()
+    if config.get("model_type") not in CONFIG_MAPPING:  # of a package that is not here
         return "AutoModelForCausalLM"
     return str(model_class(load_config(folder, str(folder))).__name__)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 from deepspeed.utils import set_z3_leaf_modules_by_name
@@ -59,7 +58,7 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     if config.method.name == "cast" and config.method.scaling:
         add_scales(model, config)
     if config.added_to_layers is not None:
-        setattr(model, _SAVE, MethodType(_save_whole, model))
+        setattr(model, _SAVE, _WholeSave(model))
     if config.low_rank is None:
         return model
     # No layer is changed before all are known to be able to have a branch.
@@ -96,21 +95,27 @@ def would_lose(parts: str) -> str:
     return f"transformers would load the model without its {parts}"
 
 
-def _save_whole(model: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> None:
-    """Save as transformers does, without factors that are folded into the weights.
+class _WholeSave:
+    """`save_pretrained` of a prepared model: that of transformers, without factors that are folded into the weights.
 
-    Raises:
-        ValueError: the saved model would not be the whole one.
+    An object can be copied and pickled with its model, which a bound method under another name cannot.
     """
-    if (parts := lost_parts(model)) is not None:
-        raise ValueError(
-            f"save_pretrained: {would_lose(parts)}; save a checkpoint (engine.save_checkpoint, or the trainer's), and "
-            "make the model from it: sparseforge consolidate CHECKPOINT OUT"
-        )
-    folded = {f"{name.removesuffix('weight')}{SCALE}" for name in scaled_layers(model)}
-    tensors = model.state_dict() if state_dict is None else state_dict
-    without_factors = {name: value for name, value in tensors.items() if name not in folded}
-    type(model).save_pretrained(model, *args, state_dict=without_factors, **kwargs)
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, folder: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any) -> None:
+        """Save; ValueError where the saved model would not be the whole one."""
+        model = self.model
+        if (parts := lost_parts(model)) is not None:
+            raise ValueError(
+                f"save_pretrained: {would_lose(parts)}; save a checkpoint (engine.save_checkpoint, or the trainer's), "
+                "and make the model from it: sparseforge consolidate CHECKPOINT OUT"
+            )
+        folded = {f"{name.removesuffix('weight')}{SCALE}" for name in scaled_layers(model)}
+        tensors = model.state_dict() if state_dict is None else state_dict
+        without_factors = {name: value for name, value in tensors.items() if name not in folded}
+        type(model).save_pretrained(model, folder, is_main_process, without_factors, **options)
 
 
 def _refuse_experts(weight: PrunableWeight) -> None:

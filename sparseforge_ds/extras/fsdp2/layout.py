@@ -50,15 +50,17 @@ class Fsdp2Layout(ShardLayout):
         dtypes = set()
         for weight in self.marked:
             owner = weight.rpartition(".")[0]
-            while owner not in sharded:
+            while owner and owner not in sharded:
                 owner = owner.rpartition(".")[0]
+            if owner not in sharded:
+                raise ValueError(f"{weight}: no module around it was given to fully_shard; shard the whole model")
             dtypes.add(sharded[owner]._get_fsdp_state()._mp_policy.param_dtype or super().compute_dtype)
-        if len(dtypes) != 1:
+        if len(dtypes) > 1:
             raise ValueError(
                 f"fully_shard was given {' and '.join(sorted(map(str, dtypes)))} as MixedPrecisionPolicy.param_dtype "
                 "of modules whose weights are pruned; give one for all of these"
             )
-        return dtypes.pop()
+        return dtypes.pop() if dtypes else super().compute_dtype
 
     @override
     def mask_gradients(self, mask: MaskGradient) -> None:

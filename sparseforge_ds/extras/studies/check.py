@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.data.splits import Files
+from sparseforge_ds.data.teacher_logits import matching_records, require_finished
 from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.extras.studies.runs import Pruning, Run
 from sparseforge_ds.extras.studies.settings import CompareConfig
@@ -62,6 +63,8 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
             settings.write_text(json.dumps(run.deepspeed(config)))
             try:
                 spec = make_spec(parse_arguments(run.arguments(config, run_folder)), config.ranks)
+                if run.method.name not in checks:
+                    checks[run.method.name] = MethodCheck(spec.config, _file_hashes(spec))
             except ValueError as error:
                 message = str(error).replace(str(settings), "base")
                 raise ValueError(f"methods.{run.method.name} with {run.steps} steps: {message}") from None
@@ -70,8 +73,6 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
                     f"methods.{run.method.name}: peft is missing; measuring models with low_rank needs it. Run pip "
                     "install '.[peft]' in the checkout"
                 )
-            if run.method.name not in checks:
-                checks[run.method.name] = MethodCheck(spec.config, _file_hashes(spec))
     return checks
 
 
@@ -97,9 +98,12 @@ def check_prunings(config: CompareConfig) -> None:
 def _file_hashes(spec: RunSpec) -> dict[str, str]:
     models = {"model_files": spec.model, "teacher_files": spec.teacher}
     hashes = {name: _folder_hash(model.folder) for name, model in models.items() if model is not None}
-    if spec.arguments.teacher_logits is not None:  # records say of which teacher and text the logits are
-        records = sorted(Path(spec.arguments.teacher_logits).glob("*.json"))
-        hashes["logits_files"] = content_hash([path.read_text() for path in records])
+    if spec.arguments.teacher_logits is not None and spec.config.distillation is not None:
+        folder = Path(spec.arguments.teacher_logits)
+        records = matching_records(folder, spec.arguments.seq_length, spec.config.distillation.temperature)
+        require_finished(folder, records)
+        # The folder may have logits of other texts, too, and gets more: only those of one teacher are one condition.
+        hashes["logits_files"] = content_hash(sorted({str(record.origin) for record in records}))
     return {"dataset_files": content_hash([source.facts for source in spec.text.sources]), **hashes}
 
 

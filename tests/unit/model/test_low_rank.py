@@ -22,6 +22,7 @@ from sparseforge_ds.model.branch import Branch, add_branch, branch_rank, branche
 from sparseforge_ds.model.families import BRANCH, FAMILIES, prunable_weights
 from sparseforge_ds.model.low_rank import prepare, saves_allowed
 from sparseforge_ds.model.param_groups import param_groups
+from sparseforge_ds.model.weight_scale import scaled_layers
 from tests.reference import branch_start
 from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama, token_batch
 
@@ -284,6 +285,12 @@ def test_transformers_does_not_save_a_model_whose_factors_it_would_lose(tmp_path
     with pytest.raises(ValueError, match=r"save_pretrained: .* without its factors of outputs \(sparseforge\.method"):
         model.save_pretrained(tmp_path / "lost")
     assert not (tmp_path / "lost").exists()
+    # Folded into the weights they are no part of the model; it is copied and pickled with its save.
+    for layer in scaled_layers(model).values():
+        layer.enabled = False
+    torch.save(copy.deepcopy(model), tmp_path / "model.pt")
+    torch.load(tmp_path / "model.pt", weights_only=False).save_pretrained(tmp_path / "folded", True, model.state_dict())
+    assert not [name for name in load_file(tmp_path / "folded" / "model.safetensors") if "weight_scale" in name]
     prepare(tiny_llama(), SparseForgeConfig.from_dict({"method": {"name": "cast", "scaling": False}})).save_pretrained(
         tmp_path / "plain"
     )
