@@ -115,8 +115,10 @@ def generate(arguments: argparse.Namespace) -> Path:
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(run.with_name(f"model_{name}"), ignore_errors=True)
         write_run(unfinished, config, arguments.ranks)
+        for file in unfinished.rglob("*"):
+            if file.is_file():
+                drop(file)  # or its way to the disk would slow the first turns
         unfinished.replace(run)
-        os.sync()
     return run
 
 
@@ -159,7 +161,7 @@ def take_turn(kind: str, source: str, out: str, workers: str) -> dict[str, float
     before = memory("VmHWM")
     own = [memory("RssAnon")]
     done = threading.Event()
-    watcher = threading.Thread(target=watch, args=(own, done))
+    watcher = threading.Thread(target=watch, args=(own, done), daemon=True)  # an error of the work ends the process
     watcher.start()
     begun = time.perf_counter()
     processor = time.process_time()

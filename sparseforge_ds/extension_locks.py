@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def clear_extension_locks() -> None:
     Raises:
         OSError: a lock that was left cannot be removed.
     """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = _extension_folder()
     if all(map(_is_own, root.rglob("*.so"))):
         _LOG.info("set-up: what DeepSpeed needs is compiled for this machine once, which takes a minute or two")
     for lock in root.rglob("lock"):
@@ -52,6 +52,20 @@ def clear_before_training() -> None:
     """Do `clear_extension_locks` once, in the first process of every machine, which the launcher numbers."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         clear_extension_locks()
+
+
+def release_locks(open_files: Iterable[str]) -> None:
+    """Remove the locks of a process that is about to end at once, without torch's own clean-up.
+
+    A process that already waits for such a lock would wait for ever: its `clear_extension_locks` is over.
+
+    Args:
+        open_files: paths of the files that the process has open; torch keeps a lock open for as long as it holds it.
+    """
+    root = _extension_folder().resolve()
+    for lock in map(Path, open_files):
+        if lock.name == "lock" and lock.is_relative_to(root):
+            lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -90,6 +104,11 @@ def extension_errors() -> Iterator[None]:
         raise ValueError(
             f"DeepSpeed's extension {header[1]} cannot be compiled on this machine ({cause:.300}); {cure}"
         ) from None
+
+
+def _extension_folder() -> Path:
+    """Return the folder in which torch compiles extensions."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def _is_own(file: Path) -> bool:

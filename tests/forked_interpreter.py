@@ -6,9 +6,12 @@ output of its own, like one in a new process.
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,8 @@ import traceback
 import types
 from pathlib import Path
 from typing import Any, NoReturn
+
+import psutil
 
 run_anew = subprocess.run
 _OF_A_PROOF = "import gc\ngc.disable()\nimport transformers.modeling_utils\n"
@@ -41,6 +46,8 @@ def run_script(
     script: str, *arguments: str, cwd: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -c SCRIPT ARGUMENTS`, by default without network and GPU, and capture its output."""
+    from tests.distributed import PATIENCE  # which the server does without
+
     environment = {**os.environ, **_AS_PROOFS} if env is None else env
     server = _server(tuple(sorted(pair for pair in environment.items() if pair[0].startswith(_READ_BY_IMPORTS))))
     assert server.stdin is not None and server.stdout is not None
@@ -49,6 +56,9 @@ def run_script(
         request = {"script": script, "arguments": arguments, "cwd": str(cwd), "environment": environment}
         server.stdin.write(json.dumps({**request, "output": str(output), "errors": str(errors)}) + "\n")
         server.stdin.flush()
+        if not select.select([server.stdout], [], [], PATIENCE)[0]:
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.send_signal(signal.SIGABRT)  # each writes its stacks into `errors`, and ends
         code = int(server.stdout.readline())
         command = [sys.executable, "-c", script, *arguments]
         return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
@@ -94,6 +104,7 @@ def _become(request: dict[str, Any]) -> NoReturn:
     os.environ.update(request["environment"])
     for stream, path in enumerate((os.devnull, request["output"], request["errors"])):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), stream)
+    faulthandler.enable(sys.__stderr__)
     sys.argv = ["-c", *request["arguments"]]
     sys.path[:0] = ["", *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     module = sys.modules["__main__"] = types.ModuleType("__main__")

@@ -28,5 +28,6 @@ echo "== pytest"
 wait  # two compilers beside two processes of tests would make all four slow, and tests wait for them anyway
 python -m compileall -q sparseforge_ds tests  # else each of hundreds of processes does it, where bytecode is not kept
 # A file's tests stay in one process, which makes what they share once; files start in the order of `testpaths`.
-python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=40 "$@" || exit $?
+# A process that hangs ends after `faulthandler_timeout`, and all tests with it: another one would hang in the same test.
+python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --durations=40 "$@" || exit $?
 exit "$lint"

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
+from sparseforge_ds.extension_locks import release_locks
 from sparseforge_ds.started_by import GRANDPARENT, PARENT, Ancestor
 from sparseforge_ds.train.launcher import rank_from_launcher
 
@@ -138,6 +139,8 @@ class Preemption(AbstractContextManager["Preemption"]):
             _tell(f"ended at once by {name}; --resume continues from the newest checkpoint")
         else:
             _tell(f"stopped by {name} before its first step: there is nothing to save")
+            # The main thread may be compiling, and other processes may be waiting for it.
+            release_locks(file.path for file in psutil.Process().open_files())
         os._exit(_SHELL + number)
 
 

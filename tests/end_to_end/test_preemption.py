@@ -52,14 +52,24 @@ def launched(command: list[str], *flags: str, **environment: str) -> Iterator[su
         start_new_session=True,
         preexec_fn=heeds_ctrl_c,
     )
+    # Whoever reads its output would wait for ever for a run that hangs.
+    limit = threading.Timer(PATIENCE, _kill_family, (process.pid,))
+    limit.start()
     try:
         yield process
     finally:
-        for item in descendants(process.pid):
-            item.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        limit.cancel()
+        _kill_family(process.pid)
         process.wait()
+
+
+def _kill_family(pid: int) -> None:
+    """Kill the leader of a session, and all that it has started."""
+    for item in descendants(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            item.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def heeds_ctrl_c() -> None:
@@ -303,9 +313,7 @@ def test_before_training_a_rank_ends_at_once(tmp_path):
         env={**os.environ, **environment, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"},
     )
     try:
-        while not listens(process.pid):
-            assert process.poll() is None
-            time.sleep(0.1)
+        until(process, lambda: listens(process.pid))
         time.sleep(3)
         began = time.monotonic()
         process.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.proof import prove_folder
-from tests import forked_interpreter
+from tests import distributed, forked_interpreter
 from tests.forked_interpreter import run_script
 from tests.sparse_folders import write_dense, write_sparse
 
@@ -36,6 +37,13 @@ def test_a_script_has_its_own_arguments_environment_folder_output_and_exit_code(
         assert done.stdout == f"__main__ ['-c', '{word}'] {tmp_path} one False \n"
         assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
     assert run_script("import os; os.kill(os.getpid(), 9)", cwd=tmp_path).returncode == -9
+    assert run_script("", cwd=tmp_path).returncode == 0
+
+
+def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "PATIENCE", 1.0)
+    done = run_script("def waiting():\n    import time; time.sleep(600)\nwaiting()", cwd=tmp_path)
+    assert done.returncode == -signal.SIGABRT and "in waiting" in done.stderr
     assert run_script("", cwd=tmp_path).returncode == 0
 
 

@@ -91,6 +91,34 @@ def test_before_training_a_signal_ends_the_process_at_once(number, code, wait):
     assert process.stdout.read() == message
 
 
+COMPILING = """
+import time
+from pathlib import Path
+from torch.utils.file_baton import FileBaton
+from sparseforge_ds.train.preemption import Preemption
+folder = Path({folder!r})
+held, foreign = (FileBaton(str(folder / name / "lock")) for name in ("held", "foreign"))
+with Preemption():
+    print(held.try_acquire(), foreign.try_acquire(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_process_that_is_ended_while_it_compiles_leaves_no_lock_of_its_own(tmp_path, monkeypatch):
+    """Else processes that wait for the lock already, having looked for old ones, would wait for ever."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("held", "foreign"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "foreign" / "lock").touch()
+    script = COMPILING.format(folder=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "True False\n"
+    process.terminate()
+    assert process.wait(timeout=PATIENCE) == 143
+    process.stdout.close()
+    assert [file.parent.name for file in tmp_path.rglob("lock")] == ["foreign"]
+
+
 IN_TRAINING = """
 import ctypes
 from sparseforge_ds.train.preemption import Preemption

@@ -15,6 +15,7 @@ from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.quantization import quantized
 from sparseforge_ds.zero.quantized_masters import QuantizedMasters
 from sparseforge_ds.zero.shard import Shard
+from tests.distributed import PATIENCE
 
 SHAPES = {"a": (6, 24), "b": (24, 5), "c": (3, 4, 12)}
 AXES = {"a": -1, "b": -2, "c": -1}
@@ -25,7 +26,7 @@ class Wire:
     """Collectives of some threads."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
+        self.barrier = threading.Barrier(ranks, timeout=PATIENCE)
         self.values: list[Any] = [None] * ranks
 
     def gather(self, rank: int, value: Any) -> list[Any]:
