@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, newest_trainer_checkpoint
@@ -21,6 +21,7 @@ from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.low_rank import would_lose
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
+from sparseforge_ds.model.tokenizer import check_same_tokens
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
@@ -212,12 +213,20 @@ def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
         )
 
 
-def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: SparseForgeConfig) -> None:
+def check_teacher(
+    teacher: str | Path | PreTrainedModel, model: Any, config: SparseForgeConfig, processor: Any = None
+) -> None:
     """Reject a teacher that cannot be compared with the model, before a weight of it is loaded.
 
+    Args:
+        teacher: a folder, a hub id, or a model.
+        model: that of the trainer.
+        config: block of the trainer.
+        processor: of the trainer: a tokenizer, something that has one, or None.
+
     Raises:
-        ValueError: there is no such teacher, or it has another head, vocabulary or number of classes. Where hidden
-            states are compared, also one with other states or another order of channels.
+        ValueError: there is no such teacher, or it has another head, vocabulary, tokenizer or number of classes. Where
+            hidden states are compared, also one with other states or another order of channels.
     """
     # The heads must be of one kind.
     head = require_task_head(model, "teacher")
@@ -235,6 +244,15 @@ def check_teacher(teacher: str | Path | PreTrainedModel, model: Any, config: Spa
     else:
         teacher_config = load_config(teacher, f"teacher {teacher}")
     check_same_vocabulary(model.config.get_text_config().vocab_size, teacher_config.get_text_config().vocab_size)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    origin = teacher_config.name_or_path if isinstance(teacher, PreTrainedModel) else teacher
+    # A model may have been made in memory, or be called as a folder that is gone.
+    is_known = not isinstance(teacher, PreTrainedModel) or Path(origin).is_dir()
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and is_known:
+        try:
+            check_same_tokens(tokenizer, origin)
+        except ValueError as error:
+            raise ValueError(f"teacher {origin}: {error}") from None
     if head is not TaskHead.NEXT_TOKEN and config.distillation is not None and config.distillation.hidden is not None:
         raise ValueError(
             f"distillation.hidden with {type(model).__name__}: hidden states are compared in causal language models; "

@@ -112,7 +112,7 @@ class SparseForgeMixin(SavingMixin):
             check_prunable(self.model, self._config)
         if teacher is not None:
             if self.model is not None:
-                check_teacher(teacher, self.model, self._config)
+                check_teacher(teacher, self.model, self._config, self.processing_class)
             # The loss with a teacher is a mean, which the trainer divides by the accumulation steps.
             self.loss_is_scaled_for_ga = False
         self._parts = torch.zeros(len(LOSSES) + 1)
@@ -215,7 +215,8 @@ class SparseForgeMixin(SavingMixin):
         if isinstance(self._teacher, PreTrainedModel):
             teacher = Teacher(self._teacher, config.distillation, engine.config)
         else:
-            check_teacher(self._teacher, self.model, config)  # a model of `model_init` was not there before
+            # A model of `model_init` was not there before.
+            check_teacher(self._teacher, self.model, config, self.processing_class)
             is_causal = task_head(self.model) is TaskHead.NEXT_TOKEN
             options = {} if is_causal else {"model_class": type(self.model)}
             teacher = Teacher.from_pretrained(self._teacher, config.distillation, engine.config, **options)

@@ -143,6 +143,38 @@ def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
         raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_MISMATCH}")
 
 
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, teacher: str | Path) -> None:
+    """Reject a teacher for which a number is another token than for the student.
+
+    Tokens that were added to a tokenizer, such as those that frame the turns of a chat, may differ.
+
+    Args:
+        tokenizer: of the student.
+        teacher: folder or hub id of the teacher. A folder without a tokenizer says nothing.
+
+    Raises:
+        ValueError: tokens differ, or the teacher's tokenizer cannot be read.
+    """
+    folder = Path(teacher)
+    if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+        return
+    own, others = map(_tokens_by_number, (tokenizer, read_tokenizer(teacher)))
+    differing = [number for number in sorted(own.keys() & others.keys()) if own[number] != others[number]]
+    if differing:
+        first = differing[0]
+        raise ValueError(
+            f"{len(differing):,} numbers are other tokens in its tokenizer than in the model's, the first is {first}: "
+            f"{others[first]!r} and {own[first]!r}; distillation compares logits entry by entry, so use a teacher with "
+            "the same tokenizer"
+        )
+
+
+def _tokens_by_number(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens of a tokenizer that were not added to it."""
+    added = tokenizer.added_tokens_decoder.keys()
+    return {number: token for token, number in tokenizer.get_vocab().items() if number not in added}
+
+
 def run_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:
     """Call a tokenizer on texts.
 

@@ -630,6 +630,18 @@ def refusals(root: Path, trained: Any) -> Any:
     (turned / "rotation.json").write_text(json.dumps({"format": 1, "sha256": "another"}))
     hidden = deepspeed_json(2, distillation={"hidden": {}})
     yield "basis", said(lambda: trainer_of(root, hidden, 2, str(turned)))
+    # One whose numbers are other tokens, as a folder and as a model that was loaded from it.
+    foreign = root / f"foreign {torch.distributed.get_rank()}"
+    loaded = tiny_llama(vocab_size=BYTE_VOCABULARY)
+    loaded.config._name_or_path = str(foreign)
+    loaded.config.save_pretrained(foreign)
+    byte_tokenizer().save_pretrained(foreign)
+    text = (foreign / "tokenizer.json").read_text()
+    exchanged = text.replace('"a":', '"aside":').replace('"b":', '"a":').replace('"aside":', '"b":')
+    (foreign / "tokenizer.json").write_text(exchanged)
+    for name, teacher in (("folder", str(foreign)), ("loaded", loaded)):
+        tokenized = partial(SparseForgeTrainer, model=student, args=again(), processing_class=byte_tokenizer())
+        yield f"tokens, {name}", said(partial(tokenized, teacher=teacher))
     yield "itself", said(lambda: SparseForgeTrainer(model=student, args=again(), teacher=student))
     yield "file", said(lambda: SparseForgeTrainer(model=student, args=again(), sparseforge="block.json"))
     pushing = partial(again, deepspeed=deepspeed_json(2, low_rank={"k": 8}), push_to_hub=True)
@@ -727,6 +739,8 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     refused = results["refused"]
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
     assert "has its channels in another order or basis" in refused["basis"]
+    for name in ("folder", "loaded"):
+        assert "foreign 0: 2 numbers are other tokens in its tokenizer" in refused[f"tokens, {name}"]
     assert "model.generation_config cannot be saved, and so no checkpoint: " in refused["unsaved"]
     assert "teacher is the model that is trained" in refused["itself"]
     assert "give the block itself" in refused["file"]

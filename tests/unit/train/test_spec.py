@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,6 +231,28 @@ def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):
     words = f"--teacher .* vocabulary has 300 entries and the student's {BYTE_VOCABULARY}"
     with pytest.raises(ValueError, match=words):
         make_spec(arguments(teacher=str(other)), world_size=2)
+
+
+def test_a_teacher_for_which_numbers_are_other_tokens_is_refused(arguments, tmp_path):
+    other = write_model(tmp_path / "other")
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    write_json(other / "tokenizer.json", content)
+    first = min(vocabulary["a"], vocabulary["b"])
+    with pytest.raises(
+        ValueError, match=f"--teacher .*: 2 numbers are other tokens in .* the first is {first}: 'b' and 'a'"
+    ):
+        make_spec(arguments(teacher=str(other)), world_size=2)
+    # What frames a document was added, and may be called otherwise; a teacher needs no tokenizer.
+    shutil.rmtree(other)
+    write_model(other)
+    content = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(content.replace(byte_tokenizer().eos_token, "<other>"))
+    (other / "tokenizer_config.json").unlink()
+    make_spec(arguments(teacher=str(other)), world_size=2)
+    (other / "tokenizer.json").unlink()
+    make_spec(arguments(teacher=str(other)), world_size=2)
 
 
 def test_a_pruned_model_is_its_own_teacher_only_if_that_is_said(arguments, model):
