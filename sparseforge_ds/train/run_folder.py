@@ -123,13 +123,14 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 
 
 def check_room(spec: RunSpec, free: int) -> None:
-    """Raise ValueError where the checkpoints of a run take more than `free` bytes."""
-    if (needed := room_for_checkpoints(spec)) > free:
-        checkpoint_size = size_of_checkpoint(spec)
-        advice = ", or raise --save_every or lower --keep_checkpoints" if needed > checkpoint_size else ""
+    """Raise ValueError where checkpoints and tokens of streams take more than `free` bytes."""
+    checkpoints, tokens = room_for_checkpoints(spec), room_for_streams(spec)
+    if checkpoints + tokens > free:
+        advice = ", or raise --save_every or lower --keep_checkpoints" if checkpoints > size_of_checkpoint(spec) else ""
+        of_streams = f", and the tokens of its streams {readable_bytes(tokens)}" if tokens else ""
         raise ValueError(
             f"--output_dir {spec.folder} has room for {readable_bytes(free)}, but its checkpoints will take about "
-            f"{readable_bytes(needed)}; make room{advice}"
+            f"{readable_bytes(checkpoints)}{of_streams}; make room{advice}"
         )
 
 
@@ -209,6 +210,7 @@ def room_for_checkpoints(spec: RunSpec) -> int:
     saved = list_checkpoints(spec.folder / "checkpoints") if arguments.resume else []
     steps = spec.steps - (checkpoint_step(saved[-1]) if saved else 0)
     count = -(-steps // arguments.save_every) if arguments.save_every else 1
+    count += spec.config.start is not None and not saved  # the one at step 0 holds the result of the start
     if arguments.keep_checkpoints:
         count = min(count, arguments.keep_checkpoints + 1 + arguments.keep_best - len(saved))
     return max(count, 1) * size_of_checkpoint(spec)
@@ -219,6 +221,16 @@ def size_of_checkpoint(spec: RunSpec) -> int:
     saved = list_checkpoints(spec.folder / "checkpoints") if spec.arguments.resume else []
     is_frozen = bool(saved) and checkpoint_step(saved[-1]) >= spec.config.release_step
     return checkpoint_bytes(spec.sizes, spec.memory_settings, is_frozen or None)
+
+
+def room_for_streams(spec: RunSpec) -> int:
+    """Return the bytes of the tokens of streams that this run will add to the disk."""
+    arguments = spec.arguments
+    share = sum(share for source, share in zip(spec.text.sources, spec.text.shares, strict=True) if source.streamed)
+    flags = 2 if arguments.document_attention else int(arguments.loss_on == "completion")
+    token_bytes = flags + (2 if spec.model.config.get_text_config().vocab_size <= 2**16 else 4)
+    written = sum(file.stat().st_size for file in (spec.folder / "data").rglob("chunk_*.bin"))
+    return max(0, round(share * spec.steps * spec.tokens_per_step) * token_bytes - written)
 
 
 def write_folder(spec: RunSpec) -> None:

@@ -29,6 +29,7 @@ from sparseforge_ds.train.run_folder import (
     check_beginning,
     check_room,
     room_for_checkpoints,
+    room_for_streams,
     size_of_checkpoint,
     why_nothing_to_resume,
 )
@@ -114,6 +115,9 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     needed = room_for_checkpoints(spec)
     size = readable_bytes(size_of_checkpoint(spec))
     yield "a checkpoint", f"{size}; at once on disk {readable_bytes(needed)}"
+    if tokens := room_for_streams(spec):
+        yield "streams", f"{readable_bytes(tokens)} of tokens, which stay in the run folder"
+        needed += tokens
     if elsewhere:
         unchecked.append(f"--output_dir: whether the disk of those machines has room for {readable_bytes(needed)}")
         return

@@ -23,15 +23,18 @@ from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
+    check_room,
     check_run_folder,
     check_weights,
     lock_folder,
     room_for_checkpoints,
+    room_for_streams,
     why_nothing_to_resume,
     write_folder,
 )
 from sparseforge_ds.train.spec import make_spec
 from tests import tiny_folders
+from tests.tiny_folders import write_text
 from tests.tiny_models import tiny_llama
 
 
@@ -370,6 +373,8 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert room_for_checkpoints(every) == 10 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
+    started = {"start": {"tokens": 1280}}
+    assert room_for_checkpoints(spec(max_steps=100, save_every=0, block=started)) == 2 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume="auto")) == 3 * first
     assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     # Masks that are frozen take a bit a weight.
@@ -390,6 +395,24 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert room_for_checkpoints(spec(**resumed, keep_checkpoints=3)) == 2 * first
     assert room_for_checkpoints(spec(**resumed, keep_checkpoints=1)) == first
     shutil.rmtree(frozen.parent)
+    # Tokens of a stream are written while the run goes on, and stay.
+    text = str(tmp_path / "text.jsonl")
+    assert room_for_streams(every) == 0
+    streamed = spec(stage=3, max_steps=100, dataset=[f"stream:{text}"])
+    assert room_for_streams(streamed) == 2 * 100 * 4 * 32
+    half = spec(max_steps=100, dataset=[f"stream:{text}=0.5", f"{write_text(tmp_path / 'other.jsonl')}=0.5"])
+    assert room_for_streams(half) == 100 * 4 * 32
+    assert (
+        room_for_streams(spec(max_steps=100, dataset=[f"stream:{text}"], document_attention=True)) == 4 * 100 * 4 * 32
+    )
+    with pytest.raises(
+        ValueError, match=r"checkpoints will take about .*, and the tokens of its streams 25\.0 KiB; make"
+    ):
+        check_room(streamed, room_for_checkpoints(streamed) + 25_599)
+    check_room(streamed, room_for_checkpoints(streamed) + 25_600)
+    (tmp_path / "run" / "data" / "stream").mkdir(parents=True)
+    (tmp_path / "run" / "data" / "stream" / "chunk_000000.bin").write_bytes(bytes(20_000))
+    assert room_for_streams(streamed) == 5_600
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):

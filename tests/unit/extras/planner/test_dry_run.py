@@ -65,6 +65,11 @@ def test_a_queued_command_that_has_nothing_to_resume_yet_needs_the_disk_of_a_run
     assert at_once(resume="auto") == at_once()
 
 
+def test_tokens_of_streams_are_room_on_the_disk(dry, tmp_path):
+    _, text, _ = dry(dataset=f"stream:{tmp_path / 'text.jsonl'}", max_steps=100, global_batch=8)
+    assert "streams       50.0 KiB of tokens, which stay in the run folder" in text
+
+
 def test_one_rank_speaks_for_all(dry, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "x 2 ranks" in dry()[1]
