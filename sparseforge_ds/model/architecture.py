@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sparseforge_ds.config import SparseForgeConfig
@@ -170,6 +170,9 @@ def architecture_of(
     config = model.config.get_text_config()
     masked = {weight.name for weight in weights}
     share = share_of_experts(model)
+    # A row of an embedding is looked up; the head multiplies all of them, where it has the same weight.
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {id(getattr(model.get_output_embeddings(), "weight", None))}
     return Architecture(
         parameters=tuple(Parameter(name, p.numel(), name in masked) for name, p in model.named_parameters()),
         matrices=tuple(_matrices(weight) for weight in weights),
@@ -179,7 +182,11 @@ def architecture_of(
             sum(p.numel() for p in module.parameters(recurse=any(name.endswith(leaf) for leaf in leaf_suffixes)))
             for name, module in model.named_modules()
         ),
-        active=sum(int(p.numel() * (share if ".experts." in f".{n}" else 1)) for n, p in model.named_parameters()),
+        active=sum(
+            int(p.numel() * (share if ".experts." in f".{name}" else 1))
+            for name, p in model.named_parameters()
+            if id(p) not in tables
+        ),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
     )

@@ -1,4 +1,4 @@
-"""Operations of a forward pass: of the weights, and of attention, which grow with the sequence."""
+"""Operations of a pass: of the weights, and of attention, which grow with the sequence."""
 
 from __future__ import annotations
 
@@ -23,6 +23,26 @@ def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -
     if getattr(text, "qk_nope_head_dim", None):  # latent attention: head_dim is only the part with rotary positions
         width = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
     return 2.0 * model.active + 4 * heads * width * _keys(text, seq_length)
+
+
+def head_operations(model: Architecture) -> float:
+    """Return the operations of one token's logits."""
+    return 2.0 * model.vocabulary * model.hidden
+
+
+def trained_operations(forward: float, model: Architecture, checkpointing: bool) -> float:
+    """Return the operations of one token that is trained on.
+
+    A backward pass takes twice the operations of a forward pass. Nobody keeps logits, so it computes them again: the
+    student's and those of a teacher, whose `head_operations` come on top.
+
+    Args:
+        forward: of the student, from `operations`.
+        model: the student.
+        checkpointing: True if the backward pass computes activations of decoder layers again.
+    """
+    head = head_operations(model)
+    return (3 + checkpointing) * (forward - head) + 4 * head
 
 
 def kinds_of_layers(text: PretrainedConfig) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.memory import Memory, memory
-from sparseforge_ds.extras.planner.operations import operations
+from sparseforge_ds.extras.planner.operations import head_operations, operations, trained_operations
 from sparseforge_ds.extras.planner.start import start_operations, start_tokens
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, checkpoint_bytes
@@ -148,11 +148,12 @@ def make_plan(
     def estimate(changed: MemorySettings) -> Memory:
         return memory(model, changed, activations, teacher=teacher_sizes, reserve=machine.reserve)
 
-    # A backward pass takes twice the operations of a forward pass. Probe passes, some 15 in a run that has any, are
-    # left out.
+    # Probe passes, some 15 in a run that has any, are left out.
     forward = operations(config, model, settings.seq_length)
-    teacher_forward = operations(teacher_config, teacher_sizes or model, settings.seq_length) if settings.teacher else 0
-    token_operations = (3 + settings.checkpointing) * forward + teacher_forward
+    token_operations = trained_operations(forward, model, settings.checkpointing)
+    if settings.teacher:
+        sizes = teacher_sizes or model
+        token_operations += operations(teacher_config, sizes, settings.seq_length) + head_operations(sizes)
     needed = estimate(settings)
     speed = settings.ranks * machine.tflops * 1e12 * machine.mfu
     return Plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from sparseforge_ds.extras.planner.operations import head_operations
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, local
@@ -41,7 +42,7 @@ def start_operations(model: Architecture, settings: MemorySettings, forward: flo
     The dense model runs once, and every block about four times; each epoch takes the work of three passes more.
     """
     epochs = 0 if settings.forge.start is None else settings.forge.start.epochs
-    blocks = forward - 2.0 * model.vocabulary * model.hidden
+    blocks = forward - head_operations(model)
     return start_tokens(settings) * (forward + blocks * (4 + 3 * epochs))
 
 

@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from sparseforge_ds.extras.planner.operations import operations
+from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.extras.planner.operations import head_operations, operations, trained_operations
 from sparseforge_ds.model.architecture import architecture_of, bare_model
+from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
+from sparseforge_ds.transformers_internals import checkpoint_activations
+from tests.tiny_models import tiny_llama
 from tests.unit.extras.planner.hub_configs import gpt2_xl, qwen3_14b
 
 LENGTH = 64
@@ -63,3 +68,24 @@ def test_latent_attention_is_counted_and_none_costs_nothing() -> None:
     latent = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 8, "q_lora_rank": 8}
     assert of_attention(AutoConfig.for_model("deepseek_v3", **SIZES, **latent)) == 2 * LENGTH * 4 * (24 + 12) / 2 * 4
     assert of_attention(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=40)) == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_with_a_teacher_takes_the_counted_operations(tied: bool, checkpointing: bool) -> None:
+    """Attention is next to nothing in short sequences. A last product of a layer that nobody needs is left out."""
+    config = tiny_llama(vocab_size=512, hidden_size=64, tie_word_embeddings=tied).config
+    student, teacher = (AutoModelForCausalLM.from_config(config) for _ in range(2))
+    if checkpointing:
+        checkpoint_activations(student)
+    token_BS = torch.zeros(2, 8, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        with torch.no_grad():
+            hidden_BSH = hidden_states(teacher, lambda: teacher(input_ids=token_BS, use_cache=False))
+            target = Target(hidden_BSH, Head(head_of(teacher).weight, None))
+        losses, _ = loss_in_head(student, token_BS, DistillationConfig(chunk_tokens=8), target, input_ids=token_BS)
+        losses.total.backward()
+    model = architecture_of(student, ())
+    forward = operations(config, model, 8)
+    planned = trained_operations(forward, model, checkpointing) + forward + head_operations(model)
+    assert counter.get_total_flops() / token_BS.numel() == pytest.approx(planned, rel=0.04)
