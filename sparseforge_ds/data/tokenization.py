@@ -96,7 +96,9 @@ def encode_trained(
 ) -> list[tuple[list[int], np.ndarray]]:
     """Return the ids of every document, and for each id whether `--loss_on completion` trains on it.
 
-    A token is trained on if it begins inside the completion, or follows the document to end it.
+    A token is trained on if it has a character of the completion, or follows the document to end it. So a space that
+    ends the prompt is trained on where the tokenizer joins it to the completion's first word: without that word nothing
+    would be left of many answers.
 
     Raises:
         ValueError: as `tokenize`; or the tokenizer or its template does not say which tokens these are.
@@ -123,7 +125,7 @@ def encode_trained(
     for document, (_, spans), ids, offsets in zip(
         documents, texts_with_spans, batch["input_ids"], batch["offset_mapping"], strict=True
     ):
-        trained = _begins_inside(offsets, spans)
+        trained = _meets(offsets, spans)
         if isinstance(document, Conversation):
             encoded.append((list(ids), trained))
         else:
@@ -139,13 +141,13 @@ def check_trained(source: TextSource, tokenizer: PreTrainedTokenizerBase, frame:
         encode_trained([first], tokenizer, frame)
 
 
-def _begins_inside(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
-    """Return True for each token whose first character lies in one of the spans."""
-    begin = np.array([first for first, _ in offsets], dtype=np.int64)
-    inside = np.zeros(len(begin), dtype=bool)
+def _meets(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
+    """Return True for each token with a character in one of the spans."""
+    begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    result = np.zeros(len(begin), dtype=bool)
     for start, stop in spans:
-        inside |= (start <= begin) & (begin < stop)
-    return inside
+        result |= (begin < stop) & (end > start)
+    return result
 
 
 @dataclass(frozen=True)

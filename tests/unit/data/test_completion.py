@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from sparseforge_ds.config.arguments import RunArguments
@@ -72,15 +72,36 @@ def test_half_of_a_surrogate_pair_moves_nothing():
     assert trained_text({"prompt": "\ud83d", "completion": "x"}, byte_tokenizer()) == "....x"
 
 
-def test_a_token_counts_where_it_begins():
-    """Count a token of the prompt's end and the completion's beginning to the prompt."""
+def test_a_token_of_the_prompts_end_and_the_completions_beginning_is_trained_on():
+    """A space in front of an answer is part of the answer's first token, which may be its only one."""
     vocabulary = {letter: number for number, letter in enumerate(["a", "b", "c", "d", "e", "bc"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("b", "c")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.add_special_tokens(["<s>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    assert trained_text(PAIR, fast) == "...de"
+    assert trained_text(PAIR, fast) == "..bcde"
     assert tokenize([document_from_record(PAIR, "text", "x")], fast) == [[6, 0, 5, 3, 4]]
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_words_that_take_the_space_before_them_are_trained_on(trims):
+    """Some tokenizers count that space to the word, others to nothing."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    space = letters.index("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}")
+    vocabulary = {letter: number for number, letter in enumerate(letters)} | {letters[space] + "4": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(letters[space], "4")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims)
+    tokenizer.add_special_tokens(["<s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+    def trained(completion):
+        document = document_from_record({"prompt": "Is: ", "completion": completion}, "text", "x")
+        ((ids, flags),) = encode_trained([document], fast)
+        return [fast.convert_ids_to_tokens(token) for token in np.array(ids)[flags].tolist()]
+
+    assert trained("4") == [letters[space] + "4"]
+    assert trained("y") == ["y"], "the prompt's own space is not trained on"
 
 
 def test_the_assistants_turns_are_trained_on():
