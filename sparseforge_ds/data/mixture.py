@@ -33,8 +33,13 @@ class Mixture:
         return tuple(part / sum(self.parts) for part in self.parts)
 
 
-def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixture:
+def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out: TextSource | None = None) -> Mixture:
     """Return the text of a run from the values of `--dataset`, each SOURCE or SOURCE=SHARE.
+
+    Args:
+        dataset: the values.
+        options: flags of the text.
+        held_out: source of `--eval_dataset`, which `--sample_by` divides too.
 
     Raises:
         ValueError: a source or file cannot be used or comes twice; some sources have a share and others none; a
@@ -60,12 +65,14 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS) -> Mixtur
         if owners.setdefault(path, name) != name:
             raise ValueError(f"--dataset {owners[path]} and {name}: both read {path}; name it once, with one share")
     # 3. A flag about .txt files needs some.
+    everything = sources if held_out is None else (*sources, held_out)
     if options.sample_by != "document" and not any(
-        isinstance(source, HubText) or any(is_plain_text(path.name) for path in _paths(source)) for source in sources
+        isinstance(source, HubText) or any(is_plain_text(path.name) for path in _paths(source)) for source in everything
     ):
+        with_held_out = "" if held_out is None else f" and --eval_dataset {held_out.name}"
         raise ValueError(
-            f"--sample_by {options.sample_by}: it divides .txt files, and --dataset {' '.join(names)} has none; leave "
-            "it out"
+            f"--sample_by {options.sample_by}: it divides .txt files, and --dataset {' '.join(names)}{with_held_out} "
+            f"{'has' if held_out is None else 'have'} none; leave it out"
         )
     return Mixture(sources, parts)
 

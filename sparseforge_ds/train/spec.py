@@ -374,8 +374,8 @@ def find_texts(arguments: RunArguments, model: Pretrained) -> tuple[Mixture, Tex
     Raises:
         ValueError: one cannot be found, used or told apart into prompts and completions, or its files are empty.
     """
-    text = find_text(arguments.dataset, TextOptions.from_arguments(arguments))
     held_out = find_held_out(arguments)
+    text = find_text(arguments.dataset, TextOptions.from_arguments(arguments), held_out)
     for source in text.sources:
         _check_not_empty("--dataset", source)
     if held_out is not None:

@@ -80,6 +80,11 @@ def test_dividing_needs_plain_text(folder):
     for dataset in ("a.jsonl", "stdlib"):
         with pytest.raises(ValueError, match=f"--sample_by line: it divides .txt files, and --dataset {dataset} has"):
             find_text([dataset], TextOptions(sample_by="line"))
+    # Text that is held out is divided too.
+    lines = TextOptions(sample_by="line")
+    find_text(["a.jsonl"], lines, find_source("a.txt", lines))
+    with pytest.raises(ValueError, match="--dataset a.jsonl and --eval_dataset a.jsonl have none; leave it out"):
+        find_text(["a.jsonl"], lines, find_source("a.jsonl", lines))
 
 
 @pytest.mark.parametrize("prefix", ["", "stream:"])
