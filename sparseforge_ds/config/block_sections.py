@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -261,7 +262,9 @@ class BlockStartConfig:
     """Tokens that every block is trained on, the first of the run; null: 5% of the run's, but at least 131,072 (or all)
     and at most 2 million."""
     epochs: int = 4
-    """Passes of every block over these tokens; 0 trains nothing, and keeps the first mask and SparseGPT's weights."""
+    """Passes of every block over these tokens; 0 trains nothing, and keeps the first mask and SparseGPT's weights.
+    Where a step is larger than `batch`, because each rank needs a sequence, `sparseforge train` and trainers make as
+    many more passes, so that the number of steps stays."""
     rate: float = 0.02
     """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine. Norms and biases have that
     of their block's matrices on average, and small gains less."""
@@ -305,6 +308,16 @@ class BlockStartConfig:
             return min(self.batch, max(1, -(-tokens // length)))
         # For the same tokens, more steps leave a block less error than larger ones.
         return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS, tokens) // length)
+
+    def passes(self, tokens: int, length: int, ranks: int) -> int:
+        """Return the passes of every block over the tokens: `epochs`, or more where a sequence a rank is a larger step.
+
+        Args:
+            tokens: tokens that a block is trained on.
+            length: tokens of a sequence.
+            ranks: ranks, or groups of ranks that share sequences.
+        """
+        return math.ceil(self.epochs * max(1.0, ranks / self.sequences_of_step(tokens, length)))
 
     def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
         """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.

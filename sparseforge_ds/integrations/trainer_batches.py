@@ -187,6 +187,8 @@ class StartBatches:
         self._ranks = trainer.args.world_size
         self._size = largest = trainer.args.per_device_train_batch_size
         self.per_batch = trainer.args.gradient_accumulation_steps
+        self.epochs = 0
+        """Passes of the start over its batches; nobody reads it without `block_start`."""
         self._batches_read = 0
         self._newest = StepBatches((), self._prepare, objective)
         """The batch that was read last."""
@@ -205,6 +207,7 @@ class StartBatches:
         steps = trainer.forge.config.max_steps
         tokens = block_start.tokens_of(steps * trainer.forge.engine.train_batch_size() * length)
         self._size, self.per_batch = block_start.micro_batches(tokens, length, self._ranks, largest)
+        self.epochs = block_start.passes(tokens, length, self._ranks)
 
     def passes(self, batch: int) -> list[Closure]:
         """Return the losses of this rank's micro-batches; `batch` must count up by one."""

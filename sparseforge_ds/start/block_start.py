@@ -130,7 +130,9 @@ class BlockStart:
                     break
         self._check_chain(inputs)
         inputs.pruned = inputs.dense.copy()
-        if epochs := self.settings.epochs:
+        if self.settings.epochs:
+            epochs = getattr(batches, "epochs", self.settings.epochs)
+            self.settings = replace(self.settings, epochs=epochs)
             _LOG.info(f"start: {tokens:,} tokens, {batches_to_read * epochs} steps of each of {len(modules)} blocks")
         return inputs
 

@@ -92,11 +92,13 @@ def _mask_line(spec: RunSpec) -> str:
     method = config.method
     if (block_start := config.start) is not None:
         tokens = block_start.tokens_of(config.max_steps * spec.tokens_per_step)
+        readers = spec.world_size // spec.sequence_parallel
+        passes = block_start.passes(tokens, spec.arguments.seq_length, readers)
         # Without a name, blocks with experts in one weight have other masks than the rest (`start.first_mask`).
         masks = "" if block_start.mask is None else f" by {block_start.mask}"
         moves = "" if config.soft is None else f", then an update every {config.resolved_schedule.update_every} steps"
         return (
-            f"method {method.name}, a start block by block{masks}, every block trained {block_start.epochs} times on "
+            f"method {method.name}, a start block by block{masks}, every block trained {passes} times on "
             f"{tokens:,} tokens{moves}"
         )
     if method.name == "sparseforge":

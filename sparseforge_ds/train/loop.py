@@ -88,9 +88,8 @@ def _train(
             forge.start(probe)
         preemption.begin_steps()
         if saved_step is None:
-            epochs = 0 if spec.config.start is None else spec.config.start.epochs
             seconds = context.ranks.on_first(lambda: round(time.perf_counter() - began, 1))
-            context.beginning = Beginning(probe.tokens_read, max(epochs, 1), seconds, rms)
+            context.beginning = Beginning(probe.tokens_read, max(probe.epochs, 1), seconds, rms)
         saves = spec.arguments.save_every and spec.steps and forge.can_save_start
         if not was_ready and spec.config.start is not None and saves:
             save(context, checkpoints, monitor, evaluation, 0)
@@ -254,15 +253,19 @@ class RunProbeBatches:
         position: sequences that the run has consumed.
         direction: -1 to walk back from here, a batch a probe, 1 to look ahead.
         layout: micro-batches of a probe batch; None takes those of a step, or `curvature.sequences`.
+        epochs: passes of a start over these batches.
     """
 
-    def __init__(self, context: TrainContext, position: int, direction: int, layout: BatchLayout | None = None) -> None:
+    def __init__(
+        self, context: TrainContext, position: int, direction: int, layout: BatchLayout | None = None, epochs: int = 0
+    ) -> None:
         self.batches = context.batches
         self.sequences = context.spec.config.curvature.sequences or self.batches.layout.global_batch
         if layout is not None:
             self.batches = self.batches.divided_as(layout)
             self.sequences = layout.global_batch
         self.reads_the_loss = layout is None
+        self.epochs = epochs
         self.context = context
         self.position = position
         self.direction = direction
@@ -307,7 +310,8 @@ def _block_start_batches(context: TrainContext) -> RunProbeBatches:
     tokens = block_start.tokens_of(spec.config.max_steps * spec.tokens_per_step)
     readers = layout.world_size // layout.sequence_parallel
     size, count = block_start.micro_batches(tokens, spec.arguments.seq_length, readers, layout.micro_batch)
-    return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count))
+    epochs = block_start.passes(tokens, spec.arguments.seq_length, readers)
+    return RunProbeBatches(context, 0, 1, replace(layout, micro_batch=size, accumulation=count), epochs)
 
 
 def log_masks(context: TrainContext, monitor: Monitor, step: int) -> None:

@@ -29,7 +29,7 @@ class ProbeBatches(Protocol):
     """Batches of sequences that probes read. A batch is the same sequences on any number of ranks.
 
     If losses are not means over all tokens of their micro-batch, `divisor(batch)` returns the number by which they
-    divide the sum over tokens.
+    divide the sum over tokens. `epochs`, if it is there, takes the place of `start.epochs`.
     """
 
     def passes(self, batch: int) -> Sequence[Closure]:

@@ -53,8 +53,13 @@ def test_masks_move_after_a_start_and_a_resumed_run_does_not_repeat_it(
     assert_same(resumed, states(run))
     # Masters of 16 bits leave a part of W outside the optimizer's state: the start is not saved, and the run goes on.
     bf16 = tmp_path / "bf16"
-    content = deepspeed_json(1, batch=12, max_steps=STEPS, **moving)
+    alone = {"start": {"tokens": 4 * 12 * 32, "epochs": 1}}  # whose steps have one sequence on one rank
+    content = deepspeed_json(1, batch=12, max_steps=STEPS, **(moving | alone))
     content["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     train(*flags_of(tmp_path, content, global_batch=12, micro_batch=2, save_every=3, output_dir=bf16))
-    assert "saved step_000000" not in "".join(capfd.readouterr())
+    assert "saved step_000000" not in (log := "".join(capfd.readouterr()))
+    # Two ranks read two sequences a step, and take as many steps as one rank.
+    assert "every block trained 2 times on 1,536 tokens" in log
+    assert "start: 1,536 tokens, 48 steps of each of 2 blocks" in log
+    assert read_json_object(bf16 / "result.json")["start"]["epochs"] == 2
     assert not (bf16 / "checkpoints" / "step_000000").exists()

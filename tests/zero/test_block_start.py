@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -280,6 +281,17 @@ def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
         assert "model.layers.1 computes something else alone than in its model" in messages["not alone"], messages
 
 
+class Lines(logging.Handler):
+    """Handler that keeps messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record.getMessage())
+
+
 def in_a_trainer(folder: str, batch: int | None) -> tuple[dict[str, Tensor], list[float]]:
     """Weights at the end and losses, where the start reads sequences of uneven lengths."""
     block = {"start": {"tokens": 400, "epochs": 1, "batch": batch}}
@@ -293,7 +305,15 @@ def in_a_trainer(folder: str, batch: int | None) -> tuple[dict[str, Tensor], lis
     more = {"data_collator": collate, "save_strategy": "no", "max_steps": 2}
     trainer = trainer_of(Path(folder, "out"), config, 2, **more)
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
+    lines = Lines()
+    logging.getLogger("sparseforge_ds").addHandler(lines)
+    logging.getLogger("sparseforge_ds").setLevel(logging.INFO)
     trainer.train()
+    # Without a batch, one rank would take a sequence a step: two take two, and so twice as many passes.
+    assert any(f"{3 if batch else 2 * 14} steps of each of 2 blocks" in line for line in lines.records), (
+        batch,
+        lines.records,
+    )
     rank = dist.get_rank()
     size = 2 if batch == 8 else 1
     first = [lengths[2 * size * n + size * rank :][:size] for n in range(4)]

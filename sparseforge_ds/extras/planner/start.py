@@ -39,11 +39,14 @@ def start_tokens(settings: MemorySettings) -> int:
 def start_operations(model: Architecture, settings: MemorySettings, forward: float) -> float:
     """Return the operations of all ranks, for `forward` operations of a token's forward pass.
 
-    The dense model runs once, and every block about four times; each epoch takes the work of three passes more.
+    The dense model runs once, and every block about four times; each pass of training takes the work of three more.
     """
-    epochs = 0 if settings.forge.start is None else settings.forge.start.epochs
+    tokens = start_tokens(settings)
+    passes = 0
+    if settings.forge.start is not None:
+        passes = settings.forge.start.passes(tokens, settings.seq_length, settings.ranks // settings.sequence_parallel)
     blocks = forward - head_operations(model)
-    return start_tokens(settings) * (forward + blocks * (4 + 3 * epochs))
+    return tokens * (forward + blocks * (4 + 3 * passes))
 
 
 def start_memory(model: Architecture, settings: MemorySettings) -> Kinds:

@@ -416,3 +416,16 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
     expected = {(1, 8): (4, 1), (2, 8): (2, 1), (3, 8): (2, 1), (1, 3): (2, 2), (2, 1): (1, 2), (64, 8): (1, 1)}
     assert {case: default.micro_batches(131_072, 256, *case) for case in expected} == expected
     assert BlockStartConfig(batch=12).micro_batches(131_072, 256, 1, 8) == (6, 2), "no rounding that is not needed"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16, 64, 163])
+def test_many_ranks_take_as_many_steps_in_a_start_as_one(ranks: int) -> None:
+    """Each needs a sequence, where a step of one rank has three."""
+    default = BlockStartConfig()
+    sequences = -(-2_000_000 // 4096)
+    size, count = default.micro_batches(2_000_000, 4096, ranks, 1)
+    steps = default.passes(2_000_000, 4096, ranks) * -(-sequences // (size * count * ranks))
+    assert default.sequences_of_step(2_000_000, 4096) == 3
+    assert 4 * sequences // 4 <= steps <= 1.15 * 4 * sequences / 3
+    assert BlockStartConfig(epochs=0).passes(2_000_000, 4096, ranks) == 0
+    assert BlockStartConfig(batch=488).passes(2_000_000, 4096, ranks) == 4
