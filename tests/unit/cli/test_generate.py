@@ -59,7 +59,27 @@ def test_the_kernel_is_built_before_the_clock_starts(
     monkeypatch.setattr(generate, "time", clock)
     monkeypatch.setattr(cpu_kernel, "load_cpu_kernel", lambda: events.append("kernel"))
     assert main(["generate", str(tmp_path / "out"), PROMPT, "--max_new_tokens", "2"]) == 0
-    assert events == [*(["kernel"] if format == "packed24" else []), "clock", "clock"]
+    assert events == [*(["kernel"] if format == "packed24" else []), "clock", *2 * ["clock"]]  # one a token
+
+
+def test_the_compiler_is_no_part_of_the_speed(
+    dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = [0.0, 2.0, 32.0, 40.0]  # the prompt, the compiler and the recording
+    times = slow + [40.0 + 0.125 * (token + 1) for token in range(17)]
+    assert (
+        generate.describe_speed(times, compiles=True)
+        == "20 tokens in 42.1 s, compiling included; compiled, 8.0 a second"
+    )
+    assert generate.describe_speed(times, compiles=False) == "20 tokens in 42.1 s, 0.5 a second"
+    assert (
+        generate.describe_speed(times[:6], compiles=True) == "5 tokens in 40.2 s, compiling included"
+    )  # hardly any compiled
+    # A static cache is what has transformers compile.
+    monkeypatch.setattr(generate, "cache_settings", lambda model: {"cache_implementation": "static"})
+    for flags, is_compiled in (([], True), (["--eager"], False)):
+        assert main(["generate", str(dense), PROMPT, "--max_new_tokens", "2", *flags]) == 0
+        assert ("compiling included" in capsys.readouterr().err) == is_compiled
 
 
 def test_the_cache_is_static_on_cuda_alone(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
