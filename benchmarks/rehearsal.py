@@ -90,8 +90,9 @@ def main(argv: list[str] | None = None) -> int:
     """Rehearse every depth, extrapolate, print."""
     arguments = parse_arguments(argv)
     try:
-        depths = [depth_of(word, arguments) for word in arguments.layers]
-        runs = [rehearse(arguments, layers) for layers in sorted(set(depths))]
+        depths = sorted({depth_of(word, arguments) for word in arguments.layers})
+        check_depths(arguments.model, depths)
+        runs = [rehearse(arguments, layers) for layers in depths]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -204,6 +205,19 @@ def depth_of(word: str, arguments: argparse.Namespace) -> int:
             f"{arguments.folder}: {needed / GIB:.1f} GiB are needed on its disk, {free / GIB:.1f} are free"
         )
     return layers
+
+
+def check_depths(model: str, depths: list[int]) -> None:
+    """Reject depths whose difference is not that of layers like the published model's.
+
+    Raises:
+        ValueError: one layer is a mixture, and the first of more a dense one.
+    """
+    if len(depths) > 1 and depths[0] == 1 and getattr(hub_config(model), "first_k_dense_replace", None):
+        raise ValueError(
+            f"--layers {' '.join(map(str, depths))}: 1 layer of {model} is a mixture, and the first of more is dense, "
+            "so they give no time of a mixture; use depths of 2 or more, or 1 alone"
+        )
 
 
 # -- what happens -----------------------------------------------------------------------------------------------------

@@ -61,9 +61,10 @@ def report(result: dict[str, Any]) -> str:
         f"planned {full['planned'] / GIB:.1f} GiB on each ({full['worst']}), "
         f"checkpoint {full['checkpoint'] / GIB:.0f} GiB"
     )
+    experts = "" if settings["experts"] is None else f" of {settings['experts']} experts"
     for phase, seconds in full["seconds"].items():
         item = full["seconds_per_layer"][phase]
-        say(f"  {phase:<26} {seconds:9.2f} s a step on these {result['ranks']} ranks: {item:.2f} a layer")
+        say(f"  {phase:<26} {seconds:9.2f} s a step on these {result['ranks']} ranks: {item:.2f} a layer{experts}")
     if not full["seconds"]:
         say("  one depth gives no time of a layer; give two to --layers")
     if result["device"] == "cpu":

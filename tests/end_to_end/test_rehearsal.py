@@ -86,6 +86,21 @@ def test_full_depth_lies_on_a_straight_line(tmp_path: Path) -> None:
     assert full["parameters"] == 16_375_728_128
     assert full["seconds_per_layer"] == {"heating": pytest.approx(0.5)}
     assert full["seconds"] == {"heating": pytest.approx(3.0 + 0.5 * 28)}
+    # The line is that of layers with as many experts as were measured.
+    settings = {"experts": 16, "shrink": 1, "micro_batch": 1, "seq_length": 64, "vocabulary": 1024}
+    result = {"model": "deepseek_moe_16b", "device": "cpu", "ranks": 2, "stage": 3, "runs": [], "full_depth": full}
+    assert "17.00 s a step on these 2 ranks: 0.50 a layer of 16 experts\n" in report({**result, "settings": settings})
+    whole = report({**result, "settings": {**settings, "experts": None}})
+    assert "17.00 s a step on these 2 ranks: 0.50 a layer\n" in whole
+
+
+def test_a_dense_layer_is_not_taken_for_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--shrink=16", "--experts=8", "--seq_length=16", "--memory=4", "--ranks=2"]
+    assert rehearsal.main([str(tmp_path), "--model=deepseek_moe_16b", "--layers", "2", "1", *small]) == 2
+    assert capsys.readouterr().err.endswith("; use depths of 2 or more, or 1 alone\n")
+    assert not list(tmp_path.iterdir())
+    for model, depths in (("deepseek_moe_16b", [1]), ("deepseek_moe_16b", [2, 3]), ("qwen3_14b", [1, 2])):
+        rehearsal.check_depths(model, depths)
 
 
 def test_as_many_layers_as_fit(tmp_path: Path) -> None:
