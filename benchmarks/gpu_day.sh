@@ -47,14 +47,14 @@ if [ "$device" = cpu ]; then
     part cost 120 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
     part frozen 120 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
 else
-    sizes="--stage 1 --dtype bf16 --hidden 2048 --layers 12 --seq 1024 --micro_batch 4 --vocabulary 32000 --accumulation 4 --steps 20"
+    sizes="--stage 1 --dtype bf16 --hidden 2048 --layers 12 --seq 1024 --micro_batch 4 --vocabulary 32000 --accumulation 4 --steps 40"
     # 1: numbers of fused functions against the CPU, before anything is timed; then their bytes a second.
     part tests 90 python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/mask/kernels/test_fused_on_gpu.py \
         tests/zero/test_tiled_shards.py
     part fused 60 python3 -m benchmarks.fused_functions --shapes 576x576 17408x5120 --json "$out/fused.json"
-    # 2: a training step beside plain DeepSpeed, while masks harden and when they are frozen.
-    part cost 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
-    part frozen 90 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
+    # 2: a training step beside plain DeepSpeed, while masks harden and when they are frozen, in four blocks for quartiles.
+    part cost 130 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --json '$out/cost.json'"
+    part frozen 110 bash -c "deepspeed_run benchmarks/step_cost.py $sizes --phase frozen --json '$out/frozen.json'"
     # 3: 33 to 256 rows by SPARSEFORGE_STAGED=1: right, and beside today's way and cuBLAS; each line ends with the fastest.
     part staged 90 bash -c "python3 -m pytest -q -m gpu -p no:cacheprovider tests/unit/extras/packed24/test_mma_on_gpu.py \
         -k 'staged_rows and (None-None or small and dtype0)' && python3 -m benchmarks.linear24 --device cuda --dtypes bfloat16 --repeats 5 --staged \

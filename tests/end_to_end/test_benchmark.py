@@ -40,6 +40,10 @@ def test_every_number_is_there(cost: tuple[str, dict[str, Any]]) -> None:
     assert set(result["step_s"]) == {"plain", "forge", "forge_without_update", "forge_with_update"}
     assert set(result["ratio"]) == {"median", "quartiles", "blocks", "of_medians", "processor_time"}
     assert len(result["ratio"]["blocks"]) == 2
+    # Quartiles of two blocks lie between them.
+    low, high = result["ratio"]["quartiles"]
+    blocks = result["ratio"]["blocks"]
+    assert min(blocks) < low < result["ratio"]["median"] < high < max(blocks)
     assert set(result["split_s_per_step"]) == {"publication", "curvature", "gate", "push", "teacher", "distillation"}
     assert min(result["split_s_per_step"].values()) > 0
     assert set(result["goals"]) == {"step_time_ratio", "extra_bytes_times_ranks"}
