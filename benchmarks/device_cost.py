@@ -37,16 +37,20 @@ if __name__ == "__main__":
 from benchmarks.device_cost_phases import Setting, costs
 from benchmarks.fake_cuda.counting import Cost
 from benchmarks.fake_cuda.engine import Rank
+from sparseforge_ds.config import shipped
 
 
 def main() -> None:
     """Count, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub_group = json.loads((shipped.FOLDER / "zero3.json").read_text())["zero_optimization"]["sub_group_size"]
     parser.add_argument("--model", default="Qwen/Qwen3-14B", help="a config.json, or a hub id that is known offline")
     parser.add_argument("--layers", type=int, help="of the model, instead of all")
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3))
-    parser.add_argument("--sub_group_size", type=float, default=1e9, help="of ZeRO-3; the default is DeepSpeed's")
+    parser.add_argument(
+        "--sub_group_size", type=float, default=sub_group, help=f"of ZeRO-3 (default: {sub_group}, as shipped)"
+    )
     parser.add_argument("--tokens", type=int, default=4096, help="of the micro-batch")
     parser.add_argument("--source", default="training", choices=("training", "probe"), help="curvature.source")
     parser.add_argument("--optimizer", default="fused", choices=("fused", "foreach"), help="kernels of torch's AdamW")

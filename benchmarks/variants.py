@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import sparseforge_ds as sf
 from benchmarks.phases import Phases
+from sparseforge_ds.config import shipped
 from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.zero.extra_passes import Closure
@@ -93,10 +95,11 @@ def forge_config(arguments: argparse.Namespace, steps: int) -> sf.SparseForgeCon
 def deepspeed_config(arguments: argparse.Namespace, world_size: int) -> dict[str, Any]:
     """Return the DeepSpeed configuration of both variants: that of `ds_configs/`, every "auto" resolved."""
     zero: dict[str, Any] = {"stage": arguments.stage}
+    if arguments.stage:
+        zero = json.loads((shipped.FOLDER / f"zero{arguments.stage}.json").read_text())["zero_optimization"]
     fused = {"fused": True} if get_accelerator().device_name() == "cuda" else {}  # as "auto" is in ds_configs/
     if arguments.stage == 3:  # as transformers resolves "auto"
         zero["stage3_param_persistence_threshold"] = 10 * arguments.hidden
-        zero["stage3_prefetch_bucket_size"] = int(0.9 * arguments.hidden**2)
     return {
         "train_batch_size": arguments.micro_batch * arguments.accumulation * world_size,
         "train_micro_batch_size_per_gpu": arguments.micro_batch,

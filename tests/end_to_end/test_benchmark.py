@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.phases import PHASES
-from benchmarks.step_cost import main
+from benchmarks.step_cost import main, parse_arguments
+from benchmarks.variants import deepspeed_config
 from tests.distributed import ROOT, run_distributed
 
 TINY = ["--hidden=64", "--layers=1", "--seq=8", "--vocabulary=64", "--accumulation=2", "--update_every=2", "--steps=4"]
@@ -74,6 +75,16 @@ def test_report_says_which_goals_are_met(cost: tuple[str, dict[str, Any]]) -> No
     text, _ = cost
     assert "goal step_time_ratio <= 1.04" in text
     assert "goal extra_bytes_times_ranks <= 6.50" in text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_both_runs_have_the_partitions_and_buckets_that_are_shipped(stage: int) -> None:
+    zero = deepspeed_config(parse_arguments(["--stage", str(stage)]), 2)["zero_optimization"]
+    assert zero["stage"] == stage and "auto" not in zero.values()
+    if stage:
+        shipped = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())["zero_optimization"]
+        assert zero.keys() == shipped.keys()
+        assert all(zero[key] == value for key, value in shipped.items() if value != "auto")
 
 
 def test_the_readme_names_every_phase() -> None:

@@ -46,6 +46,8 @@ def counted(folder: Path) -> tuple[dict[str, Any], str]:
 def test_each_phase_moves_the_bytes_that_are_known_beforehand(tmp_path: Path) -> None:
     result, printed = counted(tmp_path)
     assert (result["weights"], result["matrices"]) == (WEIGHTS, 7)
+    shipped = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())["zero_optimization"]
+    assert result["setting"]["sub_group_size"] == shipped["sub_group_size"]
     phases = result["phases"]
     assert "calculated" in printed and all(name in printed for name in phases)
     # AdamW reads weight, gradient and two moments, and writes all but the gradient: 28 bytes a weight.
