@@ -67,7 +67,7 @@ def register(commands: Any) -> None:
         metavar="NAME[:GROUP]",
         help="also measure the packed model with rounded values: int8, fp8_e4m3, int4, int4:64 (default: none)",
     )
-    add("--engine", choices=("graph", "eager"), help="way of decoding (default: graph on CUDA, eager elsewhere)")
+    add("--engine", choices=("graph", "eager"), help="way of decoding (default: graph, on CUDA alone; eager elsewhere)")
     add("--batches", type=int, nargs="+", default=[1, 4], metavar="N", help="batch sizes (default: 1 4)")
     add(
         "--workload",
@@ -152,6 +152,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     engine = args.engine or ("graph" if torch.cuda.is_available() else "eager")
     _require_flags_of(engine, args)
+    if engine == "graph" and not torch.cuda.is_available():
+        raise ValueError("--engine graph: needs a GPU with CUDA, and torch has none here; use --engine eager")
     if args.shapes is None:
         packed, dense = load_pair(args.model, args.against, args.dtype)
         folders = {"dense": args.against or f"{args.model}, unpacked", "packed": args.model}

@@ -81,9 +81,7 @@ def test_rivals_quantize_the_layers_that_are_packed(tmp_path: Path, capsys: pyte
     assert all(set(row["over_dense"]) == set(measured["models"]) - {"dense"} for row in measured["speeds"])
 
 
-def test_generation_with_a_static_cache_and_compiled_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_with_a_static_cache_and_compiled_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Generate with random weights; all but the compiler is as on CUDA."""
     BUILDERS["llama"](tie_word_embeddings=False).config.save_pretrained(tmp_path / "shapes")
     monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
@@ -96,28 +94,44 @@ def test_generation_with_a_static_cache_and_compiled_steps(
         return lambda ids: written[name].append(ids.clone()) or step(ids)
 
     monkeypatch.setattr(graph_speed.GraphRun, "compile_step", seen)
-    monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as on a machine with nothing but what measures
-    arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--engine", "graph", "--workload", "8x5", "--batches", "2"]
-    assert main(["bench", *arguments, "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path / "out")]) == 0
-    output = capsys.readouterr()
-    assert "in CUDA graphs" in output.out and "| byte bound |" in output.out
-    assert "no bench.png: it needs matplotlib" in output.err and not (tmp_path / "out" / "bench.png").exists()
-    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    pair = graph_speed.random_pair("llama-2-7b", 1, torch.float32)
+    models = dict(zip(("packed", "dense"), pair, strict=True))
+    workload = graph_speed.Lengths((2,), (graph_speed.Length(8, 5),), repeats=1)
+    speeds, generations = graph_speed.measure_graphs({name: models[name] for name in ("dense", "packed")}, workload)
     works = [f"8x5 {work}" for work in ("prefill", "decode", "new tokens in all")]
-    assert [(row["work"], row["batch"]) for row in measured["speeds"]] == [(work, 2) for work in works]
-    dense, packed = measured["generations"]
+    assert [(row.work, row.batch) for row in speeds] == [(work, 2) for work in works]
+    assert "| byte bound |" in graph_speed.table_of_generations(generations)
+    dense, packed = generations
     config = AutoConfig.from_pretrained(tmp_path / "shapes")
-    for row, measured_model in ((dense, measured["models"]["dense"]), (packed, measured["models"]["packed"])):
-        assert 0 < row["first_token_seconds"] < row["seconds"] and row["peak_bytes"] is None
-        assert row["cache_bytes"] == 2 * 2 * 13 * config.num_key_value_heads * config.head_dim * 4
+    for row in generations:
+        assert 0 < row.first_token_seconds < row.seconds and row.peak_bytes is None
+        assert row.cache_bytes == 2 * 2 * 13 * config.num_key_value_heads * config.head_dim * 4
         table = config.vocab_size * config.hidden_size * 4  # of which a step reads rows
-        assert row["step_bytes"] == measured_model["resident_bytes"] - table + row["cache_bytes"]
-        assert row["bytes_per_second"] == pytest.approx(row["step_bytes"] * row["decode_tokens_per_second"] / 2)
-    assert packed["step_bytes"] < dense["step_bytes"]
+        assert row.step_bytes == speed.resident(models[row.model]) - table + row.cache_bytes
+        assert row.bytes_per_second == pytest.approx(row.step_bytes * row.decode_tokens_per_second / 2)
+    assert packed.step_bytes is not None and dense.step_bytes is not None and packed.step_bytes < dense.step_bytes
     # Three turns of four steps, which begin from the same token every time.
     for steps in written.values():
         assert len(steps) == 12
         assert all(torch.equal(steps[step], steps[step % 4]) for step in range(12))
+    beyond = graph_speed.Lengths((1,), (graph_speed.Length(64, 99999),), repeats=1)
+    with pytest.raises(ValueError, match="--workload 64x99999: the model has"):
+        graph_speed.measure_graphs(models, beyond)
+
+
+def test_random_weights_need_no_model_and_a_report_no_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BUILDERS["llama"]().config.save_pretrained(tmp_path / "shapes")
+    monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as on a machine with nothing but what measures
+    arguments = ["--shapes", "llama-2-7b", "--layers", "1", "--batches", "2", "--out", str(tmp_path / "out")]
+    assert main(["bench", *arguments, *SHORT]) == 0
+    output = capsys.readouterr()
+    assert "bfloat16" in output.out and "no bench.png: it needs matplotlib" in output.err
+    measured = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert measured["models"]["packed"]["model"] == "llama-2-7b, random, packed"
+    assert not (tmp_path / "out" / "bench.png").exists()
 
 
 def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +225,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(packed), "--layers", "2"], "--layers 2: MODEL has its layers; leave it out, or give --shapes"),
         ([str(packed), "--engine", "eager", "--workload", "8x8"], "--workload: --engine eager does not read it; give"),
         ([str(packed), "--engine", "graph", "--prompt", "8"], "--prompt: --engine graph does not read it; give"),
-        ([str(packed), "--engine", "graph", "--workload", "64x99999"], "--workload 64x99999: the model has"),
+        (["--shapes", "qwen3-14b", "--engine", "graph"], "--engine graph: needs a GPU with CUDA, and torch has none"),
     ):
         assert main(["bench", *arguments]) == 2
         assert message in capsys.readouterr().err
