@@ -118,14 +118,16 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         require_writable(out, f"--out {args.out}")
 
-    # Load or make both models.
+    # Check the rest before both models are loaded or made, which takes minutes.
     for name in (args.model, args.against):
         if name is not None:
             require_model(name)
     with large_imports():
         import torch
 
+        from sparseforge_ds.evaluate.perplexity import max_positions
         from sparseforge_ds.extras.packed24.graph_speed import (
+            SHAPES,
             Length,
             Lengths,
             measure_graphs,
@@ -142,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
             rounded,
             table,
         )
+        from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.packed_format.packed_values import parse_grid
 
     try:
@@ -154,6 +157,21 @@ def run(args: argparse.Namespace) -> int:
     _require_flags_of(engine, args)
     if engine == "graph" and not torch.cuda.is_available():
         raise ValueError("--engine graph: needs a GPU with CUDA, and torch has none here; use --engine eager")
+    workload: Any
+    if engine == "eager":
+        workload = Workload(tuple(args.batches), args.prompt or 512, args.generated or 16, args.repeats)
+    else:
+        lengths = tuple(Length(*pair) for pair in args.workload or [(128, 128)])
+        workload = Lengths(tuple(args.batches), lengths, args.repeats)
+    for name in (args.model, args.against) if args.shapes is None else (str(SHAPES[args.shapes]),):
+        if name is not None:
+            workload.require_positions(max_positions(load_config(name, name)))
+    if args.rivals and find_spec("torchao") is None:
+        raise ValueError(f"--rivals {args.rivals[0]}: torchao is not installed; pip install torchao")
+    if args.model is not None:
+        _require_grids_of(args.model, grids)
+
+    # Load or make both models.
     if args.shapes is None:
         packed, dense = load_pair(args.model, args.against, args.dtype)
         folders = {"dense": args.against or f"{args.model}, unpacked", "packed": args.model}
@@ -170,14 +188,10 @@ def run(args: argparse.Namespace) -> int:
         folders[f"dense {kind}"] = f"{folders['dense']}, {kind} by torchao"
 
     # Measure.
-    workload: Any
     generations: list[Any] = []
     if engine == "eager":
-        workload = Workload(tuple(args.batches), args.prompt or 512, args.generated or 16, args.repeats)
         speeds = measure(models, workload)
     else:
-        lengths = tuple(Length(*pair) for pair in args.workload or [(128, 128)])
-        workload = Lengths(tuple(args.batches), lengths, args.repeats)
         speeds, generations = measure_graphs(models, workload)
 
     # Print and write the report.
@@ -202,3 +216,26 @@ def _require_flags_of(engine: str, args: argparse.Namespace) -> None:
     if flag := next((flag for flag, value in unread[engine].items() if value is not None), None):
         cure = "--workload PxN" if engine == "graph" else "--prompt and --generated"
         raise ValueError(f"{flag}: --engine {engine} does not read it; give {cure}, or the other --engine")
+
+
+def _require_grids_of(model: str, grids: dict[str, Any]) -> None:
+    """Reject `--values` that the config.json or the headers of a packed folder do not allow."""
+    from sparseforge_ds.extras.packed24.file_headers import read_headers
+    from sparseforge_ds.model.registration import load_config
+    from sparseforge_ds.model.stored_config import is_packed_config
+    from sparseforge_ds.packed_format.packed_values import require_group_size
+    from sparseforge_ds.packed_format.packing import POSITIONS, packed24_axis
+
+    config = vars(load_config(model, model))
+    if grids and is_packed_config(config) and config["quantization_config"].get("values") is not None:
+        raise ValueError(f"--values: the values of {model} are rounded already; leave it out, or give a folder in bf16")
+    # Groups divide the kept inputs of every packed weight. A model of the hub is checked when it is loaded.
+    groups = {text: grid.group_size for text, grid in grids.items() if grid.group_size is not None}
+    headers = read_headers(map(str, Path(model).glob("*.safetensors"))) if groups else {}
+    for weight in sorted({key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)} & headers.keys()):
+        shape = headers[weight].shape
+        for text, group_size in groups.items():
+            try:
+                require_group_size(shape[packed24_axis(shape, headers[weight + POSITIONS].shape)], group_size)
+            except ValueError as error:
+                raise ValueError(f"--values {text}: {weight}: {error}") from None

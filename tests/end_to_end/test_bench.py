@@ -189,9 +189,30 @@ def test_a_rival_without_torchao_is_refused(
 ) -> None:
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
-    monkeypatch.setattr(speed, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     assert main(["bench", str(packed), "--rivals", "int8", *SHORT]) == 2
     assert "--rivals int8: torchao is not installed; pip install torchao" in capsys.readouterr().err
+
+
+def test_flags_that_do_not_fit_a_model_are_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Loaded models are compared, so that the sizes of these two would be refused first."""
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    rounded = write_sparse(tmp_path / "rounded", dense, "llama", format="packed24", grid=Grid("int8"))
+    other = write_dense(tmp_path / "other", "llama-odd")
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)  # as without torchao
+    for model, flags, message in (
+        (packed, ["--rivals", "fp8"], "--rivals fp8: torchao is not installed"),
+        (rounded, ["--values", "fp8_e4m3"], f"--values: the values of {rounded} are rounded already; leave it out"),
+        (packed, ["--values", "int8", "int4:48"], "groups of 48 values do not divide the 32 kept inputs of a row"),
+        (packed, ["--prompt", "99999"], "--prompt 99999: the model has"),
+        (packed, ["--generated", "99999"], "--generated 99999: the model has"),
+        (packed, [], "hidden_size 20 is not the"),
+    ):
+        assert main(["bench", str(model), "--against", str(other), *SHORT, *flags]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,12 +224,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
     tiny(GPTJConfig, n_layer=1, n_head=4, rotary_dim=4)().save_pretrained(positioned)
     # Models, and settings that do not fit them or each other.
     for arguments, message in (
-        ([str(positioned)], "none of its weights is packed, so there is nothing to compare; pack them"),
-        ([str(dense)], "none of its weights is packed, so there is nothing to compare; pack them"),
-        ([str(packed), "--against", str(other)], "hidden_size 20 is not the"),
-        ([str(packed), "--against", str(half)], "so the times would compare dtypes; give --dtype float32"),
-        ([str(packed), "--prompt", "99999"], "--prompt 99999: the model has"),
-        ([str(packed), "--prompt", "8", "--generated", "99999"], "--generated 99999: the model has"),
+        ([str(positioned), *SHORT], "none of its weights is packed, so there is nothing to compare; pack them"),
+        ([str(dense), *SHORT], "none of its weights is packed, so there is nothing to compare; pack them"),
+        ([str(packed), "--against", str(other), *SHORT], "hidden_size 20 is not the"),
+        ([str(packed), "--against", str(half), *SHORT], "so the times would compare dtypes; give --dtype float32"),
         (["no/model", "--out", str(dense / "config.json")], "config.json: a file is there; give a folder"),
         (["no/model", "--out", str(dense / "config.json" / "x")], "a file is there; give a folder"),
         (
@@ -222,6 +241,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.Captu
         ([str(packed), "--shapes", "qwen3-14b"], "give MODEL, or --shapes for random weights, and not both"),
         (["--shapes", "qwen3-14b", "--against", str(dense)], "--shapes makes both models; leave one out"),
         (["--shapes", "qwen3-14b", "--layers", "41"], "--layers 41 is not valid: the model has 40; use 1 to that many"),
+        (["--shapes", "qwen3-14b", "--prompt", "99999"], "--prompt 99999: the model has 40960 positions"),
         ([str(packed), "--layers", "2"], "--layers 2: MODEL has its layers; leave it out, or give --shapes"),
         ([str(packed), "--engine", "eager", "--workload", "8x8"], "--workload: --engine eager does not read it; give"),
         ([str(packed), "--engine", "graph", "--prompt", "8"], "--prompt: --engine graph does not read it; give"),

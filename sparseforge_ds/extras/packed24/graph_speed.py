@@ -52,6 +52,12 @@ class Lengths:
     repeats: int
     """Turns that count; two more come first, which compile."""
 
+    def require_positions(self, positions: int) -> None:
+        """Reject a length that is beyond a model's positions."""
+        for length in self.lengths:
+            if length.prompt + length.new > positions:
+                raise ValueError(f"--workload {length}: the model has {positions} positions; use fewer tokens in all")
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -127,10 +133,7 @@ def measure_graphs(models: dict[str, Any], workload: Lengths) -> tuple[list[Spee
                 f"--engine graph: transformers cannot compile the {name} model, a {type(model).__name__}, as a whole; "
                 "use --engine eager"
             )
-        positions = max_positions(model.config)
-        for length in workload.lengths:
-            if length.prompt + length.new > positions:
-                raise ValueError(f"--workload {length}: the model has {positions} positions; use fewer tokens in all")
+        workload.require_positions(max_positions(model.config))
     # Every length and batch size, all models in turns.
     speeds: list[Speed] = []
     generations: list[Generation] = []

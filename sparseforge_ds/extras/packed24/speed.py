@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -53,6 +52,15 @@ class Workload:
     """Tokens that decode writes, one after the other, after a prompt of 16."""
     repeats: int = 5
     """Turns that count; one more comes before them."""
+
+    def require_positions(self, positions: int) -> None:
+        """Reject a prompt or a text that is longer than a model's positions."""
+        for flag, length, limit in (
+            ("--prompt", self.prompt, positions),
+            ("--generated", self.generated, positions - _BEFORE_DECODE),
+        ):
+            if length > limit:
+                raise ValueError(f"{flag} {length}: the model has {positions} positions; use {limit} at most")
 
 
 @dataclass(frozen=True)
@@ -119,11 +127,9 @@ def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> Pre
         kind: one of `RIVALS`.
 
     Raises:
-        ValueError: torchao is not installed, cannot do this here, or the model has packed experts.
+        ValueError: torchao cannot do this here, or the model has packed experts.
     """
     flag = f"--rivals {kind}"
-    if find_spec("torchao") is None:
-        raise ValueError(f"{flag}: torchao is not installed; pip install torchao")
     from torchao import quantization
 
     # torchao leaves what it cannot quantize dense, in silence: the comparison would not be one.
@@ -201,13 +207,7 @@ def measure(models: dict[str, PreTrainedModel], workload: Workload) -> list[Spee
     Raises:
         ValueError: the workload has more tokens than a model has positions.
     """
-    positions = min(max_positions(model.config) for model in models.values())
-    for flag, length, limit in (
-        ("--prompt", workload.prompt, positions),
-        ("--generated", workload.generated, positions - _BEFORE_DECODE),
-    ):
-        if length > limit:
-            raise ValueError(f"{flag} {length}: the model has {positions} positions; use {limit} at most")
+    workload.require_positions(min(max_positions(model.config) for model in models.values()))
     # Turns of all models, for each kind of work and batch size.
     speeds = []
     bar = tqdm(total=2 * len(workload.batches) * (workload.repeats + 1), unit=" turns", disable=None)
