@@ -50,6 +50,9 @@ __attribute__((target("avx512f"))) void fp32_rows(const float* x, const float* w
 // x (in), w (out, in), out a multiple of 8, in of 64 -> (out) in fp32
 at::Tensor dense_matvec(const at::Tensor& x, const at::Tensor& w) {
     const int64_t out = w.size(0), in = w.size(1);
+    TORCH_CHECK(out % ROWS == 0 && in % 64 == 0, "dense_matvec: outputs must be a multiple of 8, inputs of 64, not ", out, " x ", in);
+    TORCH_CHECK(x.scalar_type() == w.scalar_type() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat),
+                "dense_matvec: x and w must be bfloat16 or float32, both the same");
     at::Tensor y = at::empty({out}, x.options().dtype(at::kFloat));
     float* to = y.mutable_data_ptr<float>();
     at::parallel_for(0, out / ROWS, 1, [&](int64_t at, int64_t end) {

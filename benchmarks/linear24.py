@@ -5,7 +5,8 @@ python -m benchmarks.linear24 [--threads 1] [--rows 1 2 4 8 16 17 32] [--repeats
 python -m benchmarks.linear24 --device cuda [--shapes 14336x4096 4096x14336 ...] [--staged]
 
 On the CPU in turns; each line has medians in milliseconds, and medians of the quotients of neighbours. Weights are
-larger than the last cache. The careful dense kernel (dense_matvec.cpp) knows one row of x and needs AVX-512 with bf16.
+larger than the last cache. The careful dense kernel (dense_matvec.cpp) is beside one row of x where it knows the shape
+(outputs a multiple of 8, inputs of 64) and the processor has AVX-512, with bf16 for that dtype.
 
 On a GPU each line has microseconds of CUDA graphs that go through six weights in turn, so that none is found in the L2
 cache, and behind them what a call without a graph costs the host.
@@ -17,7 +18,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,7 @@ from sparseforge_ds.packed_format.packed_values import Grid, parse_grid, round_v
 from sparseforge_ds.packed_format.packing import pack24
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -44,18 +45,11 @@ def main() -> None:
     parser.add_argument("--round_inputs", action="store_true", help="int8 also with inputs in 8 bits")
     parser.add_argument("--staged", action="store_true", help="on a GPU: SPARSEFORGE_STAGED=1, too, if it is right")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
     if args.device == "cuda":
         on_cuda(args)
         return
-    load(
-        name="sparseforge_bench_dense",
-        sources=[str(Path(__file__).with_name("dense_matvec.cpp"))],
-        extra_cflags=["-O3", "-fopenmp"],
-        extra_ldflags=["-fopenmp"],
-        is_python_module=False,
-    )
     torch.set_num_threads(args.threads)
     for name in args.dtypes:
         for shape in args.shapes:
@@ -69,6 +63,31 @@ def main() -> None:
                     f"{name} {shape[0]} x {shape[1]}, {rows} rows: {_line(weight, packed, rows, args.repeats)}",
                     flush=True,
                 )
+
+
+def has_careful_dense(dtype: torch.dtype, outputs: int, inputs: int) -> bool:
+    """Return True if dense_matvec.cpp can multiply a weight on this processor."""
+    needed = {
+        torch.bfloat16: {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
+        torch.float32: {"avx512f"},
+    }
+    cpu = Path("/proc/cpuinfo")
+    flags = set(cpu.read_text().split()) if cpu.exists() else set()
+    return outputs % 8 == 0 and inputs % 64 == 0 and dtype in needed and needed[dtype] <= flags
+
+
+@cache
+def load_careful_dense() -> Callable[[Tensor, Tensor], Tensor]:
+    """Compile dense_matvec.cpp, and return its product."""
+    load(
+        name="sparseforge_bench_dense",
+        sources=[str(Path(__file__).with_name("dense_matvec.cpp"))],
+        extra_cflags=["-O3", "-fopenmp"],
+        extra_ldflags=["-fopenmp"],
+        is_python_module=False,
+    )
+    product: Callable[[Tensor, Tensor], Tensor] = torch.ops.sparseforge_bench.dense_matvec
+    return product
 
 
 def packed_forms(weight: Tensor, grids: Sequence[Grid]) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -149,8 +168,8 @@ def _line(weight: Tensor, packed: dict[str, Callable[[Tensor], Tensor]], rows: i
     x = torch.randn(rows, weight.shape[1], dtype=weight.dtype)
     runs: dict[str, Callable[[], Tensor]] = {"torch": lambda: torch.nn.functional.linear(x, weight)}
     runs |= {name: partial(form, x) for name, form in packed.items()}
-    if rows == 1:
-        runs["careful dense"] = lambda: torch.ops.sparseforge_bench.dense_matvec(x[0], weight)
+    if rows == 1 and has_careful_dense(weight.dtype, *weight.shape):
+        runs["careful dense"] = partial(load_careful_dense(), x[0], weight)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():

@@ -1,0 +1,37 @@
+"""benchmarks/linear24.py on the CPU, at shapes that only show which kernels are measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import linear24
+
+ONE = ["--rows", "1", "--repeats", "1", "--dtypes", "float32"]
+
+
+def test_the_careful_dense_kernel_is_beside_shapes_that_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    linear24.main(["--shapes", "16x64", "12x64", "16x96", *ONE])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in lines] == [
+        f"float32 {shape}" for shape in ("16 x 64", "12 x 64", "16 x 96")
+    ]
+    assert all("torch" in line and "packed" in line for line in lines)
+    is_there = linear24.has_careful_dense(torch.float32, 16, 64)  # this processor has AVX-512
+    assert ["careful dense" in line for line in lines] == [is_there, False, False]
+
+
+def test_the_careful_dense_kernel_refuses_what_it_would_read_beyond() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        if not linear24.has_careful_dense(dtype, 24, 192):
+            pytest.skip(f"this processor has no AVX-512 for {dtype}")
+        weight = torch.randn(24, 192).to(dtype)
+        x = torch.randn(192).to(dtype)
+        product = linear24.load_careful_dense()
+        torch.testing.assert_close(product(x, weight), weight.float() @ x.float(), atol=1e-3, rtol=1e-4)
+        for wrong in (weight[:20], weight[:, :160].contiguous()):
+            with pytest.raises(RuntimeError, match="outputs must be a multiple of 8, inputs of 64"):
+                product(x[: wrong.shape[1]], wrong)
+    with pytest.raises(RuntimeError, match="must be bfloat16 or float32, both the same"):
+        product(x.half(), weight.half())
