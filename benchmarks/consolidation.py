@@ -50,7 +50,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each turn")
     parser.add_argument("--json", type=Path, help="also write the numbers to a file")
     parser.add_argument("--turn", nargs=4, help=argparse.SUPPRESS)  # one variant, in this process
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    arguments.folder = arguments.folder.absolute()  # turns run in the checkout
+    return arguments
 
 
 def main() -> int:

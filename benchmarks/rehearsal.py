@@ -80,6 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--steps {arguments.steps}: use at least 6, so that every phase has a step")
     if arguments.vocabulary < VOCABULARY:
         parser.error(f"--vocabulary {arguments.vocabulary}: the tokenizer has {VOCABULARY} pieces")
+    arguments.folder = arguments.folder.absolute()  # launcher and commands run in the checkout
     gpus = torch.cuda.device_count()
     arguments.gpu_memory = min((torch.cuda.mem_get_info(i)[0] for i in range(gpus)), default=0)
     arguments.ranks = arguments.ranks or gpus or 2

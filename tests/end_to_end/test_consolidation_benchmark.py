@@ -14,10 +14,11 @@ from tests.distributed import PATIENCE, ROOT
 def test_every_number_is_there(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()  # of somebody else: what is measured is named after the run
     size = ["--hidden=256", "--layers=1", "--vocabulary=64", "--ranks=2", "--repeats=1", "--workers=2"]
-    command = ["benchmarks/consolidation.py", str(tmp_path), *size, "--json", str(tmp_path / "report.json")]
+    script = str(ROOT / "benchmarks" / "consolidation.py")
+    command = [script, tmp_path.name, *size, "--json", str(tmp_path / "report.json")]  # a folder of where it is called
     process = subprocess.run(
         [sys.executable, *command, "--cold"],
-        cwd=ROOT,
+        cwd=tmp_path.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,

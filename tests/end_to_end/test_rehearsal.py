@@ -21,10 +21,10 @@ from tests.distributed import PATIENCE, ROOT
 
 
 def rehearse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command on processors."""
+    """Run the command on processors, with the folder's name from its parent."""
     return subprocess.run(
-        [sys.executable, "benchmarks/rehearsal.py", str(folder), *arguments],
-        cwd=ROOT,
+        [sys.executable, str(ROOT / "benchmarks" / "rehearsal.py"), folder.name, *arguments],
+        cwd=folder.parent,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
