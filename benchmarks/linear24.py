@@ -33,11 +33,11 @@ from sparseforge_ds.packed_format.packed_values import Grid, parse_grid, round_v
 from sparseforge_ds.packed_format.packing import pack24
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; see the module's docstring."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, help="on the CPU (default: 1)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 17, 32])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--dtypes", nargs="+", help="bfloat16, and on the CPU float32, too")
@@ -46,7 +46,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--staged", action="store_true", help="on a GPU: SPARSEFORGE_STAGED=1, too, if it is right")
     parser.add_argument("--shapes", type=_shape, nargs="+", default=[(14336, 4096), (4096, 14336)], metavar="OUTxIN")
     args = parser.parse_args(argv)
+
+    # A flag that the device does not read is refused: its line would be taken for an answer.
+    unread = {"cpu": {"--staged": args.staged}}
+    unread["cuda"] = {"--values": args.values, "--round_inputs": args.round_inputs, "--threads": args.threads}
+    if flag := next((flag for flag, value in unread[args.device].items() if value), None):
+        parser.error(f"{flag}: --device {args.device} does not read it; leave it out")
+    if args.round_inputs and Grid("int8") not in args.values:
+        parser.error("--round_inputs: rounds the inputs of int8 values; give --values int8 too")
+    args.threads = args.threads or 1
     args.dtypes = args.dtypes or (["bfloat16", "float32"] if args.device == "cpu" else ["bfloat16"])
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    args = parse_arguments(argv)
     if args.device == "cuda":
         on_cuda(args)
         return

@@ -35,3 +35,27 @@ def test_the_careful_dense_kernel_refuses_what_it_would_read_beyond() -> None:
                 product(x[: wrong.shape[1]], wrong)
     with pytest.raises(RuntimeError, match="must be bfloat16 or float32, both the same"):
         product(x.half(), weight.half())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--round_inputs"], "--round_inputs: rounds the inputs of int8 values; give --values int8 too"),
+        (["--round_inputs", "--values", "int4:64"], "--round_inputs: rounds the inputs of int8 values"),
+        (["--staged"], "--staged: --device cpu does not read it; leave it out"),
+        (["--device", "cuda", "--values", "int8"], "--values: --device cuda does not read it; leave it out"),
+        (["--device", "cuda", "--round_inputs"], "--round_inputs: --device cuda does not read it"),
+        (["--device", "cuda", "--threads", "2"], "--threads: --device cuda does not read it"),
+    ],
+)
+def test_flags_that_nothing_reads_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        linear24.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_inputs_are_rounded_beside_int8_values(capsys: pytest.CaptureFixture[str]) -> None:
+    linear24.main(["--shapes", "16x64", "--values", "int8", "--round_inputs", *ONE])
+    assert "int8, inputs too" in capsys.readouterr().out
