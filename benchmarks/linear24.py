@@ -8,8 +8,8 @@ On the CPU in turns; each line has medians in milliseconds, and medians of the q
 larger than the last cache. The careful dense kernel (dense_matvec.cpp) is beside one row of x where it knows the shape
 (outputs a multiple of 8, inputs of 64) and the processor has AVX-512, with bf16 for that dtype.
 
-On a GPU each line has microseconds of CUDA graphs that go through six weights in turn, so that none is found in the L2
-cache, and behind them what a call without a graph costs the host.
+On a GPU each line has microseconds of CUDA graphs that go through six weights or more in turn, twice the L2 cache at
+least, so that none is found there, and behind them what a call without a graph costs the host.
 """
 
 from __future__ import annotations
@@ -129,15 +129,22 @@ def _set(name: str, value: str, product: Callable[..., Any], *operands: Tensor |
 @torch.no_grad()
 def on_cuda(args: argparse.Namespace) -> None:
     """Measure and print."""
-    from benchmarks.tiles import WEIGHTS, error_of, graph_us, host_us, weights  # Triton, which is where torch has CUDA
+    from benchmarks.tiles import (
+        error_of,
+        graph_us,
+        host_us,
+        weights,
+        weights_in_turn,
+    )  # Triton, which is where torch has CUDA
 
     wrong = 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in args.dtypes:
         for outputs, inputs in args.shapes:
-            dense, packed = weights(outputs, inputs, getattr(torch, name), WEIGHTS)
+            dtype = getattr(torch, name)
+            dense, packed = weights(outputs, inputs, dtype, weights_in_turn(outputs, inputs, dtype))
             for rows in args.rows:
-                x = torch.randn(rows, inputs, dtype=dense[0].dtype, device="cuda")
+                x = torch.randn(rows, inputs, dtype=dtype, device="cuda")
                 runs = {
                     "torch": [partial(torch.nn.functional.linear, x, weight) for weight in dense],
                     "packed": [partial(linear24, x, *weight) for weight in packed],

@@ -2,14 +2,16 @@
 
 python -m benchmarks.tiles [--json OUT] [--compile 16] [--seconds 55] [--shapes 14336x4096 ...] [--rows 1 4 ...]
 
-Times are those of CUDA graphs that go through six weights in turn, so that none is found in the L2 cache. A tile whose
-result is further from fp64 than its dtype explains is told and not counted, as is one that does not compile or run.
+Times are those of CUDA graphs that go through six weights or more in turn, twice the L2 cache at least, so that none is
+found there. A tile whose result is further from fp64 than its dtype explains is told and not counted, as is one that
+does not compile or run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,8 @@ from sparseforge_ds.packed_format.packing import pack24
 
 SHAPES = ("14336x4096", "4096x14336", "4096x4096", "17408x5120")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-WEIGHTS = 6
+FEWEST_WEIGHTS = 6
+"""Weights that a graph goes through, unless more are needed to leave the L2 cache."""
 FEW = [
     *((1, 512, 4, 1), (1, 512, 4, 2), (1, 1024, 8, 1), (2, 512, 4, 1), (2, 512, 4, 2), (4, 512, 4, 1), (4, 512, 4, 2)),
     *((2, 1024, 8, 1), (4, 1024, 8, 1), (1, 256, 2, 2), (1, 256, 2, 4), (2, 256, 2, 1), (2, 256, 2, 2), (4, 256, 2, 2)),
@@ -195,6 +198,14 @@ def measure(dense: list[Tensor], packed: list[tuple[Tensor, Tensor]], rows: int,
     }
 
 
+def weights_in_turn(outputs: int, inputs: int, dtype: torch.dtype, cache_bytes: int | None = None) -> int:
+    """Return the number of packed weights that take twice the L2 cache, by default that of this GPU."""
+    if cache_bytes is None:
+        cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    packed_bytes = outputs * inputs * dtype.itemsize // 2 + outputs * -(-inputs // 8)
+    return max(FEWEST_WEIGHTS, math.ceil(2 * cache_bytes / packed_bytes))
+
+
 def weights(outputs: int, inputs: int, dtype: torch.dtype, count: int) -> tuple[list[Tensor], list[Any]]:
     """Dense ones that are 2:4, at places that differ, and the same packed."""
     pairs = [[i in pair for i in range(4)] for pair in combinations(range(4), 2)]
@@ -277,7 +288,7 @@ def main() -> None:
     host_times()
     results: list[dict[str, Any]] = []
     for outputs, inputs in args.shapes:
-        dense, packed = weights(outputs, inputs, torch.bfloat16, WEIGHTS)
+        dense, packed = weights(outputs, inputs, torch.bfloat16, weights_in_turn(outputs, inputs, torch.bfloat16))
         for rows in args.rows:
             line = measure(dense, packed, rows, until)
             if line is None:

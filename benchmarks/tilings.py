@@ -2,8 +2,8 @@
 
 python -m benchmarks.tilings [--shapes 14336x4096 ...] [--rows 1 8 16 32 64] [--best 10] [--seconds 60]
 
-Times are those of CUDA graphs that go through six weights in turn, so that none is found in the L2 cache. The first of
-a line is what the rule takes; a tiling that is wrong is told and not counted.
+Times are those of CUDA graphs that go through six weights or more in turn, twice the L2 cache at least, so that none is
+found there. The first of a line is what the rule takes; a tiling that is wrong is told and not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.tiles import WEIGHTS, error_of, graph_us, weights
+from benchmarks.tiles import error_of, graph_us, weights, weights_in_turn
 from sparseforge_ds.extras.packed24.cuda_driver import shared_memory_limit
 from sparseforge_ds.extras.packed24.mma_kernel import ProductPlan, Tiling, ranked
 from sparseforge_ds.extras.packed24.staged_tiling import StagedTiling
@@ -51,7 +51,7 @@ def main() -> None:
     with ThreadPoolExecutor() as pool:
         plans = dict(zip(jobs, pool.map(lambda job: ProductPlan(*job), jobs), strict=True))
     for outputs, inputs in shapes:
-        dense, packed = weights(outputs, inputs, torch.bfloat16, WEIGHTS)
+        dense, packed = weights(outputs, inputs, torch.bfloat16, weights_in_turn(outputs, inputs, torch.bfloat16))
         for rows in args.rows:
             if time.perf_counter() > until:
                 print("out of time")

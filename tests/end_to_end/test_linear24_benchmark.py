@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import linear24
+from sparseforge_ds.packed_format.packing import pack24
 
 ONE = ["--rows", "1", "--repeats", "1", "--dtypes", "float32"]
 
@@ -59,3 +60,13 @@ def test_flags_that_nothing_reads_are_refused(
 def test_inputs_are_rounded_beside_int8_values(capsys: pytest.CaptureFixture[str]) -> None:
     linear24.main(["--shapes", "16x64", "--values", "int8", "--round_inputs", *ONE])
     assert "int8, inputs too" in capsys.readouterr().out
+
+
+def test_weights_in_turn_leave_the_cache() -> None:
+    tiles = pytest.importorskip("benchmarks.tiles", reason="triton is not installed", exc_type=ImportError)
+    for shape in ((1024, 64), (64, 256), (8, 4)):
+        packed_bytes = sum(part.nbytes for part in pack24(torch.zeros(shape, dtype=torch.bfloat16), -1))
+        for cache_bytes in (1, 6 * packed_bytes // 2, 6 * packed_bytes // 2 + 1, 100_000):
+            count = tiles.weights_in_turn(*shape, torch.bfloat16, cache_bytes)
+            assert count >= 6 and count * packed_bytes >= 2 * cache_bytes
+            assert count == 6 or (count - 1) * packed_bytes < 2 * cache_bytes  # no more than it takes
