@@ -9,10 +9,16 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 out="${1:?usage: bash benchmarks/gpu_day.sh OUT [PART ...]}"
 shift
-wanted=" ${*:-fused tests cost frozen staged bench linear overlap optimizer} "
+device="${GPU_DAY_DEVICE:-cuda}"
+parts="tests fused cost frozen staged bench linear overlap optimizer"
+if [ "$device" = cpu ]; then parts="fused tests cost frozen"; fi
+wanted=" ${*:-$parts} "
+for name in $wanted; do
+    # A part that is not there would be silence, and the day over.
+    [[ " $parts " == *" $name "* ]] || { echo "gpu_day: $name: no such part on $device; use some of: $parts" >&2; exit 2; }
+done
 mkdir -p "$out"
 out="$(cd "$out" && pwd)"
-device="${GPU_DAY_DEVICE:-cuda}"
 # DeepSpeed cannot read an architecture like 9.0a, which some images list.
 # Random weights of a large model take a single thread longer than what is measured on them.
 export OMP_NUM_THREADS="${GPU_DAY_THREADS:-$(nproc)}"
