@@ -45,13 +45,18 @@ def write_rounded(model_folder: str, out: str, bits: int, pattern: str, group_si
     return len(weights)
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Round, and print how many weights were."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out")
-    parser.add_argument("--bits", type=int, required=True, help="2 to 8")
+    parser.add_argument("--bits", type=int, choices=range(2, 9), required=True, help="of a code")
     parser.add_argument("--pattern", default="4:4", help="pattern of the weights (default: 4:4, a dense model)")
     parser.add_argument("--group_size", type=int, help="kept weights that share a scale (default: all of a row)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     count = write_rounded(args.model, args.out, args.bits, args.pattern, args.group_size)
     print(f"{count} weights rounded, in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
