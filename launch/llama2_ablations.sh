@@ -11,6 +11,7 @@
 set -euo pipefail
 
 name="$(basename "$0" .sh)"
+[[ "${HOSTFILE:-/}" == /* ]] || export HOSTFILE="$PWD/$HOSTFILE" # of where this was called, as for the recipe
 cd "$(dirname "$0")/.."
 flags=()
 case "${1:-}" in

@@ -232,6 +232,23 @@ def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
     assert f"    {which}) block=" in head and bash("launch/llama2_ablations.sh")[0] == 2
 
 
+def test_the_hostfile_of_an_ablation_is_that_of_where_it_is_called(bash, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "hosts").touch()
+    for hostfile in ("hosts", f"{own}/hosts"):
+        line = "../launch/llama2_ablations.sh full"
+        code, commands, errors = bash(
+            line, cwd=own, HOSTFILE=hostfile, OUTPUT=str(tmp_path / "run"), EXIT_deepspeed="3"
+        )
+        assert code == 3, errors
+        assert commands[-1][:3] == ["deepspeed", "--hostfile", f"{own}/hosts"]
+    code, commands, errors = bash(
+        "launch/llama2_ablations.sh full --dry_run", OUTPUT=str(tmp_path / "run"), HOSTFILE=""
+    )
+    assert code == 0, errors
+
+
 def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
     command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
