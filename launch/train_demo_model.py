@@ -75,6 +75,16 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_float32_matmul_precision("high")  # by TF32, several times as fast
     model.to(device)
     train_N, heldout_N = (encode(documents, args.output_dir).to(device) for documents in (train, heldout))
+    # A pass begins anywhere in the first sequence, so that one more than a batch is needed.
+    for name, tokens_N, sequences, cure in (
+        (args.text[0], train_N, args.batch_size + 1, "--batch_size or --sequence_length"),
+        (args.text[1], heldout_N, 1, "--sequence_length"),
+    ):
+        if tokens_N.numel() < sequences * args.sequence_length:
+            raise SystemExit(
+                f"error: --text {name}: has {tokens_N.numel()} tokens, and {sequences} x {args.sequence_length} are "
+                f"needed; give more text, or lower {cure}"
+            )
     prunable = sum(weight.numel() for weight in prunable_weights(model))
     total = sum(parameter.numel() for parameter in model.parameters())
     for split, documents, tokens_N in (("train", train, train_N), ("held-out", heldout, heldout_N)):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from types import ModuleType
@@ -82,3 +83,27 @@ def test_a_text_that_is_not_there_is_said_before_anything_is_written(script: Mod
     with pytest.raises(SystemExit, match=f"^error: --text {text}: no such file; give a file of "):
         script.main(["--output_dir", str(out), "--text", text, text])
     assert not out.exists()
+
+
+def test_a_text_that_is_too_short_for_a_batch_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    documents = list(iter_texts("stdlib:train"))[:40]
+    texts = {"long": documents, "short": ["Some words. " * 40]}
+    for name, content in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": item}) + "\n" for item in content))
+    long, short = (str(tmp_path / f"{name}.jsonl") for name in texts)
+    sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
+    base = ["--output_dir", str(tmp_path / "out"), "--vocab_size", "512", "--steps", "1", *sizes]
+    for train, heldout, length, message in (
+        (long, long, "32768", f"--text {long}: has \\d+ tokens, and 5 x 32768 are needed; .* --batch_size or"),
+        (long, short, "512", f"--text {short}: has \\d+ tokens, and 1 x 512 are needed; .* lower --sequence_length$"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: {message}"):
+            script.main([*base, "--text", train, heldout, "--sequence_length", length])
+
+
+def test_as_much_text_as_is_asked_for_makes_full_batches(script: ModuleType) -> None:
+    """Whatever the offsets of many passes are, and not with a token less."""
+    draws = itertools.islice(script.batches(torch.arange(5 * 8), 4, 8, seed=0), 50)
+    assert all(batch.shape == (4, 8) for batch in draws)
+    draws = itertools.islice(script.batches(torch.arange(5 * 8 - 2), 4, 8, seed=0), 50)
+    assert any(batch.shape != (4, 8) for batch in draws)
