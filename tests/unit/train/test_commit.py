@@ -17,6 +17,7 @@ import torch
 from sparseforge_ds.checkpoint.folder import find_checkpoint, list_checkpoints
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.train.checkpoints import Checkpoints
+from tests.distributed import PATIENCE
 from tests.unit.train.test_checkpoints import TwoRanks, write_checkpoint
 
 ACTIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.link", "os.symlink"}
@@ -44,7 +45,8 @@ def die_before(action: int, work: Callable[[], Any]) -> bool:
 
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
-    process.join()
+    process.join(PATIENCE)
+    process.kill()
     assert process.exitcode in (0, KILLED)
     return process.exitcode == KILLED
 
