@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -54,18 +54,19 @@ def clear_before_training() -> None:
         clear_extension_locks()
 
 
-def release_locks(open_files: Iterable[str]) -> None:
-    """Remove the locks of a process that is about to end at once, without torch's own clean-up.
+def release_locks() -> None:
+    """Remove the locks of this process, which is about to end at once, without torch's own clean-up.
 
-    A process that already waits for such a lock would wait for ever: its `clear_extension_locks` is over.
-
-    Args:
-        open_files: paths of the files that the process has open; torch keeps a lock open for as long as it holds it.
+    A process that already waits for such a lock would wait for ever: its `clear_extension_locks` is over. Where files
+    cannot be listed or removed, locks stay, as after a kill.
     """
     root = _extension_folder().resolve()
-    for lock in map(Path, open_files):
-        if lock.name == "lock" and lock.is_relative_to(root):
-            lock.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir("/proc/self/fd"):  # torch keeps a lock open for as long as it holds it
+            with contextlib.suppress(OSError):
+                lock = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+                if lock.name == "lock" and lock.is_relative_to(root):
+                    lock.unlink()
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ output of its own, like one in a new process.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import json
@@ -56,9 +57,10 @@ def run_script(
         request = {"script": script, "arguments": arguments, "cwd": str(cwd), "environment": environment}
         server.stdin.write(json.dumps({**request, "output": str(output), "errors": str(errors)}) + "\n")
         server.stdin.flush()
-        if not select.select([server.stdout], [], [], PATIENCE)[0]:
+        while not select.select([server.stdout], [], [], PATIENCE)[0]:
             for process in psutil.Process(server.pid).children(recursive=True):
-                process.send_signal(signal.SIGABRT)  # each writes its stacks into `errors`, and ends
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGABRT)  # it writes its stacks into `errors`, and ends
         code = int(server.stdout.readline())
         command = [sys.executable, "-c", script, *arguments]
         return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())

@@ -220,6 +220,8 @@ def _require_flags_of(engine: str, args: argparse.Namespace) -> None:
 
 def _require_grids_of(model: str, grids: dict[str, Any]) -> None:
     """Reject `--values` that the config.json or the headers of a packed folder do not allow."""
+    from safetensors import SafetensorError
+
     from sparseforge_ds.extras.packed24.file_headers import read_headers
     from sparseforge_ds.model.registration import load_config
     from sparseforge_ds.model.stored_config import is_packed_config
@@ -231,7 +233,10 @@ def _require_grids_of(model: str, grids: dict[str, Any]) -> None:
         raise ValueError(f"--values: the values of {model} are rounded already; leave it out, or give a folder in bf16")
     # Groups divide the kept inputs of every packed weight. A model of the hub is checked when it is loaded.
     groups = {text: grid.group_size for text, grid in grids.items() if grid.group_size is not None}
-    headers = read_headers(map(str, Path(model).glob("*.safetensors"))) if groups else {}
+    try:
+        headers = read_headers(map(str, Path(model).glob("*.safetensors"))) if groups else {}
+    except SafetensorError as error:
+        raise ValueError(f"{model}: its weights cannot be read ({error})") from None
     for weight in sorted({key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)} & headers.keys()):
         shape = headers[weight].shape
         for text, group_size in groups.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -310,14 +309,21 @@ class BlockStartConfig:
         return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS, tokens) // length)
 
     def passes(self, tokens: int, length: int, ranks: int) -> int:
-        """Return the passes of every block over the tokens: `epochs`, or more where a sequence a rank is a larger step.
+        """Return the passes of every block over the tokens: `epochs`, or as many more as keep the number of steps.
+
+        Steps are fewer where a step is larger than one rank's, because every rank needs a sequence.
 
         Args:
             tokens: tokens that a block is trained on.
             length: tokens of a sequence.
             ranks: ranks, or groups of ranks that share sequences.
         """
-        return math.ceil(self.epochs * max(1.0, ranks / self.sequences_of_step(tokens, length)))
+        sequences = -(-tokens // length)
+        size = self.sequences_of_step(tokens, length)
+        steps_of_one, steps_of_many = (
+            -(-sequences // max(size, sequences_at_once)) for sequences_at_once in (1, ranks)
+        )
+        return max(self.epochs, -(-self.epochs * steps_of_one // max(1, steps_of_many)))
 
     def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
         """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.

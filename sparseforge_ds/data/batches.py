@@ -197,10 +197,21 @@ class Batches:
     def prepare_step(self) -> None:
         """Make the next global batch available, so that text cannot end in the middle of a step.
 
+        A batch of which no token is trained on is passed over: a run that has begun can change neither its batch nor
+        its sequences.
+
         Raises:
-            AgreedError: as `batch_at`; or it is the first one, and no token of it is trained on.
+            AgreedError: as `batch_at`; or it is the first batch, and no token of it is trained on.
         """
-        self.require_trained(range(self.position, self.position + self.layout.global_batch))
+        batch = range(self.layout.global_batch)
+        if self.position == 0:
+            self.require_trained(batch)
+        while self.count_trained(range(self.position, self.position + len(batch))) == 0:
+            if self.layout.rank == 0:
+                _log.info(
+                    "no token of the %d sequences from %d on is trained on: passed over", len(batch), self.position
+                )
+            self.position += len(batch)
 
     def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
         """See `Windows.stop_waiting_if`."""
@@ -208,23 +219,13 @@ class Batches:
             source.stop_waiting_if(should_stop)
 
     def require_trained(self, batch: range) -> None:
-        """Raise an AgreedError if no token of a run's first step is trained on, and say so of a later one.
-
-        The loss of such a step is 0. A run that has begun cannot change its batch or its sequences, so it goes on.
-        """
-        if self.count_trained(batch) != 0:
-            return
-        what = (
-            "--loss_on completion, --document_attention: no token of the run's sequences "
-            f"{batch.start:,} to {batch.stop - 1:,} is trained on"
-        )
-        if self.position == 0:
+        """Raise an AgreedError if no token of some consecutive sequences is trained on."""
+        if self.count_trained(batch) == 0:
             raise AgreedError(
-                f"{what}; raise --global_batch or --seq_length (or curvature.sequences, where that is set), or leave "
-                "the flag out"
+                "--loss_on completion, --document_attention: no token of the run's sequences "
+                f"{batch.start:,} to {batch.stop - 1:,} is trained on; raise --global_batch or --seq_length (or "
+                "curvature.sequences, where that is set), or leave the flag out"
             )
-        if self.layout.rank == 0:
-            _log.warning("%s, so that their loss is 0", what)
 
     def prepare(self, first: int, count: int) -> None:
         """Make sequences of the run available. Every rank calls it with the same numbers; errors as `batch_at`."""

@@ -146,7 +146,8 @@ def _meets(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray
     begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     result = np.zeros(len(begin), dtype=bool)
     for start, stop in spans:
-        result |= (begin < stop) & (end > start)
+        if start < stop:  # else a token around an empty completion would count
+            result |= (begin < stop) & (end > start)
     return result
 
 

@@ -21,7 +21,7 @@ from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.low_rank import would_lose
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_classification, require_task_head, task_head
-from sparseforge_ds.model.tokenizer import check_same_tokens
+from sparseforge_ds.model.tokenizer import check_same_tokens, tokenizer_folder
 
 _LOG = logging.getLogger(__name__)
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
@@ -245,12 +245,13 @@ def check_teacher(
         teacher_config = load_config(teacher, f"teacher {teacher}")
     check_same_vocabulary(model.config.get_text_config().vocab_size, teacher_config.get_text_config().vocab_size)
     tokenizer = getattr(processor, "tokenizer", processor)
-    origin = teacher_config.name_or_path if isinstance(teacher, PreTrainedModel) else teacher
+    origin = teacher_config.name_or_path if isinstance(teacher, PreTrainedModel) else str(teacher)
     # A model may have been made in memory, or be called as a folder that is gone.
-    is_known = not isinstance(teacher, PreTrainedModel) or Path(origin).is_dir()
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and is_known:
+    is_known = bool(origin) and (Path(origin).is_dir() or not isinstance(teacher, PreTrainedModel))
+    folder = tokenizer_folder(origin) if isinstance(tokenizer, PreTrainedTokenizerBase) and is_known else None
+    if folder is not None:
         try:
-            check_same_tokens(tokenizer, origin)
+            check_same_tokens(tokenizer, folder)
         except ValueError as error:
             raise ValueError(f"teacher {origin}: {error}") from None
     if head is not TaskHead.NEXT_TOKEN and config.distillation is not None and config.distillation.hidden is not None:

@@ -49,8 +49,10 @@ class Architecture:
     largest_module: int
     """Elements of the largest module that ZeRO-3 gathers at once."""
     active: int
-    """Parameters that one token is multiplied by: all but the experts that it is not routed to. Llama 4's experts get
-    all tokens, as zeros if they are not routed to them."""
+    """Parameters that one token uses: all but the experts that it is not routed to. Llama 4's experts get all tokens,
+    as zeros if they are not routed to them."""
+    looked_up: int
+    """Parameters among them that no token is multiplied by: embeddings that are no head."""
     hidden: int
     """Width of the hidden states."""
     vocabulary: int
@@ -182,11 +184,8 @@ def architecture_of(
             sum(p.numel() for p in module.parameters(recurse=any(name.endswith(leaf) for leaf in leaf_suffixes)))
             for name, module in model.named_modules()
         ),
-        active=sum(
-            int(p.numel() * (share if ".experts." in f".{name}" else 1))
-            for name, p in model.named_parameters()
-            if id(p) not in tables
-        ),
+        active=sum(int(p.numel() * (share if ".experts." in f".{n}" else 1)) for n, p in model.named_parameters()),
+        looked_up=sum(p.numel() for p in model.parameters() if id(p) in tables),
         hidden=int(config.hidden_size),
         vocabulary=int(config.vocab_size),
     )

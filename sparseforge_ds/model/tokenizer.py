@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from transformers import (
     AutoTokenizer,
     BatchEncoding,
@@ -33,6 +34,8 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 """Files of a tokenizer; a folder without any of them has none."""
 _MOST_GROWTH = 64
 """Times that a normalizer may make a text longer."""
+_MOST_RENAMED = 0.1
+"""Share of tokens that may be called otherwise in the tokenizer of a teacher; another tokenizer differs in most."""
 _MISMATCH = (
     "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
     "trained with"
@@ -143,36 +146,44 @@ def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
         raise ValueError(f"{name}: its tokenizer gives token {largest}, the model has {size} embeddings; {_MISMATCH}")
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, teacher: str | Path) -> None:
-    """Reject a teacher for which a number is another token than for the student.
+def tokenizer_folder(name: str | Path) -> Path | None:
+    """Return the folder with the tokenizer of a model, by its folder or its id on the hub; None if it has none."""
+    folder = Path(name)
+    if not folder.is_dir():
+        try:
+            file = hf_hub_download(str(name), _FILES[0], local_files_only=why_unreachable(name) is not None)
+        except (EntryNotFoundError, OSError, ValueError):
+            return None  # whatever is wrong with the model itself, its loading says
+        folder = Path(file).parent
+    return folder if any((folder / file).is_file() for file in _FILES) else None
 
-    Tokens that were added to a tokenizer, such as those that frame the turns of a chat, may differ.
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, teacher: Path) -> None:
+    """Reject a teacher whose tokenizer gives other numbers than the student's, which the teacher is given.
+
+    A few tokens may be called otherwise: those that frame the turns of a chat, or reserved ones. Slow tokenizers are
+    not compared.
 
     Args:
         tokenizer: of the student.
-        teacher: folder or hub id of the teacher. A folder without a tokenizer says nothing.
+        teacher: folder with the tokenizer of the teacher.
 
     Raises:
         ValueError: tokens differ, or the teacher's tokenizer cannot be read.
     """
-    folder = Path(teacher)
-    if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):
+    other = read_tokenizer(teacher)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not isinstance(other, PreTrainedTokenizerFast):
         return
-    own, others = map(_tokens_by_number, (tokenizer, read_tokenizer(teacher)))
-    differing = [number for number in sorted(own.keys() & others.keys()) if own[number] != others[number]]
-    if differing:
+    own, others = ({number: token for token, number in each.get_vocab().items()} for each in (tokenizer, other))
+    common = sorted(own.keys() & others.keys())
+    differing = [number for number in common if own[number] != others[number]]
+    if len(differing) > _MOST_RENAMED * len(common):
         first = differing[0]
         raise ValueError(
-            f"{len(differing):,} numbers are other tokens in its tokenizer than in the model's, the first is {first}: "
-            f"{others[first]!r} and {own[first]!r}; distillation compares logits entry by entry, so use a teacher with "
-            "the same tokenizer"
+            f"{len(differing):,} of {len(common):,} numbers are other tokens in its tokenizer than in the model's, the "
+            f"first is {first}: {others[first]!r} and {own[first]!r}; a teacher is given the model's numbers, so use "
+            "one with the same tokenizer"
         )
-
-
-def _tokens_by_number(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the tokens of a tokenizer that were not added to it."""
-    added = tokenizer.added_tokens_decoder.keys()
-    return {number: token for token, number in tokenizer.get_vocab().items() if number not in added}
 
 
 def run_tokenizer(tokenizer: PreTrainedTokenizerBase, text: str | list[str], **options: Any) -> BatchEncoding:

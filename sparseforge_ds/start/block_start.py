@@ -111,6 +111,8 @@ class BlockStart:
         layout = self.weights.layout
         modules = [layout.engine.module.get_submodule(block.name) for block in self.blocks]
         inputs = BlockInputs(modules, self.dtype)
+        if self.settings.epochs:
+            self.settings = replace(self.settings, epochs=getattr(batches, "epochs", self.settings.epochs))
         tokens = 0
         batches_to_read = 0
         with inputs.recording(layout.engine.module):
@@ -130,9 +132,7 @@ class BlockStart:
                     break
         self._check_chain(inputs)
         inputs.pruned = inputs.dense.copy()
-        if self.settings.epochs:
-            epochs = getattr(batches, "epochs", self.settings.epochs)
-            self.settings = replace(self.settings, epochs=epochs)
+        if epochs := self.settings.epochs:
             _LOG.info(f"start: {tokens:,} tokens, {batches_to_read * epochs} steps of each of {len(modules)} blocks")
         return inputs
 

@@ -280,7 +280,9 @@ class RunProbeBatches:
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
         self.batches_read = max(self.batches_read, batch + 1)
-        if self.reads_the_loss:  # a start compares hidden states, also of sequences without trained tokens
+        if (
+            self.reads_the_loss and not self.position
+        ):  # a start compares hidden states, also where nothing is trained on
             self.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
 
@@ -291,7 +293,10 @@ class RunProbeBatches:
     def _sequences(self, batch: int) -> range:
         size = self.sequences
         first = max(0, self.position + size * (batch if self.direction > 0 else -1 - batch))
-        return range(first, first + size)
+        sequences = range(first, first + size)
+        # A run that has begun had trained tokens in its first step.
+        is_empty = self.reads_the_loss and self.position > 0 and self.batches.count_trained(sequences) == 0
+        return range(size) if is_empty else sequences
 
     def _micro_batches(self, batch: int) -> list[MicroBatch]:
         return self.batches.micro_batches(self._sequences(batch), with_logits=False)

@@ -139,8 +139,7 @@ class Preemption(AbstractContextManager["Preemption"]):
             _tell(f"ended at once by {name}; --resume continues from the newest checkpoint")
         else:
             _tell(f"stopped by {name} before its first step: there is nothing to save")
-            # The main thread may be compiling, and other processes may be waiting for it.
-            release_locks(file.path for file in psutil.Process().open_files())
+            release_locks()  # the main thread may be compiling, and other processes may be waiting for it
         os._exit(_SHELL + number)
 
 

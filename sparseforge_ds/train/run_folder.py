@@ -210,7 +210,8 @@ def room_for_checkpoints(spec: RunSpec) -> int:
     saved = list_checkpoints(spec.folder / "checkpoints") if arguments.resume else []
     steps = spec.steps - (checkpoint_step(saved[-1]) if saved else 0)
     count = -(-steps // arguments.save_every) if arguments.save_every else 1
-    count += spec.config.start is not None and not saved  # the one at step 0 holds the result of the start
+    if arguments.save_every and spec.config.start is not None and not saved:
+        count += 1  # the one at step 0 holds the result of the start
     if arguments.keep_checkpoints:
         count = min(count, arguments.keep_checkpoints + 1 + arguments.keep_best - len(saved))
     return max(count, 1) * size_of_checkpoint(spec)

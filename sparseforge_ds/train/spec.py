@@ -34,7 +34,7 @@ from sparseforge_ds.model.pretrained import (
     check_shapes,
     find_model,
 )
-from sparseforge_ds.model.tokenizer import check_same_tokens
+from sparseforge_ds.model.tokenizer import check_same_tokens, tokenizer_folder
 from sparseforge_ds.start.block_start import check_blocks
 from sparseforge_ds.train.document_attention import check_document_attention
 from sparseforge_ds.train.memory_settings import MemorySettings, leaf_suffixes, settings
@@ -359,8 +359,9 @@ def _check_teacher(config: SparseForgeConfig, model: Pretrained, teacher: Pretra
     sizes = (pretrained.config.get_text_config().vocab_size for pretrained in (model, teacher))
     try:
         check_same_vocabulary(*sizes)
-        # A dry run of a model on the hub has no tokenizer to compare.
-        if teacher is not model and model.folder.is_dir() and teacher.folder.is_dir():
+        # A plan needs no tokenizers, and neither does a teacher.
+        folders = [pretrained.folder for pretrained in (model, teacher)]
+        if teacher is not model and all(folder.is_dir() and tokenizer_folder(folder) for folder in folders):
             check_same_tokens(model.tokenizer, teacher.folder)
         if config.distillation is not None and config.distillation.hidden is not None:
             check_same_states(model.config, teacher.config, model.folder, teacher.folder)

@@ -41,7 +41,8 @@ def test_a_script_has_its_own_arguments_environment_folder_output_and_exit_code(
 
 
 def test_a_script_that_hangs_is_ended_with_its_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "PATIENCE", 1.0)
+    assert run_script("", cwd=tmp_path).returncode == 0, "the server is there"
+    monkeypatch.setattr(distributed, "PATIENCE", 5.0)
     done = run_script("def waiting():\n    import time; time.sleep(600)\nwaiting()", cwd=tmp_path)
     assert done.returncode == -signal.SIGABRT and "in waiting" in done.stderr
     assert run_script("", cwd=tmp_path).returncode == 0

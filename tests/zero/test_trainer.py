@@ -636,9 +636,10 @@ def refusals(root: Path, trained: Any) -> Any:
     loaded.config._name_or_path = str(foreign)
     loaded.config.save_pretrained(foreign)
     byte_tokenizer().save_pretrained(foreign)
-    text = (foreign / "tokenizer.json").read_text()
-    exchanged = text.replace('"a":', '"aside":').replace('"b":', '"a":').replace('"aside":', '"b":')
-    (foreign / "tokenizer.json").write_text(exchanged)
+    content = json.loads((foreign / "tokenizer.json").read_text())
+    numbers = content["model"]["vocab"]
+    content["model"]["vocab"] = dict(zip(numbers, reversed(numbers.values()), strict=True))
+    (foreign / "tokenizer.json").write_text(json.dumps(content))
     for name, teacher in (("folder", str(foreign)), ("loaded", loaded)):
         tokenized = partial(SparseForgeTrainer, model=student, args=again(), processing_class=byte_tokenizer())
         yield f"tokens, {name}", said(partial(tokenized, teacher=teacher))
@@ -740,7 +741,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "same vocabulary" in refused["vocabulary"] or "vocabulary has" in refused["vocabulary"]
     assert "has its channels in another order or basis" in refused["basis"]
     for name in ("folder", "loaded"):
-        assert "foreign 0: 2 numbers are other tokens in its tokenizer" in refused[f"tokens, {name}"]
+        assert "foreign 0: 256 of 258 numbers are other tokens in its tokenizer" in refused[f"tokens, {name}"]
     assert "model.generation_config cannot be saved, and so no checkpoint: " in refused["unsaved"]
     assert "teacher is the model that is trained" in refused["itself"]
     assert "give the block itself" in refused["file"]

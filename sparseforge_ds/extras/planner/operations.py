@@ -16,13 +16,14 @@ def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -
     They are two for each weight that it uses, and two for each number of a key and a value that it attends to.
     """
     text = config.get_text_config()
+    of_weights = 2.0 * (model.active - model.looked_up)
     heads = getattr(text, "num_attention_heads", None)
     if heads is None:
-        return 2.0 * model.active
+        return of_weights
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     if getattr(text, "qk_nope_head_dim", None):  # latent attention: head_dim is only the part with rotary positions
         width = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
-    return 2.0 * model.active + 4 * heads * width * _keys(text, seq_length)
+    return of_weights + 4 * heads * width * _keys(text, seq_length)
 
 
 def head_operations(model: Architecture) -> float:

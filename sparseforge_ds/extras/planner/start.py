@@ -28,7 +28,12 @@ def start_tokens(settings: MemorySettings) -> int:
     """Return the tokens that every block reads, over all ranks; 0 without such a start."""
     forge = settings.forge
     if forge.start is not None:
-        return forge.start.tokens_of(forge.max_steps * settings.tokens_per_step)
+        tokens = forge.start.tokens_of(forge.max_steps * settings.tokens_per_step)
+        # Whole steps are read, of a sequence at least for every rank.
+        ranks = settings.ranks // settings.sequence_parallel
+        size, count = forge.start.micro_batches(tokens, settings.seq_length, ranks, settings.micro_batch)
+        of_step = size * count * ranks * settings.seq_length
+        return -(-tokens // of_step) * of_step
     if not forge.starts_by_block:
         return 0
     sequences = forge.curvature.sequences
@@ -41,10 +46,12 @@ def start_operations(model: Architecture, settings: MemorySettings, forward: flo
 
     The dense model runs once, and every block about four times; each pass of training takes the work of three more.
     """
+    forge = settings.forge
     tokens = start_tokens(settings)
     passes = 0
-    if settings.forge.start is not None:
-        passes = settings.forge.start.passes(tokens, settings.seq_length, settings.ranks // settings.sequence_parallel)
+    if forge.start is not None:
+        wanted = forge.start.tokens_of(forge.max_steps * settings.tokens_per_step)
+        passes = forge.start.passes(wanted, settings.seq_length, settings.ranks // settings.sequence_parallel)
     blocks = forward - head_operations(model)
     return tokens * (forward + blocks * (4 + 3 * passes))
 

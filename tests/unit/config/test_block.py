@@ -418,14 +418,20 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
     assert BlockStartConfig(batch=12).micro_batches(131_072, 256, 1, 8) == (6, 2), "no rounding that is not needed"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16, 64, 163])
-def test_many_ranks_take_as_many_steps_in_a_start_as_one(ranks: int) -> None:
-    """Each needs a sequence, where a step of one rank has three."""
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16, 64, 163, 256, 1024])
+@pytest.mark.parametrize(
+    ("tokens", "length", "of_step", "on_one_rank"),
+    [(2_000_000, 4096, 3, 652), (2_000_000, 32_768, 1, 248), (131_072, 4096, 1, 128)],
+)
+def test_many_ranks_take_as_many_steps_in_a_start_as_one(
+    tokens: int, length: int, of_step: int, on_one_rank: int, ranks: int
+) -> None:
+    """Each needs a sequence, where a step of one rank has few."""
     default = BlockStartConfig()
-    sequences = -(-2_000_000 // 4096)
-    size, count = default.micro_batches(2_000_000, 4096, ranks, 1)
-    steps = default.passes(2_000_000, 4096, ranks) * -(-sequences // (size * count * ranks))
-    assert default.sequences_of_step(2_000_000, 4096) == 3
-    assert 4 * sequences // 4 <= steps <= 1.15 * 4 * sequences / 3
-    assert BlockStartConfig(epochs=0).passes(2_000_000, 4096, ranks) == 0
-    assert BlockStartConfig(batch=488).passes(2_000_000, 4096, ranks) == 4
+    assert default.sequences_of_step(tokens, length) == of_step
+    size, count = default.micro_batches(tokens, length, ranks, 1)
+    batches = -(-tokens // length // (size * count * ranks))  # as many as are read
+    steps = default.passes(tokens, length, ranks) * max(1, batches)
+    assert 0.7 * on_one_rank <= steps <= 1.15 * on_one_rank + 4
+    assert BlockStartConfig(epochs=0).passes(tokens, length, ranks) == 0
+    assert BlockStartConfig(batch=1024).passes(tokens, length, ranks) == 4

@@ -374,7 +374,8 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
     started = {"start": {"tokens": 1280}}
-    assert room_for_checkpoints(spec(max_steps=100, save_every=0, block=started)) == 2 * first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=0, block=started)) == first
+    assert room_for_checkpoints(spec(max_steps=100, save_every=100, block=started)) == 2 * first
     assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume="auto")) == 3 * first
     assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     # Masks that are frozen take a bit a weight.

@@ -44,7 +44,7 @@ def test_a_start_is_planned_in_memory_tokens_and_operations() -> None:
 
     tokens = 4_000_000
     far = memory(*of_blocks({"start": {"tokens": tokens}}), lambda *_: NOTHING)
-    assert far.host["start's streams"] == tokens // 8 * 5120 * 2 * 2
+    assert far.host["start's streams"] == pytest.approx(tokens // 8 * 5120 * 2 * 2, rel=0.01)  # whole steps are read
     _, laid_out = of_blocks({"method": "naive_retrain", "importance": "sparsegpt"})
     assert start_tokens(laid_out) == 16 * 8 * 128
     assert start_operations(model, laid_out, forward) / start_tokens(laid_out) == forward + 4 * blocks
