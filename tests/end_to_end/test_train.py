@@ -108,7 +108,7 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
         "stdlib_llama (llama",
         "100.0% of the linear weights",
         "frozen",
-        "start: 8,192 tokens, 64 steps of each of 5 blocks",
+        "start: 8,192 tokens, 128 steps of each of 5 blocks",
         "step 4/4",
         "done: 4 steps, 8,192 tokens",
     ):
