@@ -13,7 +13,7 @@
 # Data: allenai/c4:en; DATASET names another, or a mixture.
 # Every document stands between BOS and EOS, so that the model goes on to end its texts; the paper's code puts EOS
 # alone behind those of C4.
-# Planned peak of a GPU: 42.2 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
+# Planned peak of a GPU: 42.3 GiB of 80 (`--dry_run` prints it kind by kind). Not run by us yet.
 # How to run it, dry or on many machines: launch/recipe.sh.
 set -euo pipefail
 source "$(dirname "$0")/recipe.sh"

@@ -57,7 +57,9 @@ def run_script(
         request = {"script": script, "arguments": arguments, "cwd": str(cwd), "environment": environment}
         server.stdin.write(json.dumps({**request, "output": str(output), "errors": str(errors)}) + "\n")
         server.stdin.flush()
-        while not select.select([server.stdout], [], [], PATIENCE)[0]:
+        answer = select.poll()  # which takes descriptors above 1023
+        answer.register(server.stdout, select.POLLIN)
+        while not answer.poll(PATIENCE * 1000):
             for process in psutil.Process(server.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)  # it writes its stacks into `errors`, and ends
