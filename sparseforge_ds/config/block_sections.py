@@ -319,11 +319,11 @@ class BlockStartConfig:
             ranks: ranks, or groups of ranks that share sequences.
         """
         sequences = -(-tokens // length)
-        size = self.sequences_of_step(tokens, length)
-        steps_of_one, steps_of_many = (
-            -(-sequences // max(size, sequences_at_once)) for sequences_at_once in (1, ranks)
-        )
-        return max(self.epochs, -(-self.epochs * steps_of_one // max(1, steps_of_many)))
+        of_step = self.sequences_of_step(tokens, length)
+        # Steps of one pass on a single rank, and on these.
+        single_steps = -(-sequences // of_step)
+        shared_steps = max(1, -(-sequences // max(of_step, ranks)))
+        return max(self.epochs, -(-self.epochs * single_steps // shared_steps))
 
     def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
         """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.

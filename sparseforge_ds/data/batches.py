@@ -32,6 +32,8 @@ from sparseforge_ds.model.top_logits import TopLogits
 from sparseforge_ds.ranks import AgreedError
 
 _log = logging.getLogger(__name__)
+_MOST_PASSED_OVER = 1000
+"""Batches in a row without a trained token, after which the text has none."""
 
 
 def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
@@ -201,17 +203,16 @@ class Batches:
         its sequences.
 
         Raises:
-            AgreedError: as `batch_at`; or it is the first batch, and no token of it is trained on.
+            AgreedError: as `batch_at`; or no token is trained on in the first batch, or in a thousand in a row.
         """
-        batch = range(self.layout.global_batch)
-        if self.position == 0:
-            self.require_trained(batch)
-        while self.count_trained(range(self.position, self.position + len(batch))) == 0:
+        size = self.layout.global_batch
+        for _ in range(_MOST_PASSED_OVER if self.position else 0):
+            if self.count_trained(range(self.position, self.position + size)) != 0:
+                return
             if self.layout.rank == 0:
-                _log.info(
-                    "no token of the %d sequences from %d on is trained on: passed over", len(batch), self.position
-                )
-            self.position += len(batch)
+                _log.info("no token of the %d sequences from %d on is trained on: passed over", size, self.position)
+            self.position += size
+        self.require_trained(range(self.position, self.position + size))
 
     def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
         """See `Windows.stop_waiting_if`."""

@@ -125,7 +125,7 @@ def encode_trained(
     for document, (_, spans), ids, offsets in zip(
         documents, texts_with_spans, batch["input_ids"], batch["offset_mapping"], strict=True
     ):
-        trained = _meets(offsets, spans)
+        trained = _overlap_spans(offsets, spans)
         if isinstance(document, Conversation):
             encoded.append((list(ids), trained))
         else:
@@ -141,7 +141,7 @@ def check_trained(source: TextSource, tokenizer: PreTrainedTokenizerBase, frame:
         encode_trained([first], tokenizer, frame)
 
 
-def _meets(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
+def _overlap_spans(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
     """Return True for each token with a character in one of the spans."""
     begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     result = np.zeros(len(begin), dtype=bool)
@@ -249,8 +249,13 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", doc
     The id is uint16 where every id of the tokenizer fits, else uint32. `completion` adds the flag "trained on".
     `document_attention` adds that flag and "first of its document".
     """
+    return dtype_of_ids(largest_id(tokenizer), loss_on, document_attention)
+
+
+def dtype_of_ids(largest: int, loss_on: LossOn = "all", document_attention: bool = False) -> str:
+    """Return `token_dtype` of a tokenizer whose largest id is `largest`."""
     flags = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
-    return ("uint16" if largest_id(tokenizer) < 2**16 else "uint32") + flags
+    return ("uint16" if largest < 2**16 else "uint32") + flags
 
 
 def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -280,9 +280,8 @@ class RunProbeBatches:
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
         self.batches_read = max(self.batches_read, batch + 1)
-        if (
-            self.reads_the_loss and not self.position
-        ):  # a start compares hidden states, also where nothing is trained on
+        # A start compares hidden states, also of sequences without trained tokens.
+        if self.reads_the_loss and self.position == 0:
             self.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]
 

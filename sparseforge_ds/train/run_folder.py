@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import transformers
 from transformers import GenerationConfig
@@ -39,6 +40,7 @@ from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.run_state import RunState, differences, shorten
 from sparseforge_ds.data.mixture import source_and_share
+from sparseforge_ds.data.tokenization import dtype_of_ids
 from sparseforge_ds.model.basis import PERMUTATION, ROTATION, basis_of, keep_basis
 from sparseforge_ds.model.hub_access import public_name
 from sparseforge_ds.model.stored_config import config_sha256
@@ -226,12 +228,15 @@ def size_of_checkpoint(spec: RunSpec) -> int:
 
 def room_for_streams(spec: RunSpec) -> int:
     """Return the bytes of the tokens of streams that this run will add to the disk."""
-    arguments = spec.arguments
-    share = sum(share for source, share in zip(spec.text.sources, spec.text.shares, strict=True) if source.streamed)
-    flags = 2 if arguments.document_attention else int(arguments.loss_on == "completion")
-    token_bytes = flags + (2 if spec.model.config.get_text_config().vocab_size <= 2**16 else 4)
+    largest_id = spec.model.config.get_text_config().vocab_size - 1
+    run_tokens = spec.steps * spec.tokens_per_step
+    needed = sum(
+        round(share * run_tokens) * np.dtype(dtype_of_ids(largest_id, *source.flags)).itemsize
+        for source, share in zip(spec.text.sources, spec.text.shares, strict=True)
+        if source.streamed
+    )
     written = sum(file.stat().st_size for file in (spec.folder / "data").rglob("chunk_*.bin"))
-    return max(0, round(share * spec.steps * spec.tokens_per_step) * token_bytes - written)
+    return max(0, needed - written)
 
 
 def write_folder(spec: RunSpec) -> None:

@@ -90,8 +90,8 @@ def test_full_depth_lies_on_a_straight_line(tmp_path: Path) -> None:
     settings = {"experts": 16, "shrink": 1, "micro_batch": 1, "seq_length": 64, "vocabulary": 1024}
     result = {"model": "deepseek_moe_16b", "device": "cpu", "ranks": 2, "stage": 3, "runs": [], "full_depth": full}
     assert "17.00 s a step on these 2 ranks: 0.50 a layer of 16 experts\n" in report({**result, "settings": settings})
-    whole = report({**result, "settings": {**settings, "experts": None}})
-    assert "17.00 s a step on these 2 ranks: 0.50 a layer\n" in whole
+    with_all_experts = report({**result, "settings": {**settings, "experts": None}})
+    assert "17.00 s a step on these 2 ranks: 0.50 a layer\n" in with_all_experts
 
 
 def test_a_dense_layer_is_not_taken_for_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

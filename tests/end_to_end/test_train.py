@@ -145,6 +145,26 @@ def test_every_shipped_configuration_trains(tmp_path, name):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 
 
+def test_batches_without_trained_tokens_are_passed_over_also_by_a_resumed_run(tmp_path, capfd):
+    """Most sequences of long prompts have no token of a short completion."""
+    content = deepspeed_json(2, batch=2, method={"update_every": 2, "hardening": [0.25, 0.75]})
+    records = [{"prompt": f"{n:03} " * 40, "completion": f"{n:03}"} for n in range(100)]
+    text = tmp_path / "pairs.jsonl"
+    text.write_text("".join(json.dumps(record) + "\n" for record in records))
+    more = {"dataset": text, "loss_on": "completion", "max_steps": 8, "keep_checkpoints": 0, "seed": 2}
+    flags = flags_of(tmp_path, content, **more)
+    train(*flags)
+    log = "".join(capfd.readouterr())
+    assert "is trained on: passed over" in log and "done: 8 steps" in log
+    ends = tmp_path / "run" / "checkpoints" / "step_000008"
+    unbroken = states(ends)
+    shutil.rmtree(ends)
+    (ends.parent / "latest").write_text("step_000004")
+    (tmp_path / "run" / "result.json").unlink()
+    train(*flags, "--resume")
+    assert differences(states(ends), unbroken) == []
+
+
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
     flags = flags_of(tmp_path, deepspeed_json(batch=8))
     train(*flags)

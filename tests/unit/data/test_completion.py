@@ -302,6 +302,11 @@ def test_a_first_batch_without_any_trained_token_is_an_error_and_a_later_one_is_
         begin // 4 - 1
     ) + [1]
     assert caplog.text.count("passed over") == begin // 4 - 1
+    # A text that has none at all, as one may be that a run is resumed with, ends the run.
+    stream = batches(first, 2, 2)
+    stream.position = 4
+    with pytest.raises(AgreedError, match="sequences 4,004 to 4,007 is trained on"):
+        stream.prepare_step()
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
 
 
