@@ -55,10 +55,10 @@ def clear_before_training() -> None:
 
 
 def release_locks() -> None:
-    """Remove the locks of this process, which is about to end at once, without torch's own clean-up.
+    """Remove the locks that this process holds, before it ends without torch's own clean-up.
 
-    A process that already waits for such a lock would wait for ever: its `clear_extension_locks` is over. Where files
-    cannot be listed or removed, locks stay, as after a kill.
+    A process that already waits for such a lock would wait for ever: it has called `clear_extension_locks` already.
+    Where files cannot be listed or removed, locks stay, as after a kill.
     """
     root = _extension_folder().resolve()
     with contextlib.suppress(OSError):

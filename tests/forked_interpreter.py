@@ -63,7 +63,9 @@ def run_script(
             for process in psutil.Process(server.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(signal.SIGABRT)  # it writes its stacks into `errors`, and ends
-        code = int(server.stdout.readline())
+        line = server.stdout.readline()
+        assert line, f"the server of scripts has ended with {server.wait()}"
+        code = int(line)
         command = [sys.executable, "-c", script, *arguments]
         return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
 

@@ -262,8 +262,8 @@ class BlockStartConfig:
     and at most 2 million."""
     epochs: int = 4
     """Passes of every block over these tokens; 0 trains nothing, and keeps the first mask and SparseGPT's weights.
-    Where a step is larger than `batch`, because each rank needs a sequence, `sparseforge train` and trainers make as
-    many more passes, so that the number of steps stays."""
+    Where a step is larger than `batch`, because all ranks read equally many sequences, `sparseforge train` and trainers
+    make as many more passes as give no fewer steps."""
     rate: float = 0.02
     """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine. Norms and biases have that
     of their block's matrices on average, and small gains less."""
@@ -309,9 +309,9 @@ class BlockStartConfig:
         return max(1, min(tokens * max(1, self.epochs) // _STEPS, _STEP_TOKENS, tokens) // length)
 
     def passes(self, tokens: int, length: int, ranks: int) -> int:
-        """Return the passes of every block over the tokens: `epochs`, or as many more as keep the number of steps.
+        """Return the passes of every block over the tokens: `epochs`, or as many more as give one rank's steps.
 
-        Steps are fewer where a step is larger than one rank's, because every rank needs a sequence.
+        Every rank reads equally many sequences in a step. So a step of many ranks may be larger, and a pass has fewer.
 
         Args:
             tokens: tokens that a block is trained on.
@@ -320,10 +320,11 @@ class BlockStartConfig:
         """
         sequences = -(-tokens // length)
         of_step = self.sequences_of_step(tokens, length)
-        # Steps of one pass on a single rank, and on these.
-        single_steps = -(-sequences // of_step)
-        shared_steps = max(1, -(-sequences // max(of_step, ranks)))
-        return max(self.epochs, -(-self.epochs * single_steps // shared_steps))
+        # Steps of one pass, on one rank and on `ranks`.
+        steps_on_one_rank = -(-sequences // of_step)
+        of_shared_step = -(-of_step // ranks) * ranks
+        steps_on_ranks = max(1, -(-sequences // of_shared_step))
+        return max(self.epochs, -(-self.epochs * steps_on_one_rank // steps_on_ranks))
 
     def micro_batches(self, tokens: int, length: int, ranks: int, largest: int) -> tuple[int, int]:
         """Return the sequences of a rank's micro-batch, and its micro-batches in an Adam step.

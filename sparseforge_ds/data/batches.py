@@ -33,7 +33,7 @@ from sparseforge_ds.ranks import AgreedError
 
 _log = logging.getLogger(__name__)
 _MOST_PASSED_OVER = 1000
-"""Batches in a row without a trained token, after which the text has none."""
+"""Batches in a row without a trained token, after which the text counts as having none."""
 
 
 def make_micro_batch(row_BS: np.ndarray, trained: float | None) -> MicroBatch:
@@ -197,22 +197,28 @@ class Batches:
         return "\n".join(["shares of the tokens; a source that ends begins again", *lines])
 
     def prepare_step(self) -> None:
-        """Make the next global batch available, so that text cannot end in the middle of a step.
+        """Make the next global batch available, and move past batches without trained tokens.
 
-        A batch of which no token is trained on is passed over: a run that has begun can change neither its batch nor
-        its sequences.
+        So text cannot end in the middle of a step. A run that has begun can change neither its batch nor its sequences,
+        and therefore passes over a batch of which no token is trained on.
 
         Raises:
             AgreedError: as `batch_at`; or no token is trained on in the first batch, or in a thousand in a row.
         """
         size = self.layout.global_batch
-        for _ in range(_MOST_PASSED_OVER if self.position else 0):
+        if self.position == 0:
+            self.require_trained(range(size))
+        first = self.position
+        for _ in range(_MOST_PASSED_OVER):
             if self.count_trained(range(self.position, self.position + size)) != 0:
                 return
             if self.layout.rank == 0:
                 _log.info("no token of the %d sequences from %d on is trained on: passed over", size, self.position)
             self.position += size
-        self.require_trained(range(self.position, self.position + size))
+        raise AgreedError(
+            f"--loss_on completion, --document_attention: no token of {_MOST_PASSED_OVER:,} batches from sequence "
+            f"{first:,} on is trained on; go on with other text, by --resume --resume_other_data"
+        )
 
     def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
         """See `Windows.stop_waiting_if`."""

@@ -125,7 +125,7 @@ def encode_trained(
     for document, (_, spans), ids, offsets in zip(
         documents, texts_with_spans, batch["input_ids"], batch["offset_mapping"], strict=True
     ):
-        trained = _overlap_spans(offsets, spans)
+        trained = _tokens_in_spans(offsets, spans)
         if isinstance(document, Conversation):
             encoded.append((list(ids), trained))
         else:
@@ -141,13 +141,13 @@ def check_trained(source: TextSource, tokenizer: PreTrainedTokenizerBase, frame:
         encode_trained([first], tokenizer, frame)
 
 
-def _overlap_spans(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
+def _tokens_in_spans(offsets: Sequence[TextSpan], spans: Sequence[TextSpan]) -> np.ndarray:
     """Return True for each token with a character in one of the spans."""
-    begin, end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    result = np.zeros(len(begin), dtype=bool)
+    token_begin, token_end = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    result = np.zeros(len(token_begin), dtype=bool)
     for start, stop in spans:
         if start < stop:  # else a token around an empty completion would count
-            result |= (begin < stop) & (end > start)
+            result |= (token_begin < stop) & (token_end > start)
     return result
 
 
@@ -253,7 +253,7 @@ def token_dtype(tokenizer: PreTrainedTokenizerBase, loss_on: LossOn = "all", doc
 
 
 def dtype_of_ids(largest: int, loss_on: LossOn = "all", document_attention: bool = False) -> str:
-    """Return `token_dtype` of a tokenizer whose largest id is `largest`."""
+    """Return what `token_dtype` does, for a largest id instead of a tokenizer."""
     flags = ",?,?" if document_attention else ",?" if loss_on == "completion" else ""
     return ("uint16" if largest < 2**16 else "uint32") + flags
 

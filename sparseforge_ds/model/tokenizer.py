@@ -35,7 +35,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekke
 _MOST_GROWTH = 64
 """Times that a normalizer may make a text longer."""
 _MOST_RENAMED = 0.1
-"""Share of tokens that may be called otherwise in the tokenizer of a teacher; another tokenizer differs in most."""
+"""Share of the ids of both that may have other names in a teacher's tokenizer; another tokenizer differs in most."""
 _MISMATCH = (
     "tokenizer and weights do not belong together, or tokens were added: bring the tokenizer that the weights were "
     "trained with"
@@ -147,21 +147,24 @@ def check_tokens(ids: Iterable[int], size: int, name: str) -> None:
 
 
 def tokenizer_folder(name: str | Path) -> Path | None:
-    """Return the folder with the tokenizer of a model, by its folder or its id on the hub; None if it has none."""
+    """Return the folder with the tokenizer of a model, by its folder or its id on the hub; None if it has none.
+
+    From the hub `tokenizer.json` is downloaded: tokenizers without that file are not compared with others.
+    """
     folder = Path(name)
     if not folder.is_dir():
         try:
             file = hf_hub_download(str(name), _FILES[0], local_files_only=why_unreachable(name) is not None)
         except (EntryNotFoundError, OSError, ValueError):
-            return None  # whatever is wrong with the model itself, its loading says
+            return None  # loading the model reports what is wrong with it
         folder = Path(file).parent
     return folder if any((folder / file).is_file() for file in _FILES) else None
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, teacher: Path) -> None:
-    """Reject a teacher whose tokenizer gives other numbers than the student's, which the teacher is given.
+    """Reject a teacher whose tokenizer numbers tokens differently: the teacher reads the student's ids.
 
-    A few tokens may be called otherwise: those that frame the turns of a chat, or reserved ones. Slow tokenizers are
+    A few tokens may have other names: those that frame the turns of a chat, or reserved ones. Slow tokenizers are
     not compared.
 
     Args:

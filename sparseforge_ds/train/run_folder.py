@@ -227,7 +227,7 @@ def size_of_checkpoint(spec: RunSpec) -> int:
 
 
 def room_for_streams(spec: RunSpec) -> int:
-    """Return the bytes of the tokens of streams that this run will add to the disk."""
+    """Return the bytes of streamed text, as tokens, that this run has yet to write."""
     largest_id = spec.model.config.get_text_config().vocab_size - 1
     run_tokens = spec.steps * spec.tokens_per_step
     needed = sum(

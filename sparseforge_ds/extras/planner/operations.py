@@ -34,8 +34,8 @@ def head_operations(model: Architecture) -> float:
 def trained_operations(forward: float, model: Architecture, checkpointing: bool) -> float:
     """Return the operations of one token that is trained on.
 
-    A backward pass takes twice the operations of a forward pass. Nobody keeps logits, so it computes them again: the
-    student's and those of a teacher, whose `head_operations` come on top.
+    A backward pass takes twice the operations of a forward pass. Logits are not kept, so it computes them again. For a
+    teacher, add `head_operations` of it.
 
     Args:
         forward: of the student, from `operations`.

@@ -421,7 +421,7 @@ def test_a_start_divides_its_tokens_into_512_steps_where_they_suffice() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16, 64, 163, 256, 1024])
 @pytest.mark.parametrize(
     ("tokens", "length", "of_step", "on_one_rank"),
-    [(2_000_000, 4096, 3, 652), (2_000_000, 32_768, 1, 248), (131_072, 4096, 1, 128)],
+    [(2_000_000, 4096, 3, 652), (2_000_000, 32_768, 1, 248), (131_072, 4096, 1, 128), (1_180_000, 1024, 9, 516)],
 )
 def test_many_ranks_take_as_many_steps_in_a_start_as_one(
     tokens: int, length: int, of_step: int, on_one_rank: int, ranks: int
