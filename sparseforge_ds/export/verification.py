@@ -160,40 +160,28 @@ def check_folder(
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     if sparsity:
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
-    # The files beside the weights.
+    # The weights as a whole, and the files beside them.
     notes = [] if rows else ["there is no weight to check"]
-    ordinary = not tensors.packed and not tensors.quantized
-    if not sparsity and ordinary and (lost := describe_lost_parts(tensors.specs, folder)) is not None:
-        notes.append(lost)
     if sparsity and any(row.negative_zeros for row in rows):
         notes.append("weights hold -0.0, which an export writes as +0.0")  # in folders of other tools -0.0 is a zero
     if unsound:
         notes.append(f"{_subject(name for name in names if name in unsound)} not finite; give a sound model")
-    if not sparsity:
-        notes += _missing_of_model(folder, config, tensors.specs)
+    notes += (
+        _compare_with_model(folder, config, tensors) if not sparsity else _compare_records(config, sparsity, tensors)
+    )
+    if "quantization_config" in config and not (tensors.packed or tensors.quantized or is_only_pruned(config)):
+        notes.append("config.json has a quantization_config: other tools will misread the weights")
     try:
         reject_foreign_adapter(folder, sparsity)
     except ValueError as error:
         notes.append(str(error))
-    if "quantization_config" in config and ordinary and not is_only_pruned(config):
-        notes.append("config.json has a quantization_config: other tools will misread the weights")
-    if "dtype" in sparsity and configured_dtype(config) != sparsity["dtype"]:
-        notes.append("config.json gives another dtype than the weights have")
-    if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
-        notes.append("config.json is not the exported one: the weights may be those of another model")
     if sparsity.get("adapter"):
         try:
             require_adapter(folder)
         except ValueError as error:
             missing.append(str(error))
         else:
-            for key, file in (("adapter_sha256", ADAPTER_TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG)):
-                if key in sparsity and sparsity[key] != hash_file(folder / file):
-                    changed.append(str(folder / file))
-    recorded = tuple(sparsity.get(key) for key in ("values", "group_size"))
-    stored = (None, None) if tensors.grid is None else tuple(tensors.grid)
-    if sparsity and recorded != stored:
-        notes.append(f"config.json says values and group_size {stored}, and sparsity.json {recorded}")
+            changed += _changed_files_of_adapter(folder, sparsity)
     errors = {name: entry["error"] for name, entry in sparse.items() if isinstance(entry.get("error"), float)}
     return FolderReport(
         str(pattern),
@@ -208,6 +196,33 @@ def check_folder(
         errors,
         tuple(exclude),
     )
+
+
+def _compare_with_model(folder: Path, config: dict[str, Any], tensors: StoredWeights) -> list[str]:
+    """Return notes on what a folder without a sparsity.json lacks of the model of its config.json."""
+    ordinary = not tensors.packed and not tensors.quantized
+    lost = describe_lost_parts(tensors.specs, folder) if ordinary else None
+    return [*([] if lost is None else [lost]), *_missing_of_model(folder, config, tensors.specs)]
+
+
+def _compare_records(config: dict[str, Any], sparsity: dict[str, Any], tensors: StoredWeights) -> list[str]:
+    """Return notes on where a config.json is not the one that `sparsity.json` was written with."""
+    notes = []
+    if "dtype" in sparsity and configured_dtype(config) != sparsity["dtype"]:
+        notes.append("config.json gives another dtype than the weights have")
+    if sparsity.get("config_sha256", config_sha256(config)) != config_sha256(config):
+        notes.append("config.json is not the exported one: the weights may be those of another model")
+    recorded = tuple(sparsity.get(key) for key in ("values", "group_size"))
+    stored = (None, None) if tensors.grid is None else tuple(tensors.grid)
+    if recorded != stored:
+        notes.append(f"config.json says values and group_size {stored}, and sparsity.json {recorded}")
+    return notes
+
+
+def _changed_files_of_adapter(folder: Path, sparsity: dict[str, Any]) -> list[str]:
+    """Return the paths of the adapter's files whose hash is not the recorded one."""
+    files = (("adapter_sha256", ADAPTER_TENSORS), ("adapter_config_sha256", ADAPTER_CONFIG))
+    return [str(folder / file) for key, file in files if key in sparsity and sparsity[key] != hash_file(folder / file)]
 
 
 def _subject(names: Iterable[str]) -> str:

@@ -75,25 +75,12 @@ def _train(
     if reason := objective.why_whole_logits(batches.batch_at(batches.position)[:1, :1].to(context.device)):
         _LOG.info(f"whole logits of both models, which take more memory than blocks of them: {reason}")
 
-    # A fresh run begins with its first mask. Save a long start, so that a resumed run does not repeat it.
-    saved_step = first_step if spec.arguments.resume else None
+    # A run at step 0 needs its first mask. One that was resumed later has read it from the checkpoint of that step.
+    saved_step: int | None = first_step
     if first_step:
         preemption.begin_steps()
     else:
-        was_ready = forge.ready
-        rms = forge.sharded.rms()
-        probe = _block_start_batches(context)
-        began = time.perf_counter()
-        with monitor.paused_clock():
-            forge.start(probe)
-        preemption.begin_steps()
-        if saved_step is None:
-            seconds = context.ranks.on_first(lambda: round(time.perf_counter() - began, 1))
-            context.beginning = Beginning(probe.tokens_read, max(probe.epochs, 1), seconds, rms)
-        saves = spec.arguments.save_every and spec.steps and forge.can_save_start
-        if not was_ready and spec.config.start is not None and saves:
-            save(context, checkpoints, monitor, evaluation, 0)
-            saved_step = 0
+        saved_step = _start(context, checkpoints, monitor, preemption, evaluation)
     # A resumed run is scored here only where the step before the stop was due and was not scored.
     _evaluate_if_due(evaluation, monitor, first_step)
 
@@ -108,10 +95,7 @@ def _train(
         # Have the text of this step at hand. Where it cannot be read any further, save the steps until here: all ranks
         # are between two steps, and nothing is half done.
         try:
-            batches.prepare_step()
-            # A rank checks the stored logits of its own sequences as it reads them.
-            reads_logits = batches.teacher_logits is not None
-            step_batches = context.ranks.all_or_raise(batches.step) if reads_logits else batches.step()
+            step_batches = _read_step(context)
         except AgreedError:
             step_log.read()
             if before and saved_step != before and watch.loss_is_finite:
@@ -179,6 +163,48 @@ def _train(
             save(context, checkpoints, monitor, evaluation, spec.steps)
     checkpoints.remove_old()
     return run_result(context, evaluation, first_step, round(time.perf_counter() - start_time, 1), step_log.scalars)
+
+
+def _start(
+    context: TrainContext, checkpoints: Checkpoints, monitor: Monitor, preemption: Preemption, evaluation: Evaluation
+) -> int | None:
+    """Choose the first mask of a run at step 0, and return 0 if a checkpoint holds that step, or else None. Collective.
+
+    A start that is trained block by block is saved, so that a resumed run does not repeat it.
+    """
+    spec = context.spec
+    forge = context.forge
+    was_ready = forge.ready
+    rms = forge.sharded.rms()
+    probe = _block_start_batches(context)
+    began = time.perf_counter()
+    with monitor.paused_clock():
+        forge.start(probe)
+    preemption.begin_steps()
+    # A run that was resumed at step 0 keeps what its checkpoint says of the start.
+    if spec.arguments.resume:
+        saved_step = 0
+    else:
+        seconds = context.ranks.on_first(lambda: round(time.perf_counter() - began, 1))
+        context.beginning = Beginning(probe.tokens_read, max(probe.epochs, 1), seconds, rms)
+        saved_step = None
+    saves = spec.arguments.save_every and spec.steps and forge.can_save_start
+    if not was_ready and spec.config.start is not None and saves:
+        save(context, checkpoints, monitor, evaluation, 0)
+        saved_step = 0
+    return saved_step
+
+
+def _read_step(context: TrainContext) -> list[MicroBatch]:
+    """Return this rank's micro-batches of the next step. Collective.
+
+    Raises:
+        AgreedError: some rank cannot read its text, or the stored logits of its own sequences.
+    """
+    batches = context.batches
+    batches.prepare_step()
+    # Ranks read different logits, and so one rank alone may find them damaged.
+    return batches.step() if batches.teacher_logits is None else context.ranks.all_or_raise(batches.step)
 
 
 def _end_if_asked(context: TrainContext, checkpoints: Checkpoints, preemption: Preemption, step: int) -> None:
