@@ -21,6 +21,7 @@ from sparseforge_ds.mask.anneal import Dials, Schedule
 from sparseforge_ds.methods import method_of
 from sparseforge_ds.model.expert_modules import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
+from sparseforge_ds.model.low_rank import require_prepared
 from sparseforge_ds.saved_state import SavedState
 from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
@@ -76,6 +77,7 @@ class SparseForge:
         """Numbers of the last mask update, reduced over all ranks."""
         self.sharded = ShardedWeights(engine, config)
         """This rank's shards of the weights under a mask, and their states."""
+        require_prepared(engine.module, config, self.sharded.prunable)
         self.weights: list[PrunableWeight] = list(self.sharded.prunable.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
         # Curvature, scores and method work on the shards; the hooks publish masks inside the optimizer's step.
@@ -132,10 +134,12 @@ class SparseForge:
             probe: as in `step`; needed by `start`, and by a starting mask of anything but `magnitude`.
 
         Raises:
-            ValueError: a probe is needed, and there is none.
+            ValueError: a probe is needed, and there is none, or blocks would be trained on one micro-batch alone.
+                Nothing has changed then.
         """
         if self.ready or self.step_count:
             return
+        self.method.require_start_probe(probe)
         if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self.sharded)
             self._republish()  # the probe that chooses the mask must see the shifted weights
@@ -323,12 +327,13 @@ class SparseForge:
         A part of W exists only outside the optimizer's state where masters have 16 bits or are quantized, and where a
         starting mask or a shift took it from the masters.
         """
-        state = self.sharded.state
-        masters = self.sharded.layout.flats
         nothing_removed = self.config.soft is not None and not self.config.moves_weights_into_branches
-        in_32_bits = all(flat.dtype == torch.float32 for flat in masters)
-        are_whole = in_32_bits and not self.config.is_quantized(0)
-        return not state.has_waiting_state or (nothing_removed and are_whole)
+        return not self.sharded.state.has_waiting_state or (nothing_removed and self._masters_are_exact(0))
+
+    def _masters_are_exact(self, step: int) -> bool:
+        """Return True if masters hold m_eff W to the bit after `step`: in 32 bits, and not quantized."""
+        in_32_bits = all(flat.dtype == torch.float32 for flat in self.sharded.layout.flats)
+        return in_32_bits and not self.config.is_quantized(step)
 
     def _require_engine_step(self) -> None:
         """Raise ForgeError if the engine has made no `step` call since the last time that this was called."""
@@ -370,5 +375,8 @@ class SparseForge:
         """Start every B of SLoRB from what the mask removes, and switch the branches on, if it is their step."""
         if step != self.config.branch_step or self.config.moves_weights_into_branches:
             return False
-        switch_on_branches(self.sharded, self.method.publish)
+        are_exact = self._masters_are_exact(step)
+        if are_exact:  # they spare a copy of m_eff W
+            self.method.write_masters()
+        switch_on_branches(self.sharded, None if are_exact else self.method.publish)
         return True

@@ -29,8 +29,10 @@ Publish = Callable[[int, Tensor, Tensor | None, Tensor, int], None]
 
 
 @torch.no_grad()
-def switch_on_branches(weights: ShardedWeights, publish: Publish) -> None:
+def switch_on_branches(weights: ShardedWeights, publish: Publish | None) -> None:
     """Set the master of every B to the mean of the weights that the mask removes over each segment of inputs.
+
+    Without `publish`, masters already hold m_eff W in full. With it, m_eff W of a partition is formed beside them.
 
     With R the removed part, the branch's error is R x - B P x, and (B P)_oi = B_oj for every input i of segment j. Let
     the inputs have variance s^2, correlation c >= 0 inside a segment and none between them. With d_oi = R_oi - B_oj,
@@ -47,7 +49,9 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish) -> None:
     published: dict[int, Tensor] = {}
 
     def removed(shard: Shard) -> Tensor:
-        """Return (numel of the shard,) fp32 (1 - m_eff) W; masters may have too few bits for it."""
+        """Return (numel of the shard,) fp32 (1 - m_eff) W."""
+        if publish is None:
+            return weights.state.dense(shard) - shard.slice_of_flat(layout.flats[shard.flat].data)
         if shard.flat not in published:
             published.clear()
             dense = weights.state.weights_being_trained(shard.flat)

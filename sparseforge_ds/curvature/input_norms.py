@@ -52,7 +52,7 @@ class InputNorms(SumsEstimator):
             for batch in range(probes):
                 for closure in batches.passes(batch):
                     context.extra_passes.loss(closure)
-        return True
+        return context.extra_passes.usable(self._sums.values)
 
     @torch.no_grad()
     @override

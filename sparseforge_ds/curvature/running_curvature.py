@@ -73,6 +73,7 @@ class RunningCurvature:
         self._hooks = ExitStack()
         self._listens = False
         self._noted_without_gradient = False
+        self._noted_single_micro_batch = False
         if not config.keeps_curvature:
             return
         # Each weight must belong to a layer that can be measured, and to one alone.
@@ -126,6 +127,18 @@ class RunningCurvature:
                 self.weights.step,
             )
         self._noted_without_gradient = True
+
+    def _note_single_micro_batch(self, probes: int) -> None:
+        """Say once that fewer batches are measured than the config asks for."""
+        if probes > 1 and not self._noted_single_micro_batch and self.weights.layout.rank == 0:
+            key = "probes" if self.refreshes else "first_probes"
+            _LOG.warning(
+                "curvature.%s = %d, and the probe is a function, which is measured once as one micro-batch: give an "
+                "object whose passes(n) returns the micro-batches of batch n",
+                key,
+                probes,
+            )
+        self._noted_single_micro_batch = True
 
     def require_refreshed(self) -> None:
         """Raise ForgeError, before a mask is frozen and at the end of a run, if it was formed without a curvature."""
@@ -197,7 +210,9 @@ class RunningCurvature:
         batches = batches_of(probe)
         probes = settings.probes if self.refreshes else settings.first_probes
         if callable(probe) and weights.config.importance in ("fisher", "wanda"):
-            probes = 1  # without random signs, the one micro-batch gives the same again
+            # A function is one micro-batch, and without random signs that gives the same again.
+            self._note_single_micro_batch(probes)
+            probes = 1
         if self.sums is not None:
             with torch.enable_grad():
                 applied = self.sums.refresh(batches, weights.step, probes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 import torch
 from torch import Tensor
@@ -124,7 +125,8 @@ class Block:
             )
 
     def __str__(self) -> str:
-        return f"block{self.size}:{self.density:g}"
+        # All digits, and no exponent: `parse_pattern` reads it back.
+        return f"block{self.size}:{Decimal(repr(self.density)):f}"
 
     @property
     def kept_count(self) -> int:

@@ -72,13 +72,13 @@ class Cast(PeriodicMagnitudeMask):
         weights = self.weights
         for name, layer in scaled_layers(weights.engine.module).items():
             scale = self._take_scale(name, layer)
-            shard = weights.shards[name]
             weight = weights.prunable[name]
             inputs = weight.shape[weight.input_axis]
-            index = torch.arange(shard.start, shard.stop, device=scale.device)
-            output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
-            dense = weights.dense(shard)
-            dense.mul_(scale[output].to(dense.device))
+            for chunk in weights.chunks([name]):
+                index = torch.arange(chunk.start, chunk.stop, device=scale.device)
+                output = index // inputs if weight.input_axis == -1 else index % (weight.numel // inputs)
+                dense = weights.dense(chunk)
+                dense.mul_(scale[output].to(dense.device))
             layer.enabled = False
         self.ranking.curvature.extra_passes.forget_gradients()  # else the gradient of s would stay in the norm
 

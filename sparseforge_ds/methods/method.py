@@ -53,6 +53,9 @@ class MaskMethod:
         """True if publishing the step that begins needs W as it is now."""
         return self.weights.state.frozen and not self.weights.state.released
 
+    def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
+        """Raise ValueError if `start` cannot work with this probe, before anything is changed."""
+
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Choose the masks that the first step of a fresh run sees. Collective."""
 

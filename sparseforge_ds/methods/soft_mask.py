@@ -58,6 +58,11 @@ class SoftMask(MaskMethod):
         return self._by_block is not None
 
     @override
+    def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
+        if self._by_block is not None:
+            self._by_block.require_probe(probe)
+
+    @override
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Train the blocks under masks whose pruned weights begin at 0; the masks of the run begin at 1."""
         if self._by_block is not None:

@@ -29,6 +29,13 @@ class StartingMask(MaskMethod):
         )
 
     @override
+    def require_start_probe(self, probe: Closure | ProbeBatches | None) -> None:
+        if self._by_block is not None:
+            self._by_block.require_probe(probe)
+        else:
+            self.ranking.curvature.require_probe(probe, "start")
+
+    @override
     @torch.no_grad()
     def start(self, probe: Closure | ProbeBatches | None) -> None:
         """Take the N best of every group as the mask. Collective.

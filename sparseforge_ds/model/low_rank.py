@@ -9,7 +9,7 @@ learned P, from a low-rank part of the weights (`branches.decompose`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,31 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     for layer in layers.values():
         add_branch(layer, config.low_rank.k, config.low_rank.learned)
     return model
+
+
+def require_prepared(model: nn.Module, config: SparseForgeConfig, prunable: Collection[str]) -> None:
+    """Reject a model whose branches or factors are not those of the config: it was prepared with another one.
+
+    Args:
+        model: of an engine.
+        config: of the forge.
+        prunable: names of the weights under a mask.
+    """
+    low_rank = config.low_rank
+    settings = None if low_rank is None else (low_rank.k, low_rank.learned)
+    wanted_branches = {} if settings is None else dict.fromkeys(prunable, settings)
+    has_scales = config.method.name == "cast" and config.method.scaling
+    wanted_scales = set(prunable) if has_scales else set()
+    present = {name: (branch.k, branch.low_rank_p is not None) for name, branch in branches(model).items()}
+    for key, found, wanted in (
+        ("low_rank", present, wanted_branches),
+        ("method.scaling", set(scaled_layers(model)), wanted_scales),
+    ):
+        if found != wanted:
+            raise ValueError(
+                f"sparseforge.{key}: the model was prepared with another value than that of the forge's config; give "
+                "the same config to sf.prepare, sf.param_groups and sf.SparseForge"
+            )
 
 
 @contextmanager

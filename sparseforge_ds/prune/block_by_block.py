@@ -78,10 +78,13 @@ def open_dense(
     Raises:
         ValueError: the model or the settings cannot be used.
     """
+    pattern = settings.config.parsed_pattern
+    if pattern.kept_count == pattern.members:
+        raise ValueError(f"pattern {pattern} keeps everything, so that nothing is pruned; use n < m, for example 2:4")
     dense = DenseModel(folder)
     config = any_family(dense.module, settings.config) if settings.any_family else settings.config
     weights = prunable_weights(dense.module, config)
-    kind = mask_for(settings.block_start, weights, config.parsed_pattern)
+    kind = mask_for(settings.block_start, weights, pattern)
     return dense, config, weights, replace(settings.block_start, mask=kind)
 
 
@@ -125,7 +128,7 @@ def prune(
             dtype.itemsize * elements_of(dense.module, blocks, progress.done),
             sum(spec.nbytes for spec in dense.specs.values()),
         )
-        dense.require_finite_outside(blocks)
+        dense.require_finite()
         if len(progress.done) < len(blocks):
             solved = _Run(dense, blocks, sequences_NS, block_start, config, device, dtype, progress).prune_blocks()
     # The export has the pruned blocks, and the rest as it is in the dense files.
@@ -254,21 +257,24 @@ class _Run:
                     self.dense.load(prefix, self.device, read=self.progress.reader(number, self.dense))
                     _advance(pruned_stream, call, bar)
                 else:
-                    result = solve_block(
-                        module,
-                        dense_stream,
-                        pruned_stream,
-                        call,
-                        block.weights,
-                        self.config.parsed_pattern,
-                        self.block_start,
-                        SolveOptions(
-                            per_step=self.per_step,
-                            seed=self.config.seed + number,
-                            stored=self.dense.stored_dtypes(prefix),
-                            progress=bar.update,
-                        ),
-                    )
+                    try:
+                        result = solve_block(
+                            module,
+                            dense_stream,
+                            pruned_stream,
+                            call,
+                            block.weights,
+                            self.config.parsed_pattern,
+                            self.block_start,
+                            SolveOptions(
+                                per_step=self.per_step,
+                                seed=self.config.seed + number,
+                                stored=self.dense.stored_dtypes(prefix),
+                                progress=bar.update,
+                            ),
+                        )
+                    except ValueError as error:
+                        raise ValueError(f"{block.name}: {error}") from None
                     self.progress.save(number, self.dense.stored(prefix), result)
                     tqdm.write(_summary(block.name, result))
                     solved.append(replace(result, masks={}))  # masks take a byte a weight, and the file has them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.saved_names import names_in_files
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
-from sparseforge_ds.start.blocks import DecoderBlock
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
@@ -175,12 +174,11 @@ class DenseModel:
             if name not in complete and self.module.all_tied_weights_keys.get(name) not in complete:
                 raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
 
-    def require_finite_outside(self, blocks: Sequence[DecoderBlock]) -> None:
-        """Raise ValueError for a tensor of no block that is not finite; `load` checks those of blocks."""
-        prefixes = tuple(f"{block.name}." for block in blocks)
-        for part in self.parts.values():
-            if not part.memory_name.startswith(prefixes) and not self.tensors.read(part.name).isfinite().all():
-                raise ValueError(f"{self.folder}: {part.name} is not finite; give a sound model")
+    def require_finite(self) -> None:
+        """Raise ValueError for a tensor of the model that is not finite, in one read of the files."""
+        for name in self.parts:
+            if not self.tensors.read(name).isfinite().all():
+                raise ValueError(f"{self.folder}: {name} is not finite; give a sound model")
 
     def _match(self) -> dict[str, StoredPart]:
         """Return the part of the model that each tensor of the files is, by its name there.

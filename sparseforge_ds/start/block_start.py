@@ -77,6 +77,17 @@ class BlockStart:
         self.dtype: torch.dtype = weights.layout.compute_dtype
         """The dtype that the engine's forward computes in."""
 
+    def require_probe(self, probe: Closure | ProbeBatches | None) -> None:
+        """Raise ValueError if there is no text, or only one micro-batch to train every block on."""
+        key = 'importance "sparsegpt"' if self.weights.config.start is None else "sparseforge.start"
+        if probe is None:
+            raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
+        if callable(probe) and self.settings.epochs:
+            raise ValueError(
+                f"{key} would train every block on the one micro-batch of a function; give forge.start an object whose "
+                "passes(n) returns the micro-batches of batch n, as functions (docs/guides/own-loop.md)"
+            )
+
     @torch.no_grad()
     def run(self, probe: Closure | ProbeBatches | None) -> None:
         """Set mask and dense weights of every prunable weight, and what is trained beside them. Collective.
@@ -84,11 +95,11 @@ class BlockStart:
         Where masks move afterwards, they stay 1, and what is pruned becomes 0.
 
         Raises:
-            ValueError: on all ranks: there is no probe, a block cannot be run alone, or its inputs are not finite.
+            ValueError: on all ranks: `require_probe` refuses the probe, a block cannot be run alone, or its inputs are
+                not finite.
         """
-        if probe is None:
-            key = 'importance "sparsegpt"' if self.weights.config.start is None else "sparseforge.start"
-            raise ValueError(f"{key} needs calibration batches: call forge.start(probe)")
+        self.require_probe(probe)
+        assert probe is not None
         # Record what the engine calls the blocks with.
         inputs = self._read(batches_of(probe))
         parameters = FullParameters(self.weights.layout, self.weights.state)

@@ -40,6 +40,12 @@ BACKWARD = 3
 """Work of a forward and a backward pass, in forward passes."""
 
 
+_NOT_FINITE = (
+    "the outputs of the block are not finite in the model as it is pruned so far; compute in bf16 or fp32, or take a "
+    "model without infinite weights"
+)
+
+
 @dataclass
 class SolvedBlock:
     """Result of a block: its masks and its errors."""
@@ -163,6 +169,8 @@ class _Solver:
         solved.masks = self._first_masks(kind, moments)
         del moments
         solved.error_before = self._error()
+        if not math.isfinite(solved.error_before):
+            raise ValueError(_NOT_FINITE)
         if self.settings.epochs:
             solved.steps = self._steps
             solved.masks = self._train(solved.masks, starved)
@@ -176,19 +184,16 @@ class _Solver:
         return solved
 
     def _require_closer(self, solved: SolvedBlock) -> None:
-        """Raise ValueError, on all ranks, where training has diverged or inputs were not finite."""
+        """Raise ValueError, on all ranks, where training has diverged, or rounding has made the block infinite."""
         before = solved.error_before
         # An output of zeros has an error of 1.
         if math.isfinite(solved.error) and (solved.error <= max(1.0, before) or not self.settings.epochs):
             return
-        if not math.isfinite(before) or not self.settings.epochs:
-            raise ValueError(
-                "the outputs of the block are not finite in the model as it is pruned so far; compute in bf16 or fp32, "
-                "or take a model without infinite weights"
-            )
+        if not self.settings.epochs:
+            raise ValueError(_NOT_FINITE)
         raise ValueError(
             f"training has raised the error of the block from {before:.3g} to {solved.error:.3g}; take a rate below "
-            f"{self.settings.rate:g} for the start"
+            f"{self.settings.rate:g} (start.rate, or --rate of prune)"
         )
 
     @property

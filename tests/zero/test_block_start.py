@@ -258,6 +258,7 @@ def refused() -> dict[str, str]:
         def passes(self, batch: int) -> list[Closure]:
             return super().passes(batch) * (1 + batch * dist.get_rank())  # on one rank alone
 
+    messages["function"] = message_of(lambda: forge.start(Text(engine).passes(0)[0]))
     messages["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
     handle = engine.module.model.layers[1].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
     messages["no chain"] = message_of(lambda: forge.start(Text(engine)))
@@ -275,6 +276,7 @@ def refused() -> dict[str, str]:
 def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
     for messages in run_distributed(refused, 2):
         assert "sparseforge.start needs calibration batches: call forge.start(probe)" in messages["no text"], messages
+        assert "would train every block on the one micro-batch of a function" in messages["function"], messages
         assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in messages["uneven"], messages
         for case in ("no chain", "no chain later"):
             assert "does not hand its hidden states from block to block as they are" in messages[case], messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -111,17 +112,20 @@ def accumulated_probes() -> list[Any]:
     return [accumulated_probe(stage) for stage in STAGES]
 
 
-def start_overflows() -> None:
+def start_overflows(importance: str) -> None:
     case = fp16(2, initial_scale_power=4)
-    case = dataclasses.replace(case, config={"importance": "fisher", "method": {"hardening": [0, 0]}})
+    case = dataclasses.replace(case, config={"importance": importance, "method": {"hardening": [0, 0]}})
     engine, forge = build(case)
     batch = my_part(batch_at(0))
+    if importance == "wanda":  # its inputs overflow, and not the loss
+        engine.module.model.embed_tokens.register_forward_hook(lambda _module, _args, output: output * math.inf)
     forge.start(lambda: engine(**batch).loss * 1e30)
 
 
-def test_an_overflow_at_the_start_is_named() -> None:
+@pytest.mark.parametrize("importance", ["fisher", "wanda"])
+def test_an_overflow_at_the_start_is_named(importance: str) -> None:
     with pytest.raises(ForgeError, match=r"every probe overflowed; use bf16, or lower fp16.initial_scale_power"):
-        run_distributed(start_overflows, 1)
+        run_distributed(start_overflows, 1, importance)
 
 
 def all_in_training() -> list[dict[str, Any]]:

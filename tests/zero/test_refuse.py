@@ -1,4 +1,4 @@
-"""DeepSpeed's own expert parallelism (AutoEP): what it makes of a model, and that no mask is trained on it."""
+"""Engines that no mask is trained on: DeepSpeed's own expert parallelism, and a model prepared otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.utils import output_capturing
 import sparseforge_ds as sf
 from tests.distributed import run_distributed
 from tests.tiny_models import BUILDERS, token_batch
-from tests.zero.case import Case
+from tests.zero.case import Case, build_engine
 
 
 def attach(stage: int) -> dict[str, Any]:
@@ -93,3 +93,33 @@ def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
     assert "accelerate launch --use_deepspeed" in messages["accelerate"] and "DeepSpeed plugin" in messages["bare"]
     assert messages["tuple"].startswith("not a DeepSpeed engine, but a tuple of 4: pass the first thing")
     assert messages["late"].startswith("the engine is at step 1 already") and "load_state" in messages["late"]
+
+
+def attach_to_another_preparation() -> list[str]:
+    """Return what a forge says whose config has other branches or factors than the model was prepared with."""
+    low_rank = {"low_rank": {"k": 8, "shift": False}}
+    factors: dict[str, Any] = {"method": {"name": "cast", "scaling": True, "every": 2}}
+    without_factors: dict[str, Any] = {"method": {"name": "cast", "scaling": False, "every": 2}}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (low_rank, {}),
+        ({}, low_rank),
+        (low_rank, {"low_rank": {"k": 16, "shift": False}}),
+        (factors, without_factors),
+        (without_factors, factors),
+    ]
+    messages = []
+    for prepared, forged in pairs:
+        engine = build_engine(Case(stage=2, config=prepared))
+        try:
+            sf.SparseForge(engine, Case(stage=2, config=forged).sparseforge)
+            messages.append("accepted")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_forge_with_another_config_than_its_model_is_refused() -> None:
+    for messages in run_distributed(attach_to_another_preparation, 2):
+        keys = ["low_rank"] * 3 + ["method.scaling"] * 2
+        for message, key in zip(messages, keys, strict=True):
+            assert message.startswith(f"sparseforge.{key}: the model was prepared with another value"), messages

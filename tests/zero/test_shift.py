@@ -82,6 +82,16 @@ def shift(case: Case, not_started: bool) -> tuple[list[str], bool]:
         if "forge.start(probe)" not in message:
             problems.append(f"a first step without start: {message!r}")
         engine, forge = build(case)
+        # A start that lacks its probe has moved nothing yet.
+        if forge.needs_probe and forge.config.soft is None:
+            message = ""
+            try:
+                forge.start()
+            except ValueError as error:
+                message = str(error)
+            unmoved = all(torch.equal(dense_before[name], value) for name, value in gathered(forge, "dense").items())
+            if "probe" not in message or not unmoved:
+                problems.append(f"a start without its probe: {message!r}, weights as they were: {unmoved}")
     # After the start branches are on, and the network computes what it did.
     forge.start(probe_of(engine, case, 0))
     if not all(branch.enabled for branch in branches(engine.module).values()):

@@ -140,6 +140,13 @@ def test_a_density_that_floats_cannot_hold_is_still_a_whole_number_of_entries(de
     assert Block(10, density).kept_count == round(100 * density)
 
 
+@pytest.mark.parametrize("size", [2, 16, 128])
+def test_the_text_of_a_tile_pattern_is_read_back(size: int) -> None:
+    entries = {1, 2, 3, size**2 // 3, size**2 // 2, size**2 - 1}
+    for pattern in (Block(size, kept / size**2) for kept in entries if 0 < kept < size**2):
+        assert parse_pattern(str(pattern)) == pattern, str(pattern)
+
+
 def test_misfit_names_the_size() -> None:
     assert "10" in str(NM(2, 4).misfit((8, 10), -1))
     assert NM(2, 4).misfit((8, 10), -2) is None

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
+from sparseforge_ds.mask.pattern import parse_pattern
 from sparseforge_ds.prune import block_by_block
 from sparseforge_ds.prune.block_by_block import PruneSettings, micro_batches, prune
 from sparseforge_ds.prune.hidden_streams import make_streams
@@ -64,6 +66,34 @@ def test_arguments_that_depend_on_the_tokens_are_refused(tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match="arguments that depend on the tokens"):
         prune(write_model(tmp_path / "dense"), tmp_path / "out", torch.arange(16).view(2, 8), settings)
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_what_cannot_be_pruned_is_refused_before_a_block_is_trained(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "dense")
+    sequences_NS = torch.arange(16).view(2, 8)
+
+    def refused(message: str, start: BlockStartConfig, pattern: str = "2:4") -> None:
+        with pytest.raises(ValueError, match=message):
+            prune(folder, tmp_path / "out", sequences_NS, PruneSettings(SparseForgeConfig(pattern=pattern), start))
+        assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+    refused("pattern 4:4 keeps everything", BlockStartConfig(), "4:4")
+    # An error inside a block says which, and which flag.
+    refused(r"model\.layers\.0: training has raised the error .*--rate of prune", BlockStartConfig(rate=1000, batch=1))
+    # The last block has a weight that is not finite.
+    weights = load_file(folder / "model.safetensors")
+    name = max(key for key in weights if "down_proj" in key)
+    weights[name][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    refused(f"{name} is not finite", BlockStartConfig(batch=1))
+
+
+@pytest.mark.parametrize("pattern", ["block16:.33203125", "block16"])
+def test_a_tile_pattern_is_written_so_that_it_is_read_back(tmp_path: Path, pattern: str) -> None:
+    folder = write_model(tmp_path / "dense")
+    settings = PruneSettings(SparseForgeConfig(pattern=pattern), BlockStartConfig(epochs=0))
+    result = prune(folder, tmp_path / "out", torch.arange(16).view(2, 8), settings)
+    assert parse_pattern(result.record["pattern"]) == parse_pattern(pattern)
 
 
 def test_tokens_are_divided_into_steps() -> None:
