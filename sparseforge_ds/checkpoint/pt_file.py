@@ -114,8 +114,11 @@ class PtFile:
     def check_bytes(self) -> None:
         """Read the whole file; raise ValueError if the checksum of a tensor in it is wrong."""
         try:
+            check_records(self.path)
             with zipfile.ZipFile(self.path) as archive:
                 damaged = archive.testzip()
+        except RefusedContentError as error:
+            raise ValueError(f"{self.path}: {error}") from None
         except (OSError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError, NotImplementedError) as error:
             raise ValueError(f"{self.path}: {self._cure(error)}") from None
         if damaged is not None:

@@ -140,6 +140,10 @@ class Checkpoint:
             raise ValueError(f"{first.path}: it or a file of its ranks is damaged ({error!r:.200})") from None
         files.release()
 
+    def release(self) -> None:
+        """Unmap the files, so that removing them frees the disk; a further read opens them again."""
+        self._files.release()
+
     def states(self, name: str) -> tuple[str, ...]:
         """Return the keys of a weight's per-element optimizer states, such as dense, exp_avg, mask."""
         entry = self.entries.get(name)

@@ -43,6 +43,8 @@ SchedulerName = Literal[
     "inverse_sqrt",
 ]
 """Schedules of the learning rate, in the words of transformers, that are functions of the step alone."""
+_WITHOUT_KWARGS = ("cosine", "constant", "constant_with_warmup")
+"""Schedules for which transformers drops `lr_scheduler_kwargs`, or which are ours."""
 _WITH_FLOOR = ("cosine", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay")
 
 LossOn = Literal["all", "completion"]
@@ -341,8 +343,8 @@ class RunArguments:
             ),
             (
                 "lr_scheduler_kwargs",
-                self.lr_scheduler_kwargs is None or self.lr_scheduler_type != "cosine",
-                "--lr_scheduler_type cosine has --warmup and --min_lr_ratio alone; give another type",
+                self.lr_scheduler_kwargs is None or self.lr_scheduler_type not in _WITHOUT_KWARGS,
+                f"--lr_scheduler_type {self.lr_scheduler_type} takes none; leave it out, or give another type",
             ),
             (
                 "keep_best",

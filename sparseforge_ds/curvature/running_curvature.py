@@ -209,9 +209,10 @@ class RunningCurvature:
         assert probe is not None
         batches = batches_of(probe)
         probes = settings.probes if self.refreshes else settings.first_probes
-        if callable(probe) and weights.config.importance in ("fisher", "wanda"):
-            # A function is one micro-batch, and without random signs that gives the same again.
-            self._note_single_micro_batch(probes)
+        # Without random signs, a batch that repeats gives the same again.
+        if getattr(batches, "repeats", False) and weights.config.importance in ("fisher", "wanda"):
+            if callable(probe):
+                self._note_single_micro_batch(probes)
             probes = 1
         if self.sums is not None:
             with torch.enable_grad():

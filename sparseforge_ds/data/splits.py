@@ -53,6 +53,11 @@ class Files:
         return tuple(path.relative_to(self.root).as_posix() if path != self.root else path.name for path in self.paths)
 
     @cached_property
+    def path_texts(self) -> list[str]:
+        """Return the paths of the files as text."""
+        return [str(path) for path in self.paths]
+
+    @cached_property
     def contents(self) -> dict[str, str]:
         """Return size, hash and kind of each file by its name; beyond `MOST_HASHED` bytes, samples are hashed.
 

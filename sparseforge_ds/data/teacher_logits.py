@@ -27,6 +27,7 @@ import torch
 
 from sparseforge_ds.checkpoint.disk import reserve, write_json
 from sparseforge_ds.config.run_state import differences, shorten
+from sparseforge_ds.config.strict import build
 from sparseforge_ds.model.top_logits import TopLogits
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class LogitsRecord:
 
     key: str
     """`TokenCache.name` of the text."""
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
     """Settings that the key was hashed from."""
     seq_length: int
     windows: int
@@ -277,8 +278,15 @@ def stack_logits(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> TopLogits:
 
 def _read_record(path: Path) -> LogitsRecord:
     try:
-        return LogitsRecord(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+        record: LogitsRecord = build(LogitsRecord, content, "record")
+        # Paths of other files are made of the key.
+        if record.key != path.stem:
+            raise ValueError(f"its key is {record.key[:100]!r}")
+        return record
+    except ValueError as error:
         raise ValueError(
             f"{path}: is no record of a teacher's logits ({str(error)[:100]}); if sparseforge teach wrote it, remove "
             "it and repeat the command"

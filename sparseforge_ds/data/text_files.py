@@ -136,4 +136,4 @@ class LocalText(TextSource):
 
     @override
     def read(self, state: Mapping[str, Any] | None = None) -> Reader:
-        return Reader([str(path) for path in self.files.paths], self.options, state or {})
+        return Reader(self.files.path_texts, self.options, state or {})

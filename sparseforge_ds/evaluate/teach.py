@@ -129,7 +129,7 @@ def _write_logits(
     windows = cache.tokens // settings.seq_length
     record = LogitsRecord(
         key=cache.name,
-        facts=cache.facts,
+        facts=dict(cache.facts),
         seq_length=settings.seq_length,
         windows=windows,
         vocabulary=vocabulary,

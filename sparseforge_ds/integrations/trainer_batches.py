@@ -119,6 +119,8 @@ class StepBatches:
         prepared: inputs that the step was trained on, if the step is done.
     """
 
+    repeats = True
+
     def __init__(
         self,
         loaded: Sequence[dict[str, Any]],

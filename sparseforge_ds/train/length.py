@@ -29,10 +29,13 @@ def steps_of_epochs(spec: RunSpec) -> int:
         why = "sources of a mixture end at different times" if len(sources) > 1 else "the length of a stream is unknown"
         raise ValueError(f"--epochs {epochs:g}: {why} (--dataset {names}); give --max_steps")
 
-    # Tokenize into the run folder, but not into that of another run.
+    # Tokenize into the run folder, but not into that of another run. Where `auto` finds no run, one begins.
     is_recorded = (spec.folder / "sparseforge.json").exists()
-    if not spec.arguments.resume or (spec.arguments.resume != "auto" and not is_recorded):
-        check_beginning(spec)
+    arguments = spec.arguments
+    if arguments.resume == "auto" and not is_recorded:
+        arguments = dataclasses.replace(arguments, resume=False)
+    if not arguments.resume or not is_recorded:
+        check_beginning(dataclasses.replace(spec, arguments=arguments))
     packed = ensure_token_cache(sources[0], spec.model.tokenizer, spec.folder / "data", spec.arguments.document_frame)
     windows = packed.tokens // spec.arguments.seq_length
     return max(1, math.ceil(epochs * windows / int(spec.deepspeed["train_batch_size"])))

@@ -290,7 +290,7 @@ class RunProbeBatches:
         if layout is not None:
             self.batches = self.batches.divided_as(layout)
             self.sequences = layout.global_batch
-        self.reads_the_loss = layout is None
+        self.reads_the_loss = layout is None and context.spec.config.importance in ("fisher", "hutchinson")
         self.epochs = epochs
         self.context = context
         self.position = position
@@ -306,7 +306,7 @@ class RunProbeBatches:
     def passes(self, batch: int) -> list[Closure]:
         """Return closures that compute the loss of this rank's micro-batches of a probe batch."""
         self.batches_read = max(self.batches_read, batch + 1)
-        # A start compares hidden states, also of sequences without trained tokens.
+        # A start compares hidden states, and Wanda and SparseGPT measure inputs, also where no token is trained on.
         if self.reads_the_loss and self.position == 0:
             self.batches.require_trained(self._sequences(batch))
         return [partial(self._loss, micro_batch) for micro_batch in self._micro_batches(batch)]

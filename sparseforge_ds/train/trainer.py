@@ -113,8 +113,8 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     first_step = context.forge.step_count
     result_file = spec.folder / "result.json"
     if resumption is not None and first_step >= spec.steps:
-        if ranks.first and not result_file.exists():
-            write_json(result_file, run_result(context, evaluation, first_step))
+        if not ranks.on_first(result_file.exists):
+            ranks.on_first(lambda: write_json(result_file, run_result(context, evaluation, first_step)))
         _LOG.info(f"the run in {spec.folder} is complete ({first_step} steps): nothing to do")
         ranks.leave()
         return
@@ -135,7 +135,10 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
         except TrainingDivergedError as error:
             if ranks.first:  # the others may not come here any more
                 good = None if error.last_good_checkpoint is None else str(error.last_good_checkpoint)
-                write_json(result_file, {"diverged": str(error), "last_good_checkpoint": good})
+                try:
+                    write_json(result_file, {"diverged": str(error), "last_good_checkpoint": good})
+                except OSError as full:  # the divergence is what the user must hear of
+                    _LOG.warning(f"{result_file} could not be written: {full}")
             raise
 
     # Tell the result, and what to do with the run.

@@ -29,7 +29,8 @@ class ProbeBatches(Protocol):
     """Batches of sequences that probes read. A batch is the same sequences on any number of ranks.
 
     If losses are not means over all tokens of their micro-batch, `divisor(batch)` returns the number by which they
-    divide the sum over tokens. `epochs`, if it is there, takes the place of `start.epochs`.
+    divide the sum over tokens. `epochs`, if it is there, takes the place of `start.epochs`. `repeats`, if it is there,
+    says whether all batches are the same.
     """
 
     def passes(self, batch: int) -> Sequence[Closure]:
@@ -53,6 +54,7 @@ class _OneMicroBatch:
     """Batches that are all the one micro-batch of a closure."""
 
     closure: Closure
+    repeats = True
 
     def passes(self, batch: int) -> Sequence[Closure]:
         return (self.closure,)

@@ -50,7 +50,7 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     Args:
         layout: shard map of the engine.
         state: state of the prunable weights.
-        checkpoint: checkpoint whose bytes the caller has checked for damage.
+        checkpoint: checkpoint whose bytes the caller has checked for damage; its files are unmapped at the end.
         masks: kind of masks in the checkpoint.
 
     Raises:
@@ -79,6 +79,9 @@ def restore(layout: ShardLayout, state: ShardState, checkpoint: Checkpoint, mask
     engine.skipped_steps = checkpoint.skipped
     engine.micro_steps = checkpoint.step * engine.gradient_accumulation_steps()
     layout.push()
+    # A checkpoint that is removed later must give its room on the disk back.
+    del content
+    checkpoint.release()
 
 
 def _buffers(layout: ShardLayout) -> dict[str, Tensor]:

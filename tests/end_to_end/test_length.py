@@ -105,6 +105,18 @@ def test_runs_that_cannot_become_longer_are_refused(tmp_path, capfd):
         assert message in capfd.readouterr().out
 
 
+def test_epochs_leave_a_folder_of_others_alone(tmp_path, capfd):
+    flags = flags_of(tmp_path, deepspeed_json(1), epochs=1)
+    other = tmp_path / "run" / "model" / "config.json"
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    for more in ([], ["--resume=auto"]):
+        capfd.readouterr()
+        assert run_distributed(run_trainer, 1, [*flags, *more]) == [1]
+        assert "holds model, which a run would replace" in capfd.readouterr().out
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["model"], "and no tokens were written there"
+
+
 def test_epochs_give_the_number_of_steps(tmp_path, capsys):
     """20 documents are 49 windows of 32 tokens: with 4 a step, one and a half epochs are 19 steps."""
     write_text(tmp_path / "short.jsonl", documents=20)

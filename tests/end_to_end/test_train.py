@@ -145,6 +145,16 @@ def test_every_shipped_configuration_trains(tmp_path, name):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 
 
+@pytest.mark.parametrize("importance", ["sparsegpt", "wanda"])
+def test_a_mask_of_inputs_alone_reads_batches_without_trained_tokens(tmp_path, importance):
+    content = deepspeed_json(2, batch=2)
+    content["sparseforge"] = {"max_steps": 2, "method": "naive_retrain", "importance": importance}
+    records = [{"prompt": f"{n:03} " * 40, "completion": f"{n:03}"} for n in range(100)]
+    text = tmp_path / "pairs.jsonl"
+    text.write_text("".join(json.dumps(record) + "\n" for record in records))
+    train(*flags_of(tmp_path, content, dataset=text, loss_on="completion", max_steps=2, seed=2))
+
+
 def test_batches_without_trained_tokens_are_passed_over_also_by_a_resumed_run(tmp_path, capfd):
     """Most sequences of long prompts have no token of a short completion."""
     content = deepspeed_json(2, batch=2, method={"update_every": 2, "hardening": [0.25, 0.75]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -231,6 +232,33 @@ def uncalled(ranks: set[int]) -> str:
     if dist.get_rank() in ranks:
         engine.module.model.layers[0].mlp.forward = torch.zeros_like
     return message_of(lambda: forge.start(probe_of(engine, case, 0)))
+
+
+def counted_passes() -> dict[str, int]:
+    """Return how often the passes of each kind of probe ran for a starting mask that asks for four batches."""
+    counts: dict[str, int] = {}
+    for kind in ("a function", "batches that repeat", "batches"):
+        for importance in ("wanda", "fisher"):
+            block = {"importance": importance, "method": "naive_retrain", "curvature": {"first_probes": 4}}
+            case = Case(stage=1, config=block)
+            engine, forge = build(case)
+            counts[f"{kind}, {importance}"] = 0
+
+            def loss(key: str = f"{kind}, {importance}", engine: Any = engine) -> torch.Tensor:
+                counts[key] += 1
+                result: torch.Tensor = engine(**my_part(batch_at(0))).loss
+                return result
+
+            batches = SimpleNamespace(passes=lambda _batch, loss=loss: [loss], repeats="repeat" in kind)
+            forge.start(loss if kind == "a function" else batches)
+    return counts
+
+
+def test_a_probe_that_repeats_is_measured_once(capfd: pytest.CaptureFixture[str]) -> None:
+    expected = {"a function": 1, "batches that repeat": 1, "batches": 4}
+    for counts in run_distributed(counted_passes, 2):
+        assert counts == {f"{kind}, {name}": n for kind, n in expected.items() for name in ("wanda", "fisher")}
+    assert "".join(capfd.readouterr()).count("curvature.first_probes = 4, and the probe is a function") == 2
 
 
 def singular(stage: int) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_a_missing_file_and_wrong_content_are_named(tmp_path: Path) -> None:
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
     with pytest.raises(ValueError, match=r"list\.pt: holds a list"):
         _ = PtFile(tmp_path / "list.pt").content
+
+
+def test_a_compressed_record_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(1 << 20))
+    content = bytearray(path.read_bytes())
+    content[60] ^= 0xFF  # inside what is compressed: unpacking it would end in zlib's own error
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"bomb\.pt: .*compressed"):
+        PtFile(path).check_bytes()
 
 
 def test_content_can_be_released_and_read_again(tmp_path: Path) -> None:

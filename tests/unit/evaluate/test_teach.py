@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.data.teacher_logits import TeacherLogits
 from sparseforge_ds.evaluate import finished_model, teach
 from sparseforge_ds.ranks import Ranks
 from sparseforge_ds.train.open_batches import open_batches
@@ -67,6 +68,14 @@ def test_every_batch_has_the_logits_of_its_tokens(written: Path, capsys: pytest.
             torch.testing.assert_close(batch.top.share_BSL[..., -1].float().exp(), rest_BS, rtol=1e-2, atol=1e-4)
             half = batch.top.take_tokens(slice(8, 16))
             assert torch.equal(half.entry_BSK, batch.top.entry_BSK[:, 8:16])
+
+
+@pytest.mark.parametrize("change", [{"windows": "5"}, {"key": "../other"}, {"written": None}])
+def test_a_damaged_record_is_refused(written: Path, change: dict[str, Any]) -> None:
+    (path,) = (written / "logits").glob("*.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="is no record of a teacher's logits"):
+        TeacherLogits.open(written / "logits", path.stem, {}, 16, BYTE_VOCABULARY, 2.0)
 
 
 def test_a_killed_process_goes_on_to_the_same_bytes(
