@@ -161,9 +161,7 @@ class ReferenceSparseGPT(ReferenceMethod):
         weight = (weight.t() if transposed else weight).clone()
         mask = torch.ones_like(weight)
         members = len(self.groups[name][0])
-        hessian = gram + (self.config["reconstruction"] or {"damping": 0.01})["damping"] * gram.diagonal().mean() * (
-            torch.eye(len(gram)).double()
-        )
+        hessian = gram + 0.01 * gram.diagonal().mean() * torch.eye(len(gram)).double()
         left = [torch.linalg.inv(hessian[i:, i:]) for i in range(len(gram))]
         for row, keep in zip(weight, mask, strict=True):
             for i in range(len(gram)):

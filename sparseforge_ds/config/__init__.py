@@ -8,7 +8,6 @@ from sparseforge_ds.config.block_sections import (
     HiddenConfig,
     LowRankConfig,
     QuantizeConfig,
-    ReconstructionConfig,
 )
 from sparseforge_ds.config.methods import METHODS
 from sparseforge_ds.config.presets import PRESETS
@@ -23,7 +22,6 @@ __all__ = [
     "HiddenConfig",
     "LowRankConfig",
     "QuantizeConfig",
-    "ReconstructionConfig",
     "SparseForgeConfig",
     "BlockStartConfig",
 ]

@@ -23,7 +23,6 @@ from sparseforge_ds.config.block_sections import (
     LowRankConfig,
     MonitorConfig,
     QuantizeConfig,
-    ReconstructionConfig,
 )
 from sparseforge_ds.config.combinations import (
     check_branch_start,
@@ -77,8 +76,6 @@ class SparseForgeConfig:
     """Loss against the dense teacher (eq. 12); null: the task loss alone."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurements for the log beyond the loss."""
-    reconstruction: ReconstructionConfig | None = None
-    """Settings of importance `sparsegpt`; null: its defaults."""
     quantize: QuantizeConfig | None = None
     """Quantization of the weights in training (eq. 14); null: none."""
     start: BlockStartConfig | None = None

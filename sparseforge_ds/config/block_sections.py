@@ -196,22 +196,6 @@ class DistillationConfig:
 
 
 @dataclass(frozen=True)
-class ReconstructionConfig:
-    """Settings of importance `sparsegpt` (arXiv 2301.00774)."""
-
-    damping: float = 0.01
-    """Number added to the diagonal of X^T X, relative to its mean."""
-    block: int = 128
-    """Columns whose errors are passed on to later columns at a time."""
-    update_weights: bool = True
-    """Update kept weights to make up for the pruned ones; false: take the mask alone."""
-
-    def __post_init__(self) -> None:
-        require(self.damping > 0, "reconstruction.damping", self.damping, "use a value > 0")
-        require(self.block >= 1, "reconstruction.block", self.block, "use an integer >= 1")
-
-
-@dataclass(frozen=True)
 class QuantizeConfig:
     """Quantization of the weights under a mask in training (eq. 14): the network sees Q(m_eff W).
 

@@ -55,8 +55,6 @@ def check_method(config: SparseForgeConfig) -> None:
         )
     if config.start is not None:
         _check_start(config)
-    if config.reconstruction is not None and importance != "sparsegpt":
-        raise ValueError(f'sparseforge.reconstruction: importance "{importance}" does not use it; leave it out')
 
 
 def check_removes(config: SparseForgeConfig) -> None:
@@ -85,14 +83,12 @@ def _check_start(config: SparseForgeConfig) -> None:
     """Raise ValueError if a start that is trained block by block does not fit the pattern and other keys."""
     assert config.start is not None
     block_start = config.start
-    # 1. `start.mask` takes the place of `importance`, unless masks move afterwards, and of `reconstruction`.
+    # 1. `start.mask` takes the place of `importance`, unless masks move afterwards.
     if config.soft is None and config.importance not in (_default(config, "importance"), block_start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null'
         )
-    if config.reconstruction is not None:
-        raise ValueError("sparseforge.reconstruction: a start has its own start.damping instead; leave it out")
     # 2. The rule must know the pattern, and branches something to begin from.
     if block_start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(

@@ -17,7 +17,7 @@ REPORT_EVERY = 10
 """Steps between two measurements of masks that move in every step, since a measurement waits for the device."""
 
 
-OPTIONAL = ("importance", "curvature", "reconstruction", "start", "distillation", "low_rank")
+OPTIONAL = ("importance", "curvature", "start", "distillation", "low_rank")
 """Keys of the block that not every method uses."""
 
 

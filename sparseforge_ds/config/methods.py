@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CHOSEN: dict[str, Any] = {"importance": "magnitude", "curvature": {"first_probes": 16}}
 """Keys of the block that methods start from if they choose a mask before the first step."""
-_CHOICE = ("importance", "curvature", "reconstruction")
+_CHOICE = ("importance", "curvature")
 """Keys of the block that such methods read."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 """Version of the entry `sparseforge` in a checkpoint's client state."""
 _FEW = 8
 """Most differences that a message lists."""

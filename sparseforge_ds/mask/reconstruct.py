@@ -13,10 +13,11 @@ from torch import Tensor
 
 from sparseforge_ds.mask.kernels.groups import top_n
 
+BLOCK_COLUMNS = 128
+"""Columns whose errors are passed on to later columns at a time. Another number changes rounding alone."""
 
-def reconstruct(
-    weight_OI: Tensor, gram_II: Tensor, n: int, m: int, damping: float, block: int
-) -> tuple[Tensor, Tensor]:
+
+def reconstruct(weight_OI: Tensor, gram_II: Tensor, n: int, m: int, damping: float) -> tuple[Tensor, Tensor]:
     """Prune one linear layer to n:m and update what is kept.
 
     Args:
@@ -26,7 +27,6 @@ def reconstruct(
         n: members of a group to keep.
         m: members of a group.
         damping: added to the diagonal, relative to its mean.
-        block: columns whose errors are passed on at a time.
 
     Returns:
         (out, in) fp32 updated weights, pruned ones 0, and (out, in) bool of those that are kept.
@@ -41,7 +41,7 @@ def reconstruct(
     upper_II = _factor(gram_II, damping).float()
     weight_OI[:, gram_II.diagonal() == 0] = 0.0
     inputs = weight_OI.shape[1]
-    block = max(m, block - block % m)
+    block = max(m, BLOCK_COLUMNS - BLOCK_COLUMNS % m)
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
         part_OB = weight_OI[:, start:stop]

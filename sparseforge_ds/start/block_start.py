@@ -208,7 +208,6 @@ class BlockStart:
                     per_step=inputs.per_step,
                     ranks=layout.world_size,
                     seed=weights.config.seed,
-                    reconstruction=weights.config.reconstruction,
                     is_trained=lambda name: parameters.is_trained(f"{block.name}.{name}"),
                 ),
             )
@@ -220,9 +219,6 @@ class BlockStart:
             if layout.world_size > 1:
                 layout.broadcast(tensor, 0)
         # Back to the shards: W, what was trained beside it, and the masks.
-        reconstruction = weights.config.reconstruction
-        if reconstruction is not None and not reconstruction.update_weights:
-            values = {name: value for name, value in values.items() if name not in masks}
         moves = weights.config.soft is not None
         if moves:
             # Masks begin at 1 and move: what this start prunes begins at 0 instead, and can come back.

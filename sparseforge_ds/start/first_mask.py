@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sparseforge_ds.config.block_sections import BlockStartConfig, BlockStartMask, ReconstructionConfig
+from sparseforge_ds.config.block_sections import BlockStartConfig, BlockStartMask
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.pattern import NM, Pattern
 from sparseforge_ds.mask.reconstruct import reconstruct
@@ -191,7 +191,7 @@ def choose_by_score(weight: PrunableWeight, value: Tensor, pattern: Pattern, squ
 
 @torch.no_grad()
 def reconstruct_weight(
-    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, settings: ReconstructionConfig
+    weight: PrunableWeight, value: Tensor, moments_II: Tensor, pattern: Pattern, damping: float
 ) -> tuple[Tensor, Tensor]:
     """Return SparseGPT's weights and mask of one linear layer, both in the weight's shape.
 
@@ -202,11 +202,11 @@ def reconstruct_weight(
     transposed = weight.input_axis == -2
     value_OI = (value.t() if transposed else value).float().contiguous()
     try:
-        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, settings.damping, settings.block)
+        updated_OI, kept_OI = reconstruct(value_OI, moments_II, pattern.n, pattern.m, damping)
     except torch.linalg.LinAlgError:
         raise ValueError(
-            f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and damping (of start or '
-            f"reconstruction) = {settings.damping:g} is too little to make up for it; use ten times as much, or more "
-            "tokens"
+            f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and a damping of {damping:g} is '
+            'too little to make up for it; use more tokens, or "damping": '
+            f'{10 * damping:g} in a "start" with "mask": "sparsegpt"'
         ) from None
     return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

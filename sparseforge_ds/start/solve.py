@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparseforge_ds.config import BlockStartConfig, ReconstructionConfig
+from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.start.annealing import Annealing
@@ -104,8 +104,6 @@ class SolveOptions:
     """Dtypes that parameters are rounded to at the end, by name in the block: those that they will be stored in."""
     progress: Callable[[int], object] = lambda _passes: None
     """Function that is told of the work that was done, in forward passes of one micro-batch; see `passes_of`."""
-    reconstruction: ReconstructionConfig | None = None
-    """SparseGPT's settings; None for the damping of the start."""
     is_trained: Callable[[str], bool] = lambda _name: True
     """Function that says of a norm or bias, by its name in the block, if it may be trained."""
 
@@ -241,14 +239,13 @@ class _Solver:
     @torch.no_grad()
     def _first_masks(self, kind: str, moments: InputMoments) -> dict[str, Tensor]:
         """Choose the masks without training, and set pruned weights to 0."""
-        reconstruction = self.options.reconstruction or ReconstructionConfig(damping=self.settings.damping)
         masks = {}
         for weight in self.weights:
             value = self.block.get_parameter(weight.name).data
             if kind == "sparsegpt":
                 input_moments = moments.moments_for(weight.name)
-                updated, kept = reconstruct_weight(weight, value, input_moments, self.pattern, reconstruction)
-                value.copy_(updated if reconstruction.update_weights else torch.where(kept, value, 0.0))
+                updated, kept = reconstruct_weight(weight, value, input_moments, self.pattern, self.settings.damping)
+                value.copy_(updated)
             else:
                 squares = moments.moments_for(weight.name) if kind == "wanda" else None
                 kept = choose_by_score(weight, value, self.pattern, squares)

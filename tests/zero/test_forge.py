@@ -263,7 +263,8 @@ def test_a_probe_that_repeats_is_measured_once(capfd: pytest.CaptureFixture[str]
 
 def singular(stage: int) -> str:
     """Two tokens a rank, and next to no damping."""
-    block = {"importance": "sparsegpt", "reconstruction": {"damping": 1e-30}, "method": "naive_retrain"}
+    start = {"mask": "sparsegpt", "epochs": 0, "tokens": 1, "damping": 1e-30}
+    block = {"start": start, "method": "naive_retrain"}
     case = Case(stage=stage, config=block)
     engine, forge = build(case)
     batch = {key: value[:1, :2] for key, value in my_part(batch_at(0)).items()}
@@ -341,9 +342,8 @@ def test_a_layer_without_curvature_stops_the_run() -> None:
         assert called_on_one == "no error"
         assert "no usable curvature for 3 of 7 matrices" in called_on_none and "mlp.down_proj.weight" in called_on_none
         for message in singular:
-            assert (
-                message.startswith("AgreedError") and "_proj.weight" in message and "reconstruction) = 1e-30" in message
-            ), message
+            assert message.startswith("AgreedError") and "_proj.weight" in message, message
+            assert "damping of 1e-30 is too little" in message and '"damping": 1e-29' in message, message
 
 
 BLOCKS = {

@@ -197,7 +197,7 @@ def _first_mask_seconds(work: PruneWork, block: nn.Module, moments_rate: float, 
     def solve(rows: int, columns: int) -> float:
         weight_OI = torch.randn(rows, columns, device=device)
         gram_II = torch.eye(columns, device=device)
-        return clock.seconds(lambda: reconstruct(weight_OI, gram_II, pattern.n, pattern.m, 0.01, 128))
+        return clock.seconds(lambda: reconstruct(weight_OI, gram_II, pattern.n, pattern.m, 0.01))
 
     # Of few columns the loop over them takes the time, of few rows the factorization, whose work is their cube.
     columns = max(pattern.m, _COLUMNS - _COLUMNS % pattern.m)

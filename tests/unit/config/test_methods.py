@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.config import METHODS, DistillationConfig, SparseForgeConfig
-from sparseforge_ds.config.block_sections import BlockStartConfig, CurvatureConfig, ReconstructionConfig
+from sparseforge_ds.config.block_sections import BlockStartConfig, CurvatureConfig
 from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.config.methods import AstConfig, CastConfig, ElsaConfig, MaskLLMConfig, PatConfig, SrSteConfig
 from sparseforge_ds.config.soft_mask_config import SoftMaskConfig
@@ -132,16 +132,11 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"method": "maskllm", "pattern": "block16"}, ["sparseforge.pattern = block16", "n:m"]),
     ({"importance": "sparsegpt"}, ["sparsegpt", "starting mask", "fisher"]),
     ({**RETRAIN, "importance": "sparsegpt", "pattern": "block16"}, ["sparsegpt", "block16"]),
-    ({**RETRAIN, "reconstruction": {}}, ["sparseforge.reconstruction", "magnitude"]),
-    ({**RETRAIN, "importance": "sparsegpt", "reconstruction": {"damping": 0}}, ["reconstruction.damping"]),
-    ({**RETRAIN, "importance": "sparsegpt", "reconstruction": {"block": 0}}, ["reconstruction.block"]),
     ({"start": {}, "method": "ast"}, ["sparseforge.start", '"ast" does not use it', "null", "naive_retrain"]),
     ({"start": {}, **FROZEN, "importance": "wanda"}, ['importance = "wanda"', "start.mask", "leave it out"]),
     ({"start": {"mask": "sparsegpt"}, "pattern": "block16"}, ["start.mask", "block16", "wanda"]),
     ({"start": {}, **FROZEN, "low_rank": {"shift": False}}, ["sparseforge.low_rank", '"shift": true']),
     ({"start": {"soft": 1.5}}, ["start.soft = 1.5", "fraction"]),
-    ({"start": {}, "method": "naive_retrain", "reconstruction": {}}, ["sparseforge.reconstruction", "start.damping"]),
-    ({"reconstruction": {}}, ["sparseforge.reconstruction", '"sparseforge" does not use it', "naive_retrain"]),
 ]
 
 
@@ -159,7 +154,6 @@ def test_a_new_method_refuses_what_it_does_not_say_that_it_reads() -> None:
     for key, value in {
         "importance": "wanda",
         "curvature": CurvatureConfig(probes=2),
-        "reconstruction": ReconstructionConfig(),
         "start": BlockStartConfig(),
     }.items():
         with pytest.raises(ValueError, match=f'sparseforge.{key}: method "new" does not use it, only .*leave it out'):

@@ -73,7 +73,7 @@ def test_other_weights_are_another_run() -> None:
     ("change", "message"),
     [
         (lambda state: None, "was not saved by SparseForge: engine.save_checkpoint saves its state once"),
-        (lambda state: {**state, "version": 2}, "state version 2, this is 3: use the release that wrote it"),
+        (lambda state: {**state, "version": 3}, "state version 3, this is 4: use the release that wrote it"),
         (lambda state: {key: value for key, value in state.items() if key != "version"}, "state version None"),
         (lambda state: {**state, "config": [1]}, r"damaged config: \[1\]"),
         (lambda state: {**state, "config": {"pattern": "2:x"}}, "damaged config: .*2:x"),

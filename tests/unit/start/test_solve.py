@@ -112,9 +112,7 @@ def test_a_start_without_training_is_sparsegpt_by_passes_of_the_whole_model(buil
         for weight in of_block:
             value = expected.get_parameter(weight.name).data
             transposed = weight.input_axis == -2
-            updated, _ = reconstruct(
-                (value.t() if transposed else value).contiguous(), gram[weight.name], 2, 4, 0.01, 128
-            )
+            updated, _ = reconstruct((value.t() if transposed else value).contiguous(), gram[weight.name], 2, 4, 0.01)
             value.copy_(updated.t() if transposed else updated)
     # Masks are equal; values are, up to the order of sums.
     for weight in weights:
