@@ -160,25 +160,17 @@ def fingerprint_weights(folder: Path) -> str:
     tensors = TensorFolder(folder)
     digests: dict[str, str] = {}
     for file in sorted(set(tensors.files.values())):
-        path = folder / file
-        try:
-            with path.open("rb") as content:
-                # The header has the offsets of every tensor.
-                header = int.from_bytes(content.read(8), "little")
-                entries = json.loads(content.read(header))
-                for name in (name for name, file_of_name in tensors.files.items() if file_of_name == file):
-                    entry = entries[name]
-                    start, stop = (8 + header + offset for offset in entry["data_offsets"])
-                    # Samples are spread evenly; those of a small tensor overlap and cover it.
-                    spread = max(0, stop - start - _SAMPLE_BYTES)
-                    positions = {start + spread * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
-                    digest = hashlib.sha256(f"{name} {entry['dtype']} {entry['shape']}".encode())
-                    for position in sorted(positions):
-                        content.seek(position)
-                        digest.update(content.read(min(_SAMPLE_BYTES, stop - position)))
-                    digests[name] = digest.hexdigest()
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read ({error})") from None
+        with _opened(folder / file) as content:
+            for name in (name for name, file_of_name in tensors.files.items() if file_of_name == file):
+                spec = tensors.specs[name]
+                # Samples are spread evenly; those of a small tensor overlap and cover it.
+                spread = max(0, spec.nbytes - _SAMPLE_BYTES)
+                positions = {spread * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+                stored = tensor_bytes(content.get_tensor(name))
+                digest = hashlib.sha256(f"{name} {DTYPE_NAMES[spec.dtype]} {list(spec.shape)}".encode())
+                for position in sorted(positions):
+                    digest.update(stored[position : position + _SAMPLE_BYTES])
+                digests[name] = digest.hexdigest()
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparseforge_ds.checkpoint.tensors import TensorFolder
+import sparseforge_ds as package
+from sparseforge_ds.checkpoint.tensors import TensorFolder, fingerprint_weights
 from sparseforge_ds.export.writer import write_tensors
 from tests.unit.export.test_writer import SPECS, TENSORS
 
@@ -50,6 +51,11 @@ def test_every_tensor_of_every_shard_counts(tmp_path: Path) -> None:
     save_file({**stored, name: value}, last)
     with pytest.raises(ValueError, match=f"{name} is in two files, {first.name} and {last.name}, .* save the model"):
         TensorFolder(tmp_path)
+
+
+def test_the_fingerprint_of_a_model_stays_what_runs_have_recorded() -> None:
+    own_model = Path(package.__file__).parent / "assets" / "stdlib_llama"
+    assert fingerprint_weights(own_model) == "0318514ef4b92e2a8c57a50db8b65964eb22295ceb4e1921dee50bc1318c2886"
 
 
 def test_shards_without_their_index_name_it(tmp_path: Path) -> None:
