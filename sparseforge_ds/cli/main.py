@@ -107,8 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, unknown = top.parse_known_args(words)
     if unknown:
         return _fail(unknown_word(unknown[0], flags))
-    if (flag := _repeated(top, words)) is not None:
-        print(f"note: {flag} is given twice, and the last one counts", file=sys.stderr)
 
     # SIGTERM must remove half-written files, and names in a file may hold characters that a terminal cannot show.
     if threading.current_thread() is threading.main_thread():
@@ -143,26 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _flags_of(top: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """Return the names of the flags of the subcommand that a command line begins with."""
-    return [flag.lstrip("-") for flag in _options(top, words) if flag.startswith("--")]
-
-
-def _repeated(top: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    """Return the first flag that is given twice though a later value replaces an earlier one, or None."""
-    options = _options(top, words)
-    taken = set()
-    for word in words:
-        flag = word.partition("=")[0]
-        if isinstance(action := options.get(flag), argparse._StoreAction) and action.dest in taken:
-            return flag
-        if action is not None:
-            taken.add(action.dest)
-    return None
-
-
-def _options(top: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, argparse.Action]:
-    """Return the flags of the subcommand that a command line begins with."""
     (commands,) = (action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    return commands[words[0]]._option_string_actions if words and words[0] in commands else {}
+    options = commands[words[0]]._option_string_actions if words and words[0] in commands else {}
+    return [flag.lstrip("-") for flag in options if flag.startswith("--")]
 
 
 def command(arguments: Sequence[str] | None = None) -> NoReturn:

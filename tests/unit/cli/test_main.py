@@ -213,13 +213,6 @@ def test_wrong_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFi
     assert error.startswith("error: ") and error.count("\n") == 1 and "--help shows all flags" in error
 
 
-def test_a_flag_that_is_given_twice_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["prune", "none", "out", "--text", "a.txt", "--exclude", "a"]
-    assert main([*line, "--text=b.txt"]) == 2
-    assert "note: --text is given twice, and the last one counts\nerror: --text b.txt" in capsys.readouterr().err
-    assert main(line) == 2 and "twice" not in capsys.readouterr().err
-
-
 def test_a_home_folder_behind_an_equals_sign_is_meant(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
