@@ -121,7 +121,7 @@ def _cases(device: str, outputs: int, inputs: int, tokens: int) -> Iterator[Case
 def _loss(device: str, tokens: int, vocabulary: int) -> Iterator[Case]:
     """Yield the element-wise part of the distillation loss over a block of tokens: both models' logits, two passes."""
     config = DistillationConfig()
-    rows = min(tokens, tokens_per_block(config, vocabulary))
+    rows = min(tokens, tokens_per_block(vocabulary))
     student_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
     teacher_TV = torch.randn(rows, vocabulary, device=device, dtype=torch.bfloat16)
     labels_T = torch.randint(vocabulary, (rows,), device=device)

@@ -304,8 +304,8 @@ class SparseForgeConfig:
         """Return the part of `to_dict` that a resumed run must not change; values of equal effect are written alike."""
         config = self.to_dict()
         del config["monitor"], config["allow_dense"]
-        if self.distillation is not None:  # where the teacher is held, and how many logits are in memory at a time
-            del config["distillation"]["hold"], config["distillation"]["chunk_tokens"]
+        if self.distillation is not None:
+            del config["distillation"]["hold"]
         config["curvature"]["factored"] = self.factored
         config["curvature"]["source"] = "training" if self.from_training_step else "probe"
         if self.low_rank is not None:

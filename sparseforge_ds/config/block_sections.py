@@ -168,8 +168,6 @@ class DistillationConfig:
     """Place of the teacher's weights: `zero3` partitions them over the ranks, `replicated` keeps all on every rank."""
     hidden: HiddenConfig | None = None
     """Distil hidden states too; null: logits alone. The teacher must have the student's width and depth."""
-    chunk_tokens: int = 1024
-    """Tokens whose fp32 log-probabilities, [tokens, vocabulary], are in memory at a time."""
 
     def __post_init__(self) -> None:
         for name in ("weight", "task_weight"):
@@ -185,7 +183,6 @@ class DistillationConfig:
             self.temperature,
             f"use a value from {lowest:g} to {LARGEST:g}",
         )
-        require(self.chunk_tokens >= 1, "distillation.chunk_tokens", self.chunk_tokens, "use an integer >= 1")
 
     def at(self, progress: float) -> DistillationConfig:
         """Return the loss at the fraction `progress` of a run's steps, with weights that no longer change."""

@@ -24,6 +24,8 @@ from sparseforge_ds.model.token_losses import IGNORED as IGNORED
 from sparseforge_ds.model.token_losses import TokenLosses
 from sparseforge_ds.model.top_logits import TopLogits, TopTeacher
 
+CHUNK_TOKENS = 1024
+"""Most tokens in a block, whose log-probabilities are in fp32."""
 BLOCK = 2**25
 """Most logits of a model in a block, so that a large vocabulary makes blocks of fewer tokens."""
 
@@ -61,7 +63,7 @@ def distillation_loss(
         student_logits_BSV: (B, S, V) in any floating dtype.
         teacher_logits_BSV: (B, S, V), no gradient flows to it; or a teacher's largest logits (eq. 12c).
         labels_BS: (B, S) token ids at the positions of the inputs, unshifted; -100 is ignored.
-        config: weights, temperature and the tokens of a block.
+        config: weights and temperature.
         trained: divisor of the sums over labels; None for the number of labels here that are not ignored. Give the
             number in a whole step, divided by its micro-batches on all ranks: then the mean of the losses over
             micro-batches is the loss of the step.
@@ -102,31 +104,24 @@ def distillation_loss(
     return unpack_losses(losses)
 
 
-def task_loss(
-    logits_BSV: Tensor,
-    labels_BS: Tensor,
-    chunk_tokens: int = 1024,
-    trained: float | None = None,
-    shifted: bool = False,
-) -> Tensor:
+def task_loss(logits_BSV: Tensor, labels_BS: Tensor, trained: float | None = None, shifted: bool = False) -> Tensor:
     """Compute the next-token cross-entropy without a teacher, () in fp32.
 
     Args:
         logits_BSV: (B, S, V) in any floating dtype.
         labels_BS: as in `distillation_loss`.
-        chunk_tokens: most tokens of a block.
         trained: as in `distillation_loss`.
         shifted: as in `distillation_loss`.
     """
     losses: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        logits_BSV.flatten(0, 1), None, next_labels(labels_BS, shifted), task_only(chunk_tokens), trained
+        logits_BSV.flatten(0, 1), None, next_labels(labels_BS, shifted), task_only(), trained
     )
     return losses[0]
 
 
-def task_only(chunk_tokens: int = 1024) -> DistillationConfig:
+def task_only() -> DistillationConfig:
     """Return the config of a loss without a teacher."""
-    return DistillationConfig(weight=0.0, task_weight=1.0, chunk_tokens=chunk_tokens)
+    return DistillationConfig(weight=0.0, task_weight=1.0)
 
 
 def next_labels(labels_BS: Tensor, shifted: bool = False) -> Tensor:
@@ -160,9 +155,9 @@ def block_slices(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def tokens_per_block(config: DistillationConfig, vocabulary: int) -> int:
+def tokens_per_block(vocabulary: int) -> int:
     """Return the tokens in a block of whole rows of logits."""
-    return max(1, min(config.chunk_tokens, BLOCK // vocabulary))
+    return max(1, min(CHUNK_TOKENS, BLOCK // vocabulary))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -180,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
         tokens = TokenLosses(next_T, config, student_TV.dtype, trained)
         ctx.top = TopTeacher(teacher, config.temperature, tokens.exact) if isinstance(teacher, TopLogits) else None
         teacher_TV = None if isinstance(teacher, TopLogits) else teacher
-        for rows in block_slices(len(next_T), tokens_per_block(config, student_TV.shape[1])):
+        for rows in block_slices(len(next_T), tokens_per_block(student_TV.shape[1])):
             tokens.add(rows, student_TV[rows], _teacher_rows(ctx.top, teacher_TV, student_TV, rows))
         ctx.save_for_backward(student_TV, teacher_TV)
         ctx.tokens = tokens
@@ -192,7 +187,7 @@ class _ChunkedLoss(torch.autograd.Function):
         student_TV, teacher_TV = ctx.saved_tensors
         tokens: TokenLosses = ctx.tokens
         gradient_TV = torch.empty_like(student_TV)
-        for rows in block_slices(len(student_TV), tokens_per_block(tokens.config, student_TV.shape[1])):
+        for rows in block_slices(len(student_TV), tokens_per_block(student_TV.shape[1])):
             teacher = _teacher_rows(ctx.top, teacher_TV, student_TV, rows)
             # A compiled kernel casts its result; step by step the copy does.
             dtype = student_TV.dtype if is_compiled(student_TV.device) else None

@@ -148,12 +148,12 @@ def loss_in_head(
     """Run a model and compute its loss without the logits of either model.
 
     The result equals `distillation_loss` to rounding. At most 2**25 logits of a model exist at a time, and no more than
-    those of `config.chunk_tokens` tokens.
+    those of 1,024 tokens.
 
     Args:
         engine: a DeepSpeed engine, or the model itself.
         labels_BS: (B, S) token ids at the positions of the inputs, unshifted; -100 is ignored.
-        config: weights, temperature and the tokens of a block; None for the task loss alone.
+        config: weights and temperature; None for the task loss alone.
         target: the teacher's answer to these inputs (`Teacher.targets`), or its largest logits (eq. 12c); None for the
             task loss alone. Its states are freed in the backward pass.
         trained: divisor of the sums over labels, see `distillation_loss`.
@@ -250,7 +250,7 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, teacher_TH, teacher_weight_VH, teacher_bias_V)
         ctx.dtype = setup.dtype
-        ctx.block_rows = tokens_per_block(setup.config, len(weight_VH))
+        ctx.block_rows = tokens_per_block(len(weight_VH))
         ctx.tokens = TokenLosses(setup.next_T, setup.config, setup.dtype, setup.trained)
         ctx.top = None if setup.top is None else TopTeacher(setup.top, setup.config.temperature, ctx.tokens.exact)
         ctx.only_block = None

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
 from sparseforge_ds.model.basis import basis_of
-from sparseforge_ds.model.distill import DistillationLoss, block_slices, refuse_second_derivative
+from sparseforge_ds.model.distill import DistillationLoss, block_slices, refuse_second_derivative, tokens_per_block
 from sparseforge_ds.model.token_losses import IGNORED
 from sparseforge_ds.transformers_internals import GradientCheckpointingLayer
 
@@ -137,7 +137,7 @@ def compare_hidden(
     if len(states) != len(layers):
         raise ValueError(f"{len(states)} hidden states of a teacher for {len(layers)} layers of the student")
     loss = HiddenLoss(config.hidden.weight)
-    hooks.targets = _Targets(states, next_T != IGNORED, config.chunk_tokens, trained)
+    hooks.targets = _Targets(states, next_T != IGNORED, trained)
     hooks.distances = {}
     try:
         yield loss
@@ -208,19 +208,17 @@ _hooks_of_students: WeakKeyDictionary[nn.Module, _StudentHooks] = WeakKeyDiction
 class _Targets:
     """The teacher's states of one pass, kept until its backward pass is done."""
 
-    def __init__(self, states: list[Tensor], trained_T: Tensor, block: int, trained: float | None) -> None:
+    def __init__(self, states: list[Tensor], trained_T: Tensor, trained: float | None) -> None:
         """Count the tokens.
 
         Args:
             states: (B, S, H) of each layer.
             trained_T: True for the tokens that count.
-            block: tokens that are compared at a time.
             trained: divisor of the sums over tokens; None for the number of those that count.
         """
         self.states = states
         self.trained_T = trained_T
         self.trained = trained_T.sum() if trained is None else trained
-        self.block = block
         self.pending = 0
         """Layers whose backward pass is still to come."""
 
@@ -258,7 +256,7 @@ def _differences(state_BSH: Tensor, teacher_BSH: Tensor, targets: _Targets) -> I
     exact = torch.promote_types(state_BSH.dtype, torch.float32)
     state_TH = state_BSH.flatten(0, 1)
     teacher_TH = teacher_BSH.flatten(0, 1)
-    for rows in block_slices(len(state_TH), targets.block):
+    for rows in block_slices(len(state_TH), tokens_per_block(state_TH.shape[1])):
         target_TH = teacher_TH[rows].to(exact)
         power_T1 = target_TH.square().sum(-1, keepdim=True).clamp_min(torch.finfo(exact).eps)
         factor_T1 = targets.trained_T[rows, None] / (power_T1 * targets.trained)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -24,8 +25,8 @@ from sparseforge_ds.model.teacher import Teacher
 from tests.distributed import run_distributed
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
-ZERO3 = DistillationConfig(hold="zero3", temperature=2.0, chunk_tokens=7)
-REPLICATED = DistillationConfig(hold="replicated", temperature=2.0, chunk_tokens=7)
+ZERO3 = DistillationConfig(hold="zero3", temperature=2.0)
+REPLICATED = DistillationConfig(hold="replicated", temperature=2.0)
 BUILDERS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gpt2": tiny_gpt2}
 
 
@@ -220,6 +221,7 @@ def _gathering() -> Iterator[dict[str, int]]:
         setattr(PartitionedParameterCoordinator, name, real)
 
 
+@mock.patch("sparseforge_ds.model.distill.CHUNK_TOKENS", 7)
 def _all_in_head() -> list[dict[str, Any]]:
     return [_in_head(*case) for case in HEADS]
 

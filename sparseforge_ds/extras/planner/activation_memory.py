@@ -180,7 +180,7 @@ def _trace(model: PreTrainedModel, token_BS: Tensor, forge: SparseForgeConfig, t
             loss = hidden_loss.add_to(losses).total
             del logits_BSV  # as in the training loop: the loss holds it until it has its gradient
         loss.backward()
-    tokens = token_BS.numel() if complete_logits else min(token_BS.numel(), tokens_per_block(config, head.out_features))
+    tokens = token_BS.numel() if complete_logits else min(token_BS.numel(), tokens_per_block(head.out_features))
     return Activations(
         saved=saved,
         logits=tokens * head.out_features * head.weight.element_size() * (2 if teacher else 1),

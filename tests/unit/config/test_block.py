@@ -175,7 +175,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"distillation": {"hidden": {"until": 1.5}}}, ["sparseforge.distillation.hidden.until", "0 < until <= 1"]),
     ({"distillation": {"temperature": 0}}, ["sparseforge.distillation.temperature", "from 1e-06 to 1e+06"]),
     ({"distillation": {"hold": "gpu"}}, ["sparseforge.distillation.hold", "'gpu'", "zero3, replicated"]),
-    ({"distillation": {"chunk_tokens": 0}}, ["sparseforge.distillation.chunk_tokens", ">= 1"]),
     ({"monitor": {"gap_every": -1}}, ["sparseforge.monitor.gap_every", ">= 0"]),
     # A mask that would be projected before its first update would keep the first two of every four by index.
     ({"max_steps": 10, "method": {"update_every": 5}}, ["sparseforge.method.update_every", "step 2", "[0, 0]"]),

@@ -57,7 +57,7 @@ def test_a_source_that_is_chosen_is_the_one_that_is_given() -> None:
 def test_what_cannot_change_the_result_may_differ() -> None:
     for block in (
         {"monitor": {"gap_every": 5}},
-        {"distillation": {"hold": "replicated", "chunk_tokens": 64}},
+        {"distillation": {"hold": "replicated"}},
         {"allow_dense": ["vision.*"]},
     ):
         assert RunState.parse(saved(), "here").changes(run_of(**block)) == []

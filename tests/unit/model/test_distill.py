@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from sparseforge_ds.config import DistillationConfig
 from sparseforge_ds.mask.kernels import fusing
+from sparseforge_ds.model import distill
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.teacher import Teacher, teacher_ds_config
 from tests.tiny_models import tiny_llama, token_batch
@@ -51,34 +53,38 @@ configs = st.builds(
     weight=st.floats(0, 3),
     task_weight=st.floats(0.01, 3),
     temperature=st.sampled_from([0.5, 1.0, 2.0, 3.7]),
-    chunk_tokens=st.integers(1, 40),
 )
 
 
 @settings(deadline=None)
-@given(configs, st.integers(1, 4), st.integers(2, 9), st.integers(2, 17), st.integers(0, 2**31))
+@given(configs, st.integers(1, 40), st.integers(1, 4), st.integers(2, 9), st.integers(2, 17), st.integers(0, 2**31))
 def test_loss_and_gradient_are_those_of_the_textbook(
-    config: DistillationConfig, B: int, S: int, V: int, seed: int
+    config: DistillationConfig, chunk_tokens: int, B: int, S: int, V: int, seed: int
 ) -> None:
     student, teacher, labels = _case(B, S, V, seed)
-    result = distillation_loss(student, teacher, labels, config)
     expected = _textbook(student, teacher, labels, config)
-    torch.testing.assert_close(tuple(result)[:3], expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in (result.total, expected[0])))
+    with mock.patch.object(distill, "CHUNK_TOKENS", chunk_tokens):
+        result = distillation_loss(student, teacher, labels, config)
+        torch.testing.assert_close(tuple(result)[:3], expected)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in (result.total, expected[0])))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_the_gradient_agrees_with_finite_differences(temperature: float) -> None:
+def test_the_gradient_agrees_with_finite_differences(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 3)
     student, teacher, labels = _case()
-    config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=temperature, chunk_tokens=3)
+    config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=temperature)
     assert torch.autograd.gradcheck(lambda x: distillation_loss(x, teacher, labels, config).total, student)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_low_precision_logits_lose_only_the_last_rounding(dtype: torch.dtype, temperature: float) -> None:
+def test_low_precision_logits_lose_only_the_last_rounding(
+    dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 16)
     student, teacher, labels = _case(4, 33, 50, dtype=dtype)
-    config = DistillationConfig(temperature=temperature, chunk_tokens=16)
+    config = DistillationConfig(temperature=temperature)
     result = distillation_loss(student, teacher, labels, config)
     assert {part.dtype for part in result} == {torch.float32}
     (gradient,) = torch.autograd.grad(result.total, student)
@@ -108,13 +114,12 @@ def test_loss_scaling_reaches_the_fp16_gradient_before_it_is_rounded() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_chunks_change_no_bit(temperature: float) -> None:
+def test_chunks_change_no_bit(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     student, teacher, labels = _case(3, 50, 64, dtype=torch.float32)
     results = []
     for chunk_tokens in (1, 7, 64, 1000):
-        loss = distillation_loss(
-            student, teacher, labels, DistillationConfig(temperature=temperature, chunk_tokens=chunk_tokens)
-        )
+        monkeypatch.setattr(distill, "CHUNK_TOKENS", chunk_tokens)
+        loss = distillation_loss(student, teacher, labels, DistillationConfig(temperature=temperature))
         results.append((*loss, torch.autograd.grad(loss.total, student)[0]))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
@@ -139,9 +144,10 @@ def test_a_student_that_equals_its_teacher_has_no_kl(temperature: float) -> None
     assert gradient.abs().max() < 1e-15
 
 
-def test_compiled_is_step_by_step() -> None:
+def test_compiled_is_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile as for a GPU: blocks of fewer tokens than there are, ignored labels, 16 bits in and out."""
-    config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=9)
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 9)
+    config = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0)
     results = []
     for compiled in (False, True):
         student, teacher, labels = _case(B=2, S=7, V=50, dtype=torch.bfloat16)
@@ -179,11 +185,12 @@ def test_a_second_derivative_is_refused() -> None:
 
 @pytest.mark.parametrize("which", ["student", "teacher"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_non_finite_logit_gives_a_non_finite_loss(which: str, value: float) -> None:
+def test_a_non_finite_logit_gives_a_non_finite_loss(which: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 2)
     student, teacher, labels = _case(ignored=0.0)
     with torch.no_grad():
         (student if which == "student" else teacher)[0, 0, 3] = value
-    result = distillation_loss(student, teacher, labels, DistillationConfig(chunk_tokens=2))
+    result = distillation_loss(student, teacher, labels, DistillationConfig())
     assert not result.total.isfinite()
     (gradient,) = torch.autograd.grad(result.total, student)
     assert not gradient.isfinite().all()
@@ -231,13 +238,14 @@ class _LivePeak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_only_one_chunk_is_ever_in_fp32(temperature: float) -> None:
+def test_only_one_chunk_is_ever_in_fp32(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     vocabulary = 512
     chunk_tokens = 8
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", chunk_tokens)
     peaks = []
     for length in (32, 256):
         student, teacher, labels = _case(1, length, vocabulary, dtype=torch.bfloat16)
-        config = DistillationConfig(temperature=temperature, chunk_tokens=chunk_tokens)
+        config = DistillationConfig(temperature=temperature)
         with _LivePeak() as memory:
             distillation_loss(student, teacher, labels, config).total.backward()
         peaks.append(memory.peak / (chunk_tokens * vocabulary * 4))
@@ -350,10 +358,11 @@ def test_a_partitioned_model_cannot_be_replicated() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
+def test_the_task_loss_alone_is_cross_entropy(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", chunk)
     student, _, labels = _case()
     ours, reference = (student.detach().clone().requires_grad_() for _ in range(2))
-    loss = task_loss(ours, labels, chunk)
+    loss = task_loss(ours, labels)
     expected = F.cross_entropy(reference[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(loss, expected)
     (3 * loss).backward()
@@ -362,9 +371,10 @@ def test_the_task_loss_alone_is_cross_entropy(chunk: int) -> None:
     torch.testing.assert_close(ours.grad, reference.grad)
 
 
-def test_parts_of_sequences_are_a_loss_of_whole_ones() -> None:
+def test_parts_of_sequences_are_a_loss_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide sequences as ranks do that share them: a part's last token predicts the next part's first, or nothing."""
-    config = DistillationConfig(temperature=2.0, chunk_tokens=5)
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 5)
+    config = DistillationConfig(temperature=2.0)
     generator = torch.Generator().manual_seed(0)
     student_BSV, teacher_BSV = torch.randn(2, 2, 12, 9, generator=generator).unbind(0)
     labels_BS = torch.randint(0, 9, (2, 12), generator=generator)

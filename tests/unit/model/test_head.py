@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model import distill
 from sparseforge_ds.model.distill import distillation_loss, next_labels, task_loss
 from sparseforge_ds.model.head import Head, NonlinearHeadError, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, compare_hidden, compared_layers
@@ -27,7 +28,12 @@ from tests.tiny_models import (
     token_batch,
 )
 
-SEVERAL = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0, chunk_tokens=5)
+CONFIG = DistillationConfig(weight=0.7, task_weight=0.4, temperature=2.0)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 5)
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -73,11 +79,14 @@ def _agree(student: PreTrainedModel, teacher: PreTrainedModel | None, config: Di
     torch.testing.assert_close(result, expected, **close)
 
 
-@pytest.mark.parametrize("config", [SEVERAL, DistillationConfig()], ids=["blocks", "one block"])
+@pytest.mark.parametrize("chunk_tokens", [5, 1024], ids=["blocks", "one block"])
 @pytest.mark.parametrize("family", [family for family in BUILDERS if family not in SCALED])
-def test_every_family_has_the_loss_and_gradients_of_whole_logits(family: str, config: DistillationConfig) -> None:
+def test_every_family_has_the_loss_and_gradients_of_whole_logits(
+    family: str, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", chunk_tokens)
     build = BUILDERS[family]  # in fp32, which fused experts do not exceed
-    _agree(build().train(), build(seed=1), config, rtol=1e-4, atol=1e-6)
+    _agree(build().train(), build(seed=1), CONFIG, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -87,7 +96,7 @@ def test_tied_heads_and_checkpointing_change_nothing(tied: bool, checkpointing: 
     if checkpointing is not None:
         checkpoint_activations(student, **checkpointing)
         student.enable_input_require_grads()
-    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+    _agree(student, tiny_llama(seed=1).double(), CONFIG)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -95,22 +104,22 @@ def test_losses_agree_without_a_teacher_with_a_bias_and_frozen(bias: bool) -> No
     student = tiny_llama().double()
     if bias:
         student.lm_head.bias = torch.nn.Parameter(torch.randn(VOCABULARY, dtype=torch.float64))
-    _agree(student, None, SEVERAL)
-    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+    _agree(student, None, CONFIG)
+    _agree(student, tiny_llama(seed=1).double(), CONFIG)
     student.lm_head.requires_grad_(False)
-    _agree(student, tiny_llama(seed=1).double(), SEVERAL)
+    _agree(student, tiny_llama(seed=1).double(), CONFIG)
     assert student.lm_head.weight.grad is None
 
 
 def test_a_teacher_may_have_another_width() -> None:
-    _agree(tiny_llama().double(), tiny_llama(seed=1, hidden_size=48, num_attention_heads=6).double(), SEVERAL)
+    _agree(tiny_llama().double(), tiny_llama(seed=1, hidden_size=48, num_attention_heads=6).double(), CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_agree_to_rounding(dtype: torch.dtype) -> None:
     student = tiny_llama().to(dtype)
     teacher = tiny_llama(seed=1).to(dtype)
-    expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+    expected, result = (function(student, teacher, CONFIG) for function in (_of_whole_logits, _in_head))
     assert result.total.dtype == torch.float32
     torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-5, atol=1e-6)
     expected, result = (_gradients(student, 1024 * losses[0]) for losses in (expected, result))
@@ -122,7 +131,7 @@ def test_autocast_agrees_to_rounding() -> None:
     student = tiny_llama()
     teacher = tiny_llama(seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, result = (function(student, teacher, SEVERAL) for function in (_of_whole_logits, _in_head))
+        expected, result = (function(student, teacher, CONFIG) for function in (_of_whole_logits, _in_head))
     torch.testing.assert_close(tuple(result), tuple(expected), rtol=1e-3, atol=1e-4)  # the teacher's are fp32
     expected, result = (_gradients(student, losses[0]) for losses in (expected, result))
     for name, gradient in expected.items():
@@ -130,11 +139,12 @@ def test_autocast_agrees_to_rounding() -> None:
         assert (result[name] - gradient).norm() < 0.02 * gradient.norm(), name
 
 
-def test_blocks_are_no_part_of_the_loss() -> None:
+def test_blocks_are_no_part_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for chunk_tokens in (1, 7, 1000):
+        monkeypatch.setattr(distill, "CHUNK_TOKENS", chunk_tokens)
         student = tiny_llama().double()
-        losses = _in_head(student, tiny_llama(seed=1).double(), DistillationConfig(chunk_tokens=chunk_tokens))
+        losses = _in_head(student, tiny_llama(seed=1).double(), DistillationConfig())
         results.append((losses.total.detach(), _gradients(student, losses.total)))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0])
@@ -146,8 +156,8 @@ def test_a_loss_without_a_graph_leaves_the_model_as_it_was() -> None:
     ids, _ = _batch()
     before = student(input_ids=ids).logits
     with torch.no_grad():
-        result = _in_head(student, teacher, SEVERAL)
-    assert torch.equal(result.total, _in_head(student, teacher, SEVERAL).total)
+        result = _in_head(student, teacher, CONFIG)
+    assert torch.equal(result.total, _in_head(student, teacher, CONFIG).total)
     assert not result.total.requires_grad
     assert torch.equal(student(input_ids=ids).logits, before)
     assert "forward" not in vars(student.lm_head)
@@ -174,7 +184,7 @@ def test_whole_logits_are_never_made() -> None:
     student, teacher = (tiny_llama(seed=seed, intermediate_size=16, **sizes) for seed in range(2))
     student.model.embed_tokens.requires_grad_(False)
     ids = token_batch()["input_ids"]
-    config = DistillationConfig(chunk_tokens=4)
+    config = DistillationConfig()
     most = {}
     for name, full in (("head", False), ("logits", True)):
         with _Widest(vocabulary) as made:
@@ -187,7 +197,7 @@ def test_whole_logits_are_never_made() -> None:
             loss.backward()
         most[name] = made.most
     assert most["logits"] == tokens * vocabulary
-    assert most["head"] <= max(4 * vocabulary, 16 * vocabulary)  # a block, or the gradient of the head's weight
+    assert most["head"] <= max(5 * vocabulary, 16 * vocabulary)  # a block, or the gradient of the head's weight
 
 
 CAPPED = {
@@ -219,7 +229,7 @@ def test_a_model_without_a_linear_head_is_refused() -> None:
 def test_vocabularies_and_labels_that_do_not_fit_are_errors() -> None:
     ids, labels = _batch()
     with pytest.raises(ValueError, match="the teacher's vocabulary has 80 entries and the student's 64"):
-        loss_in_head(tiny_llama(), labels, SEVERAL, _target(tiny_llama(vocab_size=80), ids), input_ids=ids)
+        loss_in_head(tiny_llama(), labels, CONFIG, _target(tiny_llama(vocab_size=80), ids), input_ids=ids)
     with pytest.raises(ValueError, match=r"labels \(2, 5\) do not belong to inputs \(2, 16\)"):
         loss_in_head(tiny_llama(), labels[:, :5], input_ids=ids)
     loss = loss_in_head(tiny_llama(), labels, input_ids=ids)[0].total
@@ -232,14 +242,14 @@ def test_a_non_finite_weight_gives_a_non_finite_loss(value: float) -> None:
     student = tiny_llama()
     with torch.no_grad():
         student.lm_head.weight[3, 3] = value
-    assert not loss_in_head(student, _batch()[1], SEVERAL, input_ids=_batch()[0])[0].total.isfinite()
+    assert not loss_in_head(student, _batch()[1], CONFIG, input_ids=_batch()[0])[0].total.isfinite()
 
 
 @pytest.mark.parametrize("full_logits", [False, True])
 @pytest.mark.parametrize("hidden", [None, HiddenConfig(weight=2.0)])
 def test_parts_of_a_step_add_up_to_its_mean(full_logits: bool, hidden: HiddenConfig | None) -> None:
     """Losses over a common number of trained tokens; a part without any gives zeros, and its backward pass runs."""
-    config = replace(SEVERAL, hidden=hidden)
+    config = replace(CONFIG, hidden=hidden)
     student = tiny_llama()
     teacher = tiny_llama(seed=1).eval()
     ids = _batch()[0]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig, HiddenConfig
+from sparseforge_ds.model import distill
 from sparseforge_ds.model.distill import IGNORED, distillation_loss, next_labels
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.model.hidden import capture_states, check_same_states, compare_hidden, compared_layers
@@ -24,8 +25,13 @@ from tests.tiny_models import BUILDERS, SCALED, tiny_gpt2, tiny_llama, token_bat
 EVERY = [1, 2, 3, None]
 
 
-def _config(every: int | None = 1, weight: float = 0.8, **more: Any) -> DistillationConfig:
-    return DistillationConfig(task_weight=0.4, hidden=HiddenConfig(weight, every), **{"chunk_tokens": 5, **more})
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", 5)
+
+
+def _config(every: int | None = 1) -> DistillationConfig:
+    return DistillationConfig(task_weight=0.4, hidden=HiddenConfig(0.8, every))
 
 
 def _batch() -> tuple[Tensor, Tensor]:
@@ -92,7 +98,7 @@ def test_it_is_the_textbook_for_every_family(family: str) -> None:
     student = BUILDERS[family]()
     teacher = BUILDERS[family](seed=1).eval()
     config = _config()
-    plain = DistillationConfig(task_weight=0.4, chunk_tokens=5)
+    plain = DistillationConfig(task_weight=0.4)
     student.eval()  # no dropout; training mode is below
     ids, labels = _batch()
     with torch.no_grad():
@@ -110,11 +116,14 @@ def test_it_is_the_textbook_for_every_family(family: str) -> None:
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("block", [1, 7, 1024])
-def test_any_layers_and_blocks_give_the_textbook_distance(build: Any, every: int | None, block: int) -> None:
+def test_any_layers_and_blocks_give_the_textbook_distance(
+    build: Any, every: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "CHUNK_TOKENS", block)
     student = build().eval()
     teacher = build(seed=1).eval()
     distance = _textbook(student, teacher, every)
-    result = _found(student, teacher, _config(every, chunk_tokens=block))
+    result = _found(student, teacher, _config(every))
     torch.testing.assert_close(result.hidden, distance.detach(), rtol=1e-5, atol=1e-7)
 
 

@@ -42,9 +42,12 @@ def top_of(teacher_BSV: Tensor, largest: int, temperature: float) -> TopLogits:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("chunk", [1024, 4])
-def test_loss_and_gradient_are_those_of_the_classes(temperature: float, chunk: int) -> None:
+def test_loss_and_gradient_are_those_of_the_classes(
+    temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole logits, and blocks of rows and columns inside the head; some labels are ignored."""
-    config = DistillationConfig(weight=0.7, task_weight=0.3, temperature=temperature, chunk_tokens=chunk)
+    monkeypatch.setattr("sparseforge_ds.model.distill.CHUNK_TOKENS", chunk)
+    config = DistillationConfig(weight=0.7, task_weight=0.3, temperature=temperature)
     student = tiny_llama()
     generator = torch.Generator().manual_seed(0)
     token_BS = torch.randint(V, (B, S), generator=generator)

@@ -18,7 +18,12 @@ from sparseforge_ds.model.teacher import Teacher
 from sparseforge_ds.train.objective import Objective
 from tests.tiny_models import tiny_llama, tiny_mixture, token_batch
 
-CONFIG = SparseForgeConfig.from_dict({"distillation": {"hold": "replicated", "temperature": 2.0, "chunk_tokens": 5}})
+CONFIG = SparseForgeConfig.from_dict({"distillation": {"hold": "replicated", "temperature": 2.0}})
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseforge_ds.model.distill.CHUNK_TOKENS", 5)
 
 
 class Engine:

@@ -21,8 +21,13 @@ from sparseforge_ds.zero.expert_hooks import expert_tokens
 from tests import tiny_models
 from tests.unit.extras.planner.hub_configs import qwen3_14b
 
-FORGE = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64}})
+FORGE = SparseForgeConfig.from_dict({})
 BATCH, LENGTH = 4, 48
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseforge_ds.model.distill.CHUNK_TOKENS", 64)
 
 
 # With latent attention, q and v are of different widths, for which torch has no fused kernel on the CPU; nor has it one
@@ -113,7 +118,7 @@ def test_the_peak_of_a_pass_is_planned(family: str, checkpointing: bool, teacher
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_peak_of_a_pass_whose_hidden_states_are_compared(family: str, checkpointing: bool) -> None:
     """Count a block and its gradient for a layer's distance; the states are the teacher's."""
-    forge = SparseForgeConfig.from_dict({"distillation": {"chunk_tokens": 64, "hidden": {}}})
+    forge = SparseForgeConfig.from_dict({"distillation": {"hidden": {}}})
     assert forge.distillation is not None and forge.distillation.hidden is not None
     model, token_BS = real(family, checkpointing)
     other = real(family, False)[0].eval()

@@ -72,8 +72,11 @@ def test_latent_attention_is_counted_and_none_costs_nothing() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_step_with_a_teacher_takes_the_counted_operations(tied: bool, checkpointing: bool) -> None:
+def test_a_step_with_a_teacher_takes_the_counted_operations(
+    tied: bool, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention is next to nothing in short sequences. A last product of a layer that nobody needs is left out."""
+    monkeypatch.setattr("sparseforge_ds.model.distill.CHUNK_TOKENS", 8)  # several blocks, as in a run
     config = tiny_llama(vocab_size=512, hidden_size=64, tie_word_embeddings=tied).config
     student, teacher = (AutoModelForCausalLM.from_config(config) for _ in range(2))
     if checkpointing:
@@ -83,7 +86,7 @@ def test_a_step_with_a_teacher_takes_the_counted_operations(tied: bool, checkpoi
         with torch.no_grad():
             hidden_BSH = hidden_states(teacher, lambda: teacher(input_ids=token_BS, use_cache=False))
             target = Target(hidden_BSH, Head(head_of(teacher).weight, None))
-        losses, _ = loss_in_head(student, token_BS, DistillationConfig(chunk_tokens=8), target, input_ids=token_BS)
+        losses, _ = loss_in_head(student, token_BS, DistillationConfig(), target, input_ids=token_BS)
         losses.total.backward()
     model = architecture_of(student, ())
     forward = operations(config, model, 8)
