@@ -246,12 +246,10 @@ class BlockStartConfig:
     Where a step is larger than `batch`, because all ranks read equally many sequences, `sparseforge train` and trainers
     make as many more passes as give no fewer steps."""
     rate: float = 0.02
-    """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine. Norms and biases have that
-    of their block's matrices on average, and small gains less."""
+    """Adam's learning rate, relative to the RMS of each matrix; it falls to 0 as a cosine. Norms, and biases of pruned
+    layers, are trained too, at that of their block's matrices on average, and small gains at less."""
     batch: int | None = None
     """Sequences of an Adam step; null: as many as give 512 to 1,023 steps over all epochs, of at most 16,384 tokens."""
-    norms: bool = True
-    """Train the norms of a block, and the biases of its pruned layers, too."""
     damping: float = 0.01
     """`sparsegpt`: number added to the diagonal of X^T X, relative to its mean."""
 

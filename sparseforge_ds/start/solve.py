@@ -263,7 +263,7 @@ class _Solver:
         settings = self.settings
         steps = self._steps
         matrices = [self.block.get_parameter(weight.name) for weight in self.weights]
-        vectors = self._vectors() if settings.norms else {}
+        vectors = self._vectors()
         parameters = [*matrices, *vectors.values()]
         annealing = None
         if soft_steps := settings.soft_steps(steps):

@@ -199,7 +199,8 @@ def test_a_block_trains_alike_where_gains_are_folded_into_its_matrices() -> None
             attention, mlp = layer.self_attn, layer.mlp
             for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
                 linear.weight.data.mul_(of_matrix)
-    apart, folded = (_solve_all(model, BlockStartConfig(mask="magnitude", epochs=6, norms=False)) for model in models)
+    settings = BlockStartConfig(mask="magnitude", epochs=6)
+    apart, folded = (_solve_all(model, settings, is_trained=lambda _name: False) for model in models)
     for ours, other in zip(apart, folded, strict=True):
         assert ours.error < 0.95 * ours.error_before and ours.error == pytest.approx(other.error, rel=1e-4)
         assert all(torch.equal(kept, other.masks[name]) for name, kept in ours.masks.items())
@@ -315,7 +316,7 @@ def test_parameters_are_rounded_to_what_is_stored() -> None:
         parameter.data.mul_(1 + 2**-10)  # no value of bf16
     dense = copy.deepcopy(model.model.layers[0].state_dict())
     dtypes = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in dense}
-    _solve_all(model, BlockStartConfig(epochs=1, norms=False), stored=dtypes)
+    _solve_all(model, BlockStartConfig(epochs=1), stored=dtypes, is_trained=lambda _name: False)
     for layer in model.model.layers:
         for name, value in layer.state_dict().items():
             assert torch.equal(value, value.bfloat16().float()) == ("norm" not in name), name
