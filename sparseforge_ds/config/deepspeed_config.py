@@ -159,9 +159,16 @@ def check_deepspeed(content: dict[str, Any]) -> None:
 
 
 def training_dtype(content: dict[str, Any]) -> torch.dtype:
-    """Return the dtype that a resolved configuration computes in."""
-    for name, dtype in _DTYPES.items():
-        if content.get(name, {}).get("enabled"):
+    """Return the dtype that a configuration computes in.
+
+    Raises:
+        ValueError: it is still "auto".
+    """
+    for name, dtype in (*_DTYPES.items(), ("bfloat16", torch.bfloat16)):  # DeepSpeed's other spelling
+        enabled = content.get(name, {}).get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise ValueError(f"{name}.enabled = {enabled!r} in the DeepSpeed configuration: set it to true or false")
+        if enabled:
             return dtype
     return torch.float32
 

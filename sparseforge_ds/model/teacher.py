@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.config.deepspeed_config import training_dtype
 from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
@@ -62,7 +63,7 @@ class Teacher:
                     'load it with Teacher.from_pretrained, or set "hold": "zero3"'
                 )
             for parameter in model.parameters():  # rotary frequencies, which are buffers, stay fp32 as in DeepSpeed
-                parameter.data = parameter.data.to(_dtype(ds_config))
+                parameter.data = parameter.data.to(training_dtype(ds_config))
             self._module = model.to(get_accelerator().current_device_name())
         self._module.eval()
 
@@ -90,7 +91,7 @@ class Teacher:
         """
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
-        options = {"dtype": _dtype(ds_config), **kwargs}
+        options = {"dtype": training_dtype(ds_config), **kwargs}
         model = load_pretrained(path, f"teacher {path}", partition=partition, model_class=model_class, **options)
         return cls(model, config, ds_config)
 
@@ -199,18 +200,7 @@ def teacher_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
         if key in _ZERO3_KEYS and value != "auto"
     }
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
-    dtype = _dtype(ds_config)
+    dtype = training_dtype(ds_config)
     if dtype != torch.float32:
         config["bf16" if dtype == torch.bfloat16 else "fp16"] = {"enabled": True}
     return config
-
-
-def _dtype(ds_config: dict[str, Any]) -> torch.dtype:
-    """Return the dtype in which DeepSpeed computes with a config."""
-    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        enabled = ds_config.get(key, {}).get("enabled", False)
-        if not isinstance(enabled, bool):
-            raise ValueError(f"{key}.enabled = {enabled!r} in the DeepSpeed configuration: set it to true or false")
-        if enabled:
-            return dtype
-    return torch.float32
