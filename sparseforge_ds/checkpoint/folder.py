@@ -14,6 +14,8 @@ MANIFEST = "checkpoint.json"
 """Name of the file, in a checkpoint that the launcher saved, that lists its files and their checksums."""
 OWN_FOLDERS = ("model", "data", "checkpoints", "tensorboard")
 """Names of the folders of a run folder that a run replaces or clears."""
+_MOST_DEPTH = 40
+"""Levels to which lists and dicts of a JSON file may be nested."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
@@ -177,17 +179,17 @@ def list_files(folder: Path) -> CheckpointFiles:
     return CheckpointFiles(folder, [model[r] for r in sorted(model)], [optimizer[r] for r in sorted(optimizer)])
 
 
-def check_depth(content: Any, most: int = 40) -> None:
-    """Raise ValueError for lists and dicts nested more than `most` levels deep, which Python handles by recursion."""
+def check_depth(content: Any) -> None:
+    """Raise ValueError for lists and dicts nested many levels deep, which Python handles by recursion."""
     values = [content]
-    for _ in range(most + 1):
+    for _ in range(_MOST_DEPTH + 1):
         containers = [
             value.values() if isinstance(value, dict) else value for value in values if isinstance(value, (dict, list))
         ]
         if not containers:
             return
         values = list(itertools.chain.from_iterable(containers))
-    raise ValueError(f"it is nested more than {most} deep")
+    raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparseforge_ds.model.token_losses import IGNORED as IGNORED
 from sparseforge_ds.model.top_logits import TopLogits
-
-IGNORED = -100
-"""Label of a token that is not trained on, as in transformers."""
 
 
 @dataclass(frozen=True)

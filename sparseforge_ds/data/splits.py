@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from sparseforge_ds.data.text_formats import KINDS, file_kind, is_indexed, is_readable
+from sparseforge_ds.model.loading_error import reason
 
 _SHARD = re.compile(r"data/([^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*")
 """Names of shards on the hub (`datasets.data_files.SPLIT_PATTERN_SHARDED`)."""
@@ -279,9 +280,8 @@ def read_card_patterns(card: Path, who: str) -> list[tuple[str, str]]:
                     raise ValueError(f"it names {below[:100]!r}, outside of the folder or with too many *")
                 pairs.append((split, below))
     except (*_DAMAGED, yaml.YAMLError, datasets.exceptions.DatasetsError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{who}: its README.md is no readable dataset card ({why[0][:300]}); repair or remove it"
+            f"{who}: its README.md is no readable dataset card ({reason(error)}); repair or remove it"
         ) from None
     return pairs
 

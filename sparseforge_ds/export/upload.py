@@ -15,6 +15,7 @@ from sparseforge_ds.checkpoint.model_files import check_links
 from sparseforge_ds.export.adapter import ADAPTER_CONFIG
 from sparseforge_ds.export.stored import read_sparsity
 from sparseforge_ds.model.hub_access import REPOSITORY
+from sparseforge_ds.model.loading_error import reason
 
 _LOADED = (
     *("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json"),
@@ -55,9 +56,8 @@ def push(folder: Path, name: str, private: bool = False) -> str:
             delete_patterns=[*_LOADED, *({ADAPTER_CONFIG} - changed.keys())],
         )
     except (HTTPError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"--push {name}: the hub did not take it ({reason[0][:300]}); check name, network and token (hf auth login)"
+            f"--push {name}: the hub did not take it ({reason(error)}); check name, network and token (hf auth login)"
         ) from None
     return str(address)
 

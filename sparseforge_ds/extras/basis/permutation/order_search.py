@@ -17,6 +17,8 @@ from sparseforge_ds.mask.pattern import NM
 
 _ELEMENTS = 1 << 26
 """Maximum of elements in a temporary tensor; more blocks are searched in portions."""
+_SWEEPS = 8
+"""Maximum of sweeps, in each of which every member of a group is taken out once."""
 
 
 def kept_score(score_BCR: Tensor, index_BC: Tensor, pattern: NM) -> Tensor:
@@ -26,25 +28,24 @@ def kept_score(score_BCR: Tensor, index_BC: Tensor, pattern: NM) -> Tensor:
     )
 
 
-def best_order(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int = 8) -> Tensor:
+def best_order(score_BCR: Tensor, pattern: NM, seed: int) -> Tensor:
     """Search for the order that keeps the most score.
 
     Args:
         score_BCR: scores >= 0; C is a multiple of M.
         pattern: N of every M.
         seed: seed of the sequence of members.
-        sweeps: maximum of sweeps, in each of which every member of a group is taken out once.
 
     Returns:
         (B, C) old numbers of the channels in their new order; groups are sorted by their first channel.
     """
     B, C, R = score_BCR.shape
     blocks_at_once = max(1, _ELEMENTS // max(1, (C // pattern.members) ** 2 + C * R))
-    orders = [_search(part, pattern, seed, sweeps) for part in score_BCR.split(blocks_at_once)]
+    orders = [_search(part, pattern, seed) for part in score_BCR.split(blocks_at_once)]
     return torch.cat(orders)
 
 
-def _search(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int) -> Tensor:
+def _search(score_BCR: Tensor, pattern: NM, seed: int) -> Tensor:
     """Search as `best_order`, for blocks that fit into temporary memory together."""
     B, C, R = score_BCR.shape
     M = pattern.members
@@ -56,7 +57,7 @@ def _search(score_BCR: Tensor, pattern: NM, seed: int, sweeps: int) -> Tensor:
     dealt_B = kept_score(score_BCR, dealt_BC, pattern)
     group_BGM = torch.where((dealt_B > original_B)[:, None], dealt_BC, original_BC).view(B, -1, M)
     best = torch.maximum(dealt_B, original_B).sum()
-    for _ in range(sweeps):
+    for _ in range(_SWEEPS):
         # Take the members of each group out in a random sequence.
         sequence_GM = torch.rand(C // M, M, generator=generator).argsort(1).to(group_BGM.device)
         group_BGM = group_BGM.gather(2, sequence_GM.expand_as(group_BGM))
