@@ -14,21 +14,22 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from sparseforge_ds.config.arguments import DocumentFrame
 from sparseforge_ds.data.producer import ChunkSpec, Producer
 from sparseforge_ds.data.stream_chunks import ChunkSizes, Record
 from sparseforge_ds.data.text_files import TextSource
 from sparseforge_ds.data.tokenization import cache_key
-from sparseforge_ds.data.windows import ReadProgress
+from sparseforge_ds.data.windows import ReadProgress, Windows
 from sparseforge_ds.ranks import Ranks
 
 _OPEN = 8
 """Chunks that a rank keeps mapped, unless a batch needs more."""
 
 
-class StreamedWindows:
-    """Windows of a stream on this rank; see `Windows`.
+class StreamedWindows(Windows):
+    """Windows of a stream on this rank.
 
     Args:
         spec: recipe for the chunks, the same on every rank.
@@ -51,31 +52,34 @@ class StreamedWindows:
         self._open: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # tokens and order, least recently used first
         self._newest: tuple[int, Record] | None = None
 
+    @override
     def summary(self, tokens: int) -> str:
-        """See `Windows`."""
         return f"tokenized while the run reads it; the run reads {tokens:,} tokens"
 
+    @override
     def prepare(self, first: int, stop: int) -> None:
-        """See `Windows`. Waits until their chunks are written."""
+        """Wait until the chunks of the windows are written."""
         needed = range(self._sizes.locate(first)[0], self._sizes.locate(stop - 1)[0] + 1)
         for chunk in needed:
             self._open[chunk] = self._open.pop(chunk) if chunk in self._open else self._wait(chunk)
         for chunk in list(self._open)[: -max(_OPEN, len(needed))]:
             del self._open[chunk]
 
+    @override
     def window(self, sample: int) -> np.ndarray:
-        """See `Windows`."""
         chunk, index = self._sizes.locate(sample)
         token, order = self._open[chunk]
         start = int(order[index]) * self.seq_length
         return token[start : start + self.seq_length]
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See `Windows`. The record of the newest chunk that was read pins all tokens before it."""
+        """Return also the record of the newest chunk that was read, which pins all tokens before it."""
         return {"key": self.key, "facts": dict(self.facts), "newest": self._newest}
 
+    @override
     def load(self, state: Mapping[str, Any], position: int) -> None:
-        """See `Windows`. Requests the chunk of `position`, and does not wait for it.
+        """Request the chunk of `position`, and do not wait for it.
 
         Where the folder of chunks was lost, or the state is of another text, the stream is tokenized from its first
         document up to the position.
@@ -93,13 +97,14 @@ class StreamedWindows:
             self.producer.spec = dataclasses.replace(self.producer.spec, revision=revision)
             self.producer.request(self._sizes.locate(position)[0])
 
+    @override
     def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
-        """See `Windows`."""
         if self.producer is not None:
             self.producer.should_stop = should_stop
 
+    @override
     def progress(self, position: int) -> ReadProgress:
-        """See `Windows`. Counts also what was read ahead for the chunk after the newest."""
+        """Count also what was read ahead for the chunk after the newest."""
         record = self._newest[1] if self._newest else {"epoch": 0, "skipped": 0}
         return ReadProgress(self.name, position, float(record["epoch"]), record["skipped"])
 

@@ -5,11 +5,13 @@ A token is an id, or an id with flags: `tokenization.token_dtype` has the numpy 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 
 def ids_of_tokens(token: np.ndarray) -> np.ndarray:
@@ -42,7 +44,7 @@ class ReadProgress:
     """Documents without text that were passed while a stream was read."""
 
 
-class Windows(Protocol):
+class Windows(ABC):
     """Endless order of windows of one source: `CachedWindows` or `StreamedWindows`."""
 
     name: str
@@ -54,45 +56,42 @@ class Windows(Protocol):
     seed: int
     """Seed of the order."""
 
+    @abstractmethod
     def summary(self, tokens: int) -> str:
         """Return the banner's line about a run that reads so many tokens."""
-        ...
 
-    def prepare(self, first: int, stop: int) -> None:
-        """Make the windows `first` to `stop - 1` available. Every rank calls it with the same numbers.
+    def prepare(self, first: int, stop: int) -> None:  # noqa: B027
+        """Make the windows `first` to `stop - 1` available, if they are not. Every rank calls it with the same numbers.
 
         Raises:
             AgreedError: they cannot be made, or a rank cannot see them.
         """
-        ...
 
+    @abstractmethod
     def window(self, sample: int) -> np.ndarray:
         """Return the (S,) tokens of a window that `prepare` made available."""
-        ...
 
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """Return the key, its facts, and whatever finds a position again, as JSON types."""
-        ...
 
-    def load(self, state: Mapping[str, Any], position: int) -> None:
+    def load(self, state: Mapping[str, Any], position: int) -> None:  # noqa: B027
         """Continue at `position`, from a `state()` of this or another text. Does not communicate.
 
         Raises:
             ValueError: `state` is damaged.
         """
-        ...
 
-    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:  # noqa: B027
         """Have `prepare` raise its error while it waits for text, once `should_stop` returns True on rank 0."""
-        ...
 
+    @abstractmethod
     def progress(self, position: int) -> ReadProgress:
         """Return the progress after the run has consumed `position` windows."""
-        ...
 
 
-class CachedWindows:
-    """Windows of a tokenized text: window i is window `permutation(seed, epoch)[i]` of it. See `Windows`.
+class CachedWindows(Windows):
+    """Windows of a tokenized text, all available: window i is window `permutation(seed, epoch)[i]` of it.
 
     Args:
         token: (tokens,) the text, in memory or mapped.
@@ -135,17 +134,14 @@ class CachedWindows:
         self._orders: dict[int, np.ndarray] = {}
         """Permutations of neighbouring epochs, by epoch."""
 
+    @override
     def summary(self, tokens: int) -> str:
-        """See `Windows`."""
         available = len(self.token)
         epochs = tokens / available
         return f"{self._description}{available:,} tokens; the run reads {tokens:,} ({epochs:.2f} epochs)"
 
-    def prepare(self, first: int, stop: int) -> None:
-        """Do nothing: all windows are available."""
-
+    @override
     def window(self, sample: int) -> np.ndarray:
-        """See `Windows`."""
         start = self.number_in_text(sample) * self.seq_length
         return self.token[start : start + self.seq_length]
 
@@ -158,16 +154,10 @@ class CachedWindows:
             self._orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
         return int(self._orders[epoch][index])
 
+    @override
     def state(self) -> dict[str, Any]:
-        """See `Windows`. Beside the position nothing else is needed."""
         return {"key": self.key, "facts": self.facts}
 
-    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
-        """See `Windows`. All tokens are there, and nothing waits."""
-
-    def load(self, state: Mapping[str, Any], position: int) -> None:
-        """Do nothing: a position is all that is needed."""
-
+    @override
     def progress(self, position: int) -> ReadProgress:
-        """See `Windows`."""
         return ReadProgress(self.name, position, position / self.windows)
