@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +31,6 @@ from sparseforge_ds.model.registration import BUILD_ERRORS, load_config
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
 """Files of a tokenizer; a folder without any of them has none."""
-_MOST_GROWTH = 64
-"""Times that a normalizer may make a text longer."""
 _MOST_RENAMED = 0.1
 """Share of the ids of both that may have other names in a teacher's tokenizer; another tokenizer differs in most."""
 _MISMATCH = (
@@ -91,32 +88,8 @@ def _load(name: str | Path, folder: Path) -> PreTrainedTokenizerBase:
     # Without tokenizer_config.json, the model's config has the tokens that frame a document.
     if bare and (folder / "config.json").is_file():
         _frame_as_config_says(tokenizer, load_config(folder, str(folder)))
-    _check_growth(tokenizer)
     _check_ids(tokenizer, folder)
     return tokenizer
-
-
-def _check_growth(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject a normalizer that makes a text many times longer: the tokenizers library has no limit for that."""
-    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    if normalizer is None:
-        return
-    # Rules may be nested, and each multiplies the length.
-    growth = 1.0
-    rules = [json.loads(normalizer.__getstate__())]
-    while rules:
-        rule = rules.pop()
-        rules += rule.get("normalizers", ())
-        if rule["type"] == "Replace":
-            pattern = rule["pattern"].get("String", ".")  # a regular expression may match single characters
-            growth *= max(1.0, len(rule["content"]) / max(1, len(pattern)))
-        elif rule["type"] == "Prepend":
-            growth *= max(1, len(rule["prepend"]))
-    if growth > _MOST_GROWTH:
-        raise ValueError(
-            f"its normalizer may make a text {growth:.3g} times as long, and {_MOST_GROWTH} times is the most that is "
-            "accepted; repair the Replace rules in tokenizer.json"
-        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
-import time
 
 import numpy as np
 import pyarrow
@@ -26,7 +24,6 @@ from sparseforge_ds.data.text_formats import document_from_record, iter_document
 from sparseforge_ds.data.token_cache import ensure_token_cache
 from sparseforge_ds.data.tokenization import encode_trained, tokenize
 from sparseforge_ds.data.windows import CachedWindows, ids_of_tokens, trained_flags
-from sparseforge_ds.model import chat_template
 from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.train.spec import make_spec
 from tests.tiny_folders import byte_tokenizer, deepspeed_json, write_json, write_model
@@ -312,29 +309,13 @@ def test_a_first_batch_without_any_trained_token_is_an_error_and_a_later_one_is_
     batches(np.ones(400, dtype=bool), 2, 2).prepare_step()
 
 
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-HOSTILE = {
-    "itself": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
-    "time": (LOOPS, r"it runs for more than 0\.\d+ s"),
-    "text": ("{% for a in range(999) %}{{ messages }}{% endfor %}", "it makes more than .* characters of them"),
-    "memory": ("{{ 'x' * 10000000000 }}", "it needs too much memory"),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_template_is_one_error(kind, monkeypatch):
-    """Load a template that calls itself, and templates without an end to their time, text or memory."""
-    template, message = HOSTILE[kind]
-    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.2)
-    limit = resource.getrlimit(resource.RLIMIT_AS)
+def test_a_template_that_calls_itself_is_one_error():
+    template = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
     conversation = Conversation(tuple(CHAT), "a.jsonl, line 3")
-    with pytest.raises(ValueError, match=f"line 3: the tokenizer's chat template refuses .*{message}.*jinja"):
+    with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses .*recursion.*jinja"):
         tokenize([conversation], tokenizer_with(template))
     with pytest.raises(ValueError, match="line 3: the tokenizer's chat template refuses"):
         encode_trained([conversation], tokenizer_with(MARKED + template))
-    assert resource.getrlimit(resource.RLIMIT_AS) == limit
-    time.sleep(0.01)  # no alarm is left
-    assert tokenize([conversation], tokenizer_with(MARKED))
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

@@ -134,13 +134,10 @@ def test_a_tokenizer_with_tokens_beyond_the_embedding_is_refused():
 
 
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-REPLACE = {"type": "Replace", "pattern": {"String": "a"}}
 HOSTILE = {
     "merges outside the vocabulary": {"model": {"merges": [["zz", "qq"]]}},
     "no unknown token": {"model": {"type": "WordLevel", "unk_token": "[NOPE]", "vocab": {"<s>": 256, "</s>": 257}}},
     "a bad expression": {"pre_tokenizer": {**SPLIT, "pattern": {"Regex": "(["}}},
-    "rules that multiply": {"normalizer": {"type": "Sequence", "normalizers": [{**REPLACE, "content": "a" * 9}] * 12}},
-    "one rule that multiplies": {"normalizer": {"type": "Replace", "pattern": {"Regex": "."}, "content": "a" * 1000}},
 }
 
 
