@@ -37,7 +37,6 @@ from sparseforge_ds.cli import (
     train,
     verify,
 )
-from sparseforge_ds.cli.bars import set_up_bars
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.config.flag_names import unknown_word, with_home_folders, with_our_names
 
@@ -67,6 +66,8 @@ TERMINATED = 143
 NOT_READ = 141
 """Exit code after the reader of our output, such as `head`, has closed the pipe; also as shells have it."""
 _EXIT_CODES = "exit code: 0 done; 2 an error, printed as one line\n\n"
+_SIZE = {"TQDM_NCOLS": 80, "TQDM_NROWS": 24}
+"""Size for a terminal that does not tell its own, as in a container; tqdm would show no bar there."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,6 +151,18 @@ def command(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `main` as all that a process does."""
     set_up_bars()
     sys.exit(main(arguments))
+
+
+def set_up_bars() -> None:
+    """Silence progress bars where stderr is no terminal, and give them a size where the terminal has none.
+
+    All bars, also those of libraries, are tqdm's, which reads the environment. It must not be imported yet.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    elif 0 in os.get_terminal_size(sys.stderr.fileno()):
+        for variable, size in _SIZE.items():
+            os.environ.setdefault(variable, str(size))
 
 
 def _fail(message: str) -> int:

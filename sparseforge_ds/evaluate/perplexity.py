@@ -10,6 +10,8 @@ scored. The tail is dropped; with `stride` a window scores only what no earlier 
 the document are scored, cut where the model's positions (or `seq_length`) end.
 
 Beside a dense model, the KL divergence to it is the mean over the same tokens of KL(dense || model), in nats.
+
+Shape suffixes: B sequences, S their tokens, T scored tokens, V entries of the vocabulary, C scores of a token.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparseforge_ds.data.documents import tokenizable
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
-from sparseforge_ds.evaluate.token_scores import score_tokens
 from sparseforge_ds.model.sound_weights import why_not_finite
 from sparseforge_ds.model.tokenizer import run_tokenizer
 from sparseforge_ds.ranks import Ranks
@@ -35,6 +36,8 @@ from sparseforge_ds.ranks import Ranks
 Protocol = Literal["documents", "windows"]
 LONGEST_DEFAULT = 4096
 """Longest default window, for models with more positions."""
+BLOCK = 2**24
+"""Largest number of logits that are in fp32 at a time: those of one sequence can outweigh the model."""
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,37 @@ def _logits(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
     device_inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     logits_BSV: Tensor = model(**device_inputs, use_cache=False).logits
     return logits_BSV
+
+
+@torch.no_grad()
+def score_tokens(logits_TV: Tensor, target_T: Tensor, dense_TV: Tensor | None = None) -> Tensor:
+    """Score targets by the logits that predict them, in nats, with log-softmax in fp32.
+
+    Args:
+        logits_TV: (T, V) logits of the model.
+        target_T: (T,) token ids.
+        dense_TV: (T, V) logits of a dense model at the same positions, if it is compared.
+
+    Returns:
+        (T, 1), the negative log-likelihoods. With a dense model (T, 3): behind them KL(dense || model) and the dense
+        model's negative log-likelihoods.
+    """
+    parts = []
+    size = max(1, BLOCK // logits_TV.shape[1])
+    for start in range(0, len(target_T), size):
+        rows = slice(start, start + size)
+        log_q_TV = torch.log_softmax(logits_TV[rows].float(), -1)
+        columns = [-log_q_TV.gather(1, target_T[rows, None])[:, 0]]
+        if dense_TV is not None:
+            log_p_TV = torch.log_softmax(dense_TV[rows].float(), -1)
+            dense_nll_T = -log_p_TV.gather(1, target_T[rows, None])[:, 0]
+            # KL(p || q) = sum p (log p - log q), in place; 0 where p is 0, also where both logits are -inf
+            kl_TV = log_q_TV.neg_().add_(log_p_TV)
+            p_TV = log_p_TV.exp_()
+            kl_T = kl_TV.mul_(p_TV).masked_fill_(p_TV == 0, 0.0).sum(-1)
+            columns += [kl_T, dense_nll_T]
+        parts.append(torch.stack(columns, 1))
+    return torch.cat(parts)
 
 
 def max_positions(config: Any) -> int:

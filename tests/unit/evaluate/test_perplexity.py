@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 from sparseforge_ds.cli.main import main
-from sparseforge_ds.evaluate import finished_model, token_scores
+from sparseforge_ds.evaluate import finished_model, perplexity
 from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer, prune_by_magnitude
 from sparseforge_ds.evaluate.perplexity import LONGEST_DEFAULT, Perplexity, Scoring, max_positions, measure
 from sparseforge_ds.evaluate.scored_text import read_documents, read_text
@@ -235,7 +235,7 @@ def test_a_model_is_0_from_itself_at_any_number_of_rows_of_a_block(
     score = measure(*model_and_text, dense=load_model(stories, "bfloat16"))
     assert score.kl == 0 and score.dense_perplexity == score.perplexity
     against_fp32 = measure(*model_and_text, dense=load_model(stories, "float32"))
-    monkeypatch.setattr(token_scores, "BLOCK", 512 * 7)
+    monkeypatch.setattr(perplexity, "BLOCK", 512 * 7)
     assert measure(*model_and_text, dense=load_model(stories, "float32")) == against_fp32 and 0 < against_fp32.kl < 1e-3
 
 
@@ -403,8 +403,8 @@ def test_entries_that_both_models_rule_out_add_nothing_to_kl() -> None:
     """Rule entries out by logits of -inf, as models do with the padding of a vocabulary."""
     logits, dense = torch.randn(2, 3, 8)
     target = torch.tensor([0, 3, 5])
-    expected = token_scores.score_tokens(logits[:, :6], target, dense[:, :6])
+    expected = perplexity.score_tokens(logits[:, :6], target, dense[:, :6])
     logits[:, 6:] = dense[:, 6:] = -torch.inf
-    torch.testing.assert_close(token_scores.score_tokens(logits, target, dense), expected)
+    torch.testing.assert_close(perplexity.score_tokens(logits, target, dense), expected)
     logits[:, 5] = -torch.inf
-    assert token_scores.score_tokens(logits, target, dense)[0, 1] == torch.inf
+    assert perplexity.score_tokens(logits, target, dense)[0, 1] == torch.inf
