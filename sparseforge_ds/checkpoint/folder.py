@@ -16,8 +16,9 @@ OWN_FOLDERS = ("model", "data", "checkpoints", "tensorboard")
 """Names of the folders of a run folder that a run replaces or clears."""
 _MOST_DEPTH = 40
 """Levels to which lists and dicts of a JSON file may be nested."""
+STEP_FOLDER = re.compile(r"step_(\d{6,18})")
+"""Name of a checkpoint that the launcher saved."""
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_STEP = re.compile(r"step_(\d{6,18})")
 _OF_TRAINER = re.compile(r"checkpoint-(\d{1,18})")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
@@ -39,8 +40,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
     A checkpoint gets such a name once all of it is on the disk.
     """
     children = folder.iterdir() if folder.is_dir() else ()
-    steps = {child: int(match[1]) for child in children if (match := _STEP.fullmatch(child.name)) and child.is_dir()}
+    steps = {
+        child: int(match[1]) for child in children if (match := STEP_FOLDER.fullmatch(child.name)) and child.is_dir()
+    }
     return sorted(steps, key=lambda child: (steps[child], child.name))
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder that the launcher gives a checkpoint."""
+    return f"step_{step:06d}"
+
+
+def random_file(rank: int) -> str:
+    """Return the name of the file with a rank's random number generators."""
+    return f"random_{rank:05d}.json"
 
 
 def checkpoint_step(checkpoint: Path) -> int:
@@ -134,7 +147,7 @@ def check_outside_checkpoints(out: Path) -> None:
             own = path.relative_to(run).parts[0]
             if own in OWN_FOLDERS and (run / "sparseforge.json").is_file():
                 raise ValueError(f"{out}: lies in the folder {own} of the run {run}; give a name outside it")
-    named = _STEP.fullmatch(out.name) or _OF_TRAINER.fullmatch(out.name)
+    named = STEP_FOLDER.fullmatch(out.name) or _OF_TRAINER.fullmatch(out.name)
     beside = list_checkpoints(out.parent) or newest_trainer_checkpoint(out.parent) or (out.parent / "latest").is_file()
     if named and beside:
         raise ValueError(f"{out}: would be taken for a checkpoint of those beside it; give another name")

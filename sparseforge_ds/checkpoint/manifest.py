@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
+from sparseforge_ds.checkpoint.folder import MANIFEST, STEP_FOLDER, checkpoint_name, random_file, read_json_object
 from sparseforge_ds.checkpoint.pt_file import PtFile
 from sparseforge_ds.checkpoint.tensors import hash_file
 
@@ -86,7 +86,12 @@ class Manifest:
         }
 
     def check_sizes(self) -> None:
-        """Raise ValueError unless every file is there in its full size, and no other. Reads no file."""
+        """Raise ValueError unless every file is there in its full size, and no other. Reads no file.
+
+        A folder that is named after a step must hold that step, and every rank its random number generators.
+        """
+        if STEP_FOLDER.fullmatch(self.folder.name) and self.folder.name != checkpoint_name(self.step):
+            raise ValueError(f"{self.folder}: holds step {self.step} by its {MANIFEST}, and its name says another")
         paths = [path for path in self.folder.iterdir() if path.name != MANIFEST]
         present = {path.name: path.stat().st_size if path.is_file() else 0 for path in paths}
         for name, size in self.files.items():
@@ -95,6 +100,12 @@ class Manifest:
                 raise ValueError(f"{self.folder} is incomplete: {name} {state}")
         for name in sorted(present.keys() - self.files.keys()):
             raise ValueError(f"{self.folder / name}: does not belong to this checkpoint; remove it")
+        # A damaged number of ranks may be immense, and one name too many is enough to show it.
+        listed = {name for name in self.files if name.startswith("random_")}
+        names = {random_file(rank) for rank in range(min(self.world_size, len(listed) + 1))}
+        if odd := sorted(names ^ listed):
+            state = "is missing in" if odd[0] in names else "does not belong in"
+            raise ValueError(f"{self.folder} is incomplete: {odd[0]} {state} {MANIFEST}")
 
     def check_shards(self) -> None:
         """Raise ValueError unless the `.pt` files are those that were saved.

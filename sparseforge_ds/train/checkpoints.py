@@ -22,11 +22,19 @@ from typing import Any
 import torch
 
 from sparseforge_ds.checkpoint.disk import atomic_file, sync, write_json
-from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, list_checkpoints, list_files, read_pointer
+from sparseforge_ds.checkpoint.folder import (
+    MANIFEST,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+    list_files,
+    random_file,
+    read_pointer,
+)
 from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
 from sparseforge_ds.sharded_weights import ForgeError
-from sparseforge_ds.train.random_state import random_file, random_state
+from sparseforge_ds.train.random_state import random_state
 
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +93,7 @@ class Checkpoints:
             AgreedError: a file is not on disk as it was written, or the folder cannot be committed; it was removed.
         """
         start_time = time.perf_counter()
-        tag = _tag(step)
+        tag = checkpoint_name(step)
         temporary = self.folder / f"{tag}.tmp"
         generators = random_state()
         try:
@@ -179,7 +187,9 @@ class Checkpoints:
         if not saved:
             raise ValueError(f"--resume: no checkpoint in {self.folder}; start the run without --resume")
         with self._naming_alternatives(saved[-1]):
-            return self._read_manifest(saved[-1])
+            manifest = Manifest.read(saved[-1])
+            manifest.check_sizes()
+        return manifest
 
     def check(self, manifest: Manifest) -> None:
         """Read this rank's share of a checkpoint's files; together the ranks read all. Does not communicate.
@@ -191,19 +201,6 @@ class Checkpoints:
         with self._naming_alternatives(manifest.folder):
             for name in _by_size(manifest.files)[self.ranks.rank :: self.ranks.world_size]:
                 manifest.check_file(name)
-
-    def _read_manifest(self, folder: Path) -> Manifest:
-        """Read the manifest of a folder; ValueError where it does not fit the folder's name or files."""
-        manifest = Manifest.read(folder)
-        if folder.name != _tag(manifest.step):
-            raise ValueError(f"{folder} holds step {manifest.step}")
-        manifest.check_sizes()
-        names = {random_file(rank) for rank in range(manifest.world_size)}
-        listed = {name for name in manifest.files if name.startswith("random_")}
-        if odd := sorted(names ^ listed):
-            state = "is missing in" if odd[0] in names else "does not belong in"
-            raise ValueError(f"{folder} is incomplete: {odd[0]} {state} {MANIFEST}")
-        return manifest
 
     @contextlib.contextmanager
     def _naming_alternatives(self, folder: Path) -> Iterator[None]:
@@ -288,7 +285,7 @@ class Checkpoints:
     def _damage_of(self, folder: Path) -> str | None:
         """Return the reason why a checkpoint does not look as it was written, or None if it does."""
         try:
-            self._read_manifest(folder)
+            Manifest.read(folder).check_sizes()
         except ValueError as error:
             return str(error)
         return None
@@ -305,10 +302,6 @@ class Checkpoints:
 def _by_size(files: dict[str, int]) -> list[str]:
     """Return the names of files, the largest first, so that every n-th name is a fair share."""
     return sorted(files, key=lambda name: (-files[name], name))
-
-
-def _tag(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def _sweep(leftover: Path) -> None:

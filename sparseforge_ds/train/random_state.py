@@ -17,11 +17,6 @@ from torch import Tensor
 from transformers import set_seed
 
 
-def random_file(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"random_{rank:05d}.json"
-
-
 def seed_anew(seed: int, step: int, rank: int) -> None:
     """Seed every generator for a run that goes on at `step` on another number of ranks: no number is drawn twice."""
     set_seed(int(np.random.SeedSequence([seed, step, rank]).generate_state(1)[0]))

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sparseforge_ds.checkpoint.folder import read_json_object
+from sparseforge_ds.checkpoint.folder import random_file, read_json_object
 from sparseforge_ds.checkpoint.manifest import Manifest
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config.arguments import flags
@@ -20,7 +20,6 @@ from sparseforge_ds.train.engine import Beginning, TrainContext
 from sparseforge_ds.train.evaluation import Evaluation
 from sparseforge_ds.train.random_state import (
     fits_accelerator,
-    random_file,
     read_random_state,
     seed_anew,
     set_random_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from sparseforge_ds.checkpoint.damage import check_intact, suggest_intact_checkpoint, verify_checkpoint
 from sparseforge_ds.checkpoint.disk import write_json
-from sparseforge_ds.checkpoint.folder import MANIFEST, read_json_object
+from sparseforge_ds.checkpoint.folder import MANIFEST, checkpoint_step, random_file, read_json_object
+from sparseforge_ds.checkpoint.inventory import describe_checkpoint
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 
 FILE = "mp_rank_00_model_states.pt"
@@ -20,7 +22,11 @@ def write_checkpoint(folder: Path, manifest: bool = True) -> Path:
     file = folder / FILE
     torch.save({"weight": torch.arange(5000.0)}, file)
     if manifest:
-        stored = Manifest(folder, 3, 1, 0, {FILE: file.stat().st_size}, {FILE: fingerprint(file)})
+        (folder / random_file(0)).write_text("{}")
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        stored = Manifest(
+            folder, checkpoint_step(folder), 1, 0, sizes, {name: fingerprint(folder / name) for name in sizes}
+        )
         write_json(folder / MANIFEST, stored.record())
     return folder
 
@@ -45,6 +51,22 @@ def test_a_flipped_byte_is_found(tmp_path: Path, manifest: bool) -> None:
         check_intact(folder)
     entry = verify_checkpoint(folder)
     assert not entry.complete and not entry.damaged
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": 4}, "holds step 4 .* its name says another"),
+        ({"world_size": 10**15}, r"random_00001\.json is missing in"),
+        ({"world_size": 0}, r"random_00000\.json does not belong in"),
+    ],
+)
+def test_a_manifest_that_contradicts_its_folder_is_found(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    """A copy under a name of its own may have any."""
+    folder = write_checkpoint(tmp_path / "step_000003")
+    write_json(folder / MANIFEST, {**read_json_object(folder / MANIFEST), **change})
+    assert re.search(message, describe_checkpoint(folder).problem or "")
+    assert describe_checkpoint(folder.rename(tmp_path / "the_best")).complete == ("step" in change)
 
 
 def test_the_newest_intact_sibling_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ def checkpoints(tmp_path: Path) -> Path:
     for step in (100, 200):
         folder = tmp_path / f"step_{step:06d}"
         folder.mkdir()
-        (folder / "a.pt").write_bytes(b"12345")
+        sizes = {"a.pt": 5, "random_00000.json": 2, "random_00001.json": 2}
+        for name, size in sizes.items():
+            (folder / name).write_bytes(bytes(size))
         record = {"format": FORMAT, "step": step, "world_size": 2, "zero_stage": 3}
-        record |= {"files": {"a.pt": 5}, "fingerprints": {"a.pt": "00"}}
+        record |= {"files": sizes, "fingerprints": dict.fromkeys(sizes, "00")}
         (folder / "checkpoint.json").write_text(json.dumps(record))
     return tmp_path
 

@@ -13,11 +13,11 @@ import torch
 from typing_extensions import override
 
 from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.checkpoint.folder import random_file
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks, all_or_raise
 from sparseforge_ds.sharded_weights import ForgeError
 from sparseforge_ds.train.checkpoints import Checkpoints
-from sparseforge_ds.train.random_state import random_file
 
 
 class TwoRanks(Ranks):
