@@ -23,7 +23,7 @@ from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.hub_access import why_unreachable
-from sparseforge_ds.model.loading_error import describe_lost_parts, reason
+from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.registration import BUILD_ERRORS, load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import is_packed_config
@@ -88,7 +88,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # which the error below names
+            ignore_mismatched_sizes=True,  # which the check below names
             trust_remote_code=False,
             local_files_only=unreachable is not None,
             **_without_adapter(name),
@@ -96,17 +96,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     except _UNUSABLE as error:
         why = reason(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
-    if (lost := describe_lost_parts(report["unexpected_keys"], name)) is not None:
-        raise ValueError(f"{name}: {lost}")
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(f"{name}: incomplete, {len(missing)} weights are missing, first {missing[0]}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        weight, stored, built = mismatched[0]
-        raise ValueError(
-            f"{name}: {weight} has the shape {tuple(stored)} in the files, and by config.json {tuple(built)}; put "
-            "back the config.json that the weights were saved with"
-        )
+    check_loading_report(report, name, name)
 
     # Put the adapter on it.
     if adapter is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from sparseforge_ds.model.family_table import BRANCH, SCALE
 
@@ -56,3 +57,27 @@ def describe_lost_parts(names: Iterable[str], folder: object) -> str | None:
             "from a checkpoint of the run, by sparseforge consolidate, or by the tool that made the folder"
         )
     return None
+
+
+def check_loading_report(report: Mapping[str, Any], who: str, folder: object) -> None:
+    """Raise ValueError unless the files have every weight of the model in its shape, and no part that is left out.
+
+    Args:
+        report: second result of `from_pretrained` with `output_loading_info` and `ignore_mismatched_sizes`.
+        who: beginning of the message.
+        folder: of the model, or its hub id.
+    """
+    if (lost := describe_lost_parts(report["unexpected_keys"], folder)) is not None:
+        raise ValueError(f"{who}: {lost}")
+    # transformers fills weights that the files lack, or have in another shape, with random numbers.
+    if missing := sorted(report["missing_keys"]):
+        others = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{who}: the files hold no {', '.join(missing[:3])}{others}; config.json and weights do not belong together"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        weight, stored, built = mismatched[0]
+        raise ValueError(
+            f"{who}: {weight} has the shape {tuple(stored)} in the files, and by config.json {tuple(built)}; put back "
+            "the config.json that the weights were saved with"
+        )

@@ -24,7 +24,7 @@ from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
 from sparseforge_ds.model.hub_access import why_unreachable
-from sparseforge_ds.model.loading_error import describe_lost_parts, reason
+from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.model.saved_names import saved_tensors
@@ -212,6 +212,7 @@ def load_pretrained(
     Raises:
         AgreedError: it cannot be loaded, weights are missing in the files, or one is not finite; every rank knows.
     """
+    options["ignore_mismatched_sizes"] = True  # which the check below names
     try:
         with _loading_as(partition):
             model, report = model_class.from_pretrained(
@@ -219,21 +220,13 @@ def load_pretrained(
             )
     except (ValueError, ImportError) as error:
         raise AgreedError(f"{who}: cannot be loaded ({reason(error)})") from None
-    except RuntimeError as error:  # others, such as too little memory on one rank, pass
-        if "ignore_mismatched_sizes" not in str(error):
+    except RuntimeError as error:  # partitioned weights; others, such as too little memory on one rank, pass
+        if "size mismatch" not in str(error):
             raise
-        raise AgreedError(
-            f"{who}: config.json and weights do not belong together: the report above lists where shapes differ"
-        ) from None
-    if (lost := describe_lost_parts(report["unexpected_keys"], folder)) is not None:
-        raise AgreedError(f"{who}: {lost}")
-    # transformers fills weights that the files lack with random numbers.
-    if missing := sorted(report["missing_keys"]):
-        raise AgreedError(
-            f"{who}: the files hold no {', '.join(missing[:3])}{' and others' * (len(missing) > 3)}; "
-            "config.json and weights do not belong together"
-        )
+        first = str(error).splitlines()[1].strip()
+        raise AgreedError(f"{who}: config.json and weights do not belong together: {first}") from None
     try:
+        check_loading_report(report, who, folder)
         require_finite_weights(model, who)
     except ValueError as error:
         raise AgreedError(str(error)) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +25,7 @@ from sparseforge_ds.model.distill import distillation_loss
 from sparseforge_ds.model.head import loss_in_head
 from sparseforge_ds.model.teacher import Teacher
 from tests.distributed import run_distributed
+from tests.tiny_folders import write_json
 from tests.tiny_models import tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
 ZERO3 = DistillationConfig(hold="zero3", temperature=2.0)
@@ -292,3 +295,16 @@ def _replicate_a_partitioned_model(folder: Path) -> None:
 def test_a_partitioned_model_cannot_be_replicated(folder: Path) -> None:
     with pytest.raises(ValueError, match="load it with Teacher.from_pretrained"):
         run_distributed(_replicate_a_partitioned_model, 2, folder)
+
+
+def _load(folder: Path, hold: DistillationConfig) -> None:
+    Teacher.from_pretrained(folder, hold, _student_config(3))
+
+
+@pytest.mark.parametrize("hold", [ZERO3, REPLICATED], ids=["zero3", "replicated"])
+def test_weights_of_another_shape_are_named(folder: Path, tmp_path: Path, hold: DistillationConfig) -> None:
+    shutil.copytree(folder / "teacher", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", {**config, "intermediate_size": config["intermediate_size"] + 8})
+    with pytest.raises(ValueError, match=rf"^teacher {tmp_path}: .*\w+_proj\.weight.*\d+, \d+.*$"):
+        run_distributed(_load, 1, tmp_path, hold)
