@@ -17,21 +17,24 @@ def require_model(name: str, hub: bool = True) -> None:
     """
     if not name:
         raise ValueError("MODEL is empty; give the folder of a model")
-    folder = Path(name)
-    quoted = shlex.quote(name)
-    if folder.is_dir():
+    from sparseforge_ds.model.hub_access import find_path
+
+    folder = find_path(name, name) if hub else Path(name)
+    if folder is None:
+        from sparseforge_ds.model.registration import load_config
+
+        load_config(name, name)
+    elif folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"{name}: has no config.json, so it is no model; of a run make one first: sparseforge consolidate "
-                f"{quoted} OUT"
+                f"{shlex.quote(name)} OUT"
             )
         check_model_folder(folder)
     elif folder.exists():
         raise ValueError(f"{name}: is a file; give the folder of a model")
-    elif not hub:
-        raise ValueError(f"{name}: no such folder; give a model")
     else:
-        _require_on_hub(name)
+        raise ValueError(f"{name}: no such folder; give a model")
 
 
 def register_packed24(name: str) -> None:
@@ -43,22 +46,3 @@ def register_packed24(name: str) -> None:
         from sparseforge_ds.extras.packed24 import register_format
 
         register_format()
-
-
-def _require_on_hub(name: str) -> None:
-    """Reject a name that is neither in the cache of the hub nor on it."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    from sparseforge_ds.model.hub_access import why_unreachable
-    from sparseforge_ds.model.registration import load_config
-
-    try:
-        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        raise ValueError(f"{name}: no such folder; give that of a model, or a hub id like owner/name") from None
-    if cached:
-        return
-    if (why := why_unreachable()) is not None:
-        raise ValueError(f"{name}: no such folder, and no model in the cache of the hub; {why}")
-    load_config(name, name)

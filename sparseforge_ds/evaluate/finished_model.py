@@ -75,15 +75,12 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
     # Check what can be checked without loading; an offline machine looks into the hub's cache.
     if adapter is not None and importlib.util.find_spec("peft") is None:
         raise ValueError(f"--adapter {adapter}: peft is missing, which loads it; in the checkout pip install '.[peft]'")
-    unreachable = why_unreachable(name)
-    if unreachable is None:
-        _require_known_format(name, load_config(name, name))
+    _require_known_format(name, load_config(name, name))
     _require_floats(name)
 
     # Load the weights.
+    unreachable = why_unreachable(name)
     try:
-        if unreachable is not None:
-            _require_known_format(name, load_config(name, name))
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -94,7 +91,7 @@ def load_model(name: str, dtype: str = "auto", adapter: str | None = None) -> Pr
             **_without_adapter(name),
         )
     except _UNUSABLE as error:
-        why = reason(error) if unreachable is None else f"neither a folder nor in the cache; {unreachable}"
+        why = reason(error) if unreachable is None else f"{reason(error)}; {unreachable}"
         raise ValueError(f"{name}: cannot be loaded as a causal language model ({why})") from None
     check_loading_report(report, name, name)
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import constants
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from sparseforge_ds.model.loading_error import reason
 
 SECONDS = 5.0
 """Time that the hub has to answer."""
@@ -49,6 +52,38 @@ def ask_hub() -> str | None:
     if not answered.wait(SECONDS):
         failures.append(f"no answer in {SECONDS:g} seconds")
     return f"{constants.ENDPOINT} cannot be reached ({failures[0]})" if failures else None
+
+
+def find_path(name: str | Path, who: str) -> Path | None:
+    """Return the path of a model on this machine; None if there is none, and the name may be a hub id.
+
+    Args:
+        name: a path, or a hub id.
+        who: beginning of the message.
+
+    Raises:
+        ValueError: nothing is there, and no model on the hub can have the name.
+    """
+    if Path(name).exists():
+        return Path(name)
+    try:
+        validate_repo_id(str(name))
+        is_path = str(name).endswith(".json")
+    except HFValidationError:
+        is_path = True
+    if is_path:
+        raise ValueError(f"{who}: no such folder or file; give a Hugging Face model folder or a hub id like owner/name")
+    return None
+
+
+def not_on_hub(who: str, error: Exception) -> ValueError:
+    """Return the error for a hub id whose files neither the hub nor its cache gives."""
+    unreachable = why_unreachable()
+    cause = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
+    return ValueError(
+        f"{who}: no such folder, and no model that can be had from the hub ({cause}); check the name and the network, "
+        "or give a folder"
+    )
 
 
 def public_name(name: str) -> str:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.hub_access import why_unreachable
+from sparseforge_ds.model.hub_access import find_path
 from sparseforge_ds.model.registration import load_config
 
 _ASSETS = Path(__file__).parents[1] / "assets"
@@ -27,28 +27,14 @@ def read_model_config(name: str, flag: str = "--model") -> PretrainedConfig:
     Raises:
         ValueError: there is no such config, it cannot be used, or it is of no causal language model.
     """
-    path = _ASSETS / name if name == EMBEDDED_MODEL else Path(os.path.expanduser(name))
-    if not path.exists() and name.count("/") == 1 and ".." not in name:
-        hub_config = _ASSETS / "hub_configs" / name
-        path = hub_config if hub_config.is_dir() else path
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{flag} {name}: no config.json in this folder")
-    # A name that is no path may be a hub id.
-    remote = not path.exists()
-    if remote and (name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")):
-        raise ValueError(f"{flag} {name}: no such folder or file; give a model folder, a config.json or a hub id")
-    try:
-        config = load_config(name if remote else path, f"{flag} {name}")
-    except ValueError as error:
-        if not remote:
-            raise
-        cause = str(error)
-        if (unreachable := why_unreachable()) is not None:
-            cause = f"{flag} {name}: neither a folder nor in the cache; {unreachable}"
-        raise ValueError(
-            f"{cause}; check the name and the network, or give a model folder or its config.json"
-        ) from None
-    require_causal(config, f"{flag} {name}")
+    who = f"{flag} {name}"
+    path = _ASSETS / name if name == EMBEDDED_MODEL else find_path(os.path.expanduser(name), who)
+    if path is None and (shipped := _ASSETS / "hub_configs" / name / "config.json").is_file():
+        path = shipped.parent
+    if path is not None and path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{who}: no config.json in this folder")
+    config = load_config(path or name, who)
+    require_causal(config, who)
     return config
 
 

@@ -23,7 +23,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from sparseforge_ds.checkpoint.model_files import LEGAL_FILES
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config.arguments import EMBEDDED_MODEL
-from sparseforge_ds.model.hub_access import why_unreachable
+from sparseforge_ds.model.hub_access import find_path, not_on_hub, why_unreachable
 from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
@@ -256,27 +256,17 @@ def _folder(name: str, flag: str) -> Path:
     """Return the folder of a model, after downloading it if it is on the hub."""
     if name == EMBEDDED_MODEL:
         return Path(__file__).parents[1] / "assets" / EMBEDDED_MODEL
-    # A folder that is there, or a name that can only be a folder.
-    if Path(name).exists():
-        if not Path(name).is_dir():
+    path = find_path(name, f"{flag} {name}")
+    if path is not None:
+        if not path.is_dir():
             raise ValueError(f"{flag} {name}: a file; give the folder that holds config.json and the weights")
-        return Path(name)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"{flag} {name}: no such folder; give a Hugging Face model folder or a hub id")
+        return path
     # A hub id: take it from the network, or from the cache where there is no network.
     import huggingface_hub  # talks to the network, and only here
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    unreachable = why_unreachable()
+    is_offline = why_unreachable() is not None
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=_DOWNLOADED, local_files_only=unreachable is not None
-            )
-        )
-    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        cause = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
-        raise ValueError(
-            f"{flag} {name}: neither a folder nor a model that can be had from the hub ({cause}); "
-            "check the name and the network, or give a folder"
-        ) from None
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=is_offline))
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise not_on_hub(f"{flag} {name}", error) from None

@@ -39,13 +39,15 @@ def load_config(name: str | Path, who: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
-    from sparseforge_ds.model.hub_access import why_unreachable
+    from sparseforge_ds.model.hub_access import find_path, not_on_hub, why_unreachable
 
     # Whatever transformers raises for a strange config.json becomes one message.
     register_model_classes()
     errors = (OSError, ValueError, *BUILD_ERRORS)
+    path = find_path(name, who)
+    is_folder = path is not None and path.is_dir()
     try:
-        if is_folder := Path(name).is_dir():
+        if is_folder:
             check_model_folder(name)
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from None
@@ -56,10 +58,8 @@ def load_config(name: str | Path, who: str) -> Any:
             check_config(PretrainedConfig.get_config_dict(name, local_files_only=cached)[0], name)
         config = AutoConfig.from_pretrained(name, local_files_only=cached, trust_remote_code=False)
     except (*errors, StrictDataclassError) as error:
-        is_path = Path(name).parent.is_dir() and Path(name).parent != Path()
-        if is_path and not Path(name).exists():
-            missing = f"no such folder, and no model that the hub has here ({reason(error)})"
-            raise ValueError(f"{who}: {missing}; give one") from None
+        if path is None and isinstance(error, OSError):
+            raise not_on_hub(who, error) from None
         raise ValueError(f"{who}: its config.json cannot be used ({reason(error)})") from None
     return _text_config(config)
 

@@ -133,7 +133,10 @@ def resumable(finished, tmp_path):
 def test_a_missing_model_is_refused_by_name(inputs):
     inputs.flags["model"] = str(inputs.folder / "nowhere")
     message = inputs.refused()
-    assert "--model" in message and "nowhere: no such folder; give a Hugging Face model folder or a hub id" in message
+    assert (
+        "--model" in message
+        and "nowhere: no such folder or file; give a Hugging Face model folder or a hub id" in message
+    )
     assert not inputs.run.exists()
 
 

@@ -24,7 +24,7 @@ from sparseforge_ds.cli.main import main
         (["--text", "stdlib:heldout", "--stride", "0"], "--stride 0: use an integer >= 1"),
         (
             ["--text", "stdlib:heldout"],
-            "no/model: no such folder, and no model in the cache of the hub; HF_HUB_OFFLINE says",
+            "no/model: no such folder, and no model that can be had from the hub (it is not in the cache, and HF_HUB_",
         ),
     ],
 )

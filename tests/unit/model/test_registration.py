@@ -67,6 +67,11 @@ def test_a_config_is_that_of_what_the_causal_class_takes(
 
 def test_a_path_of_nothing_is_told_with_the_hubs_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refusal = r"^--model m: no such folder, and no model that the hub has here \(.+\); give one$"
-    with pytest.raises(ValueError, match=refusal):
+    with pytest.raises(
+        ValueError, match="^--model m: no such folder or file; give a Hugging Face model folder or a hub"
+    ):
         load_config(tmp_path / "nowhere", "--model m")
+    with pytest.raises(
+        ValueError, match=r"^--model m: no such folder, .* hub \(it is not in the cache, and HF_HUB_OFF"
+    ):
+        load_config("owner/name", "--model m")

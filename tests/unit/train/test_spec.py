@@ -324,7 +324,7 @@ def test_weights_that_are_missing_in_the_file_are_named(arguments, model):
 def test_a_hub_id_without_a_network_says_so(arguments, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match="--model owner/name: neither a folder nor a model that can be had from the hub"
+        ValueError, match="--model owner/name: no such folder, and no model that can be had from the hub"
     ):
         make_spec(arguments(model="owner/name"), world_size=2)
 
