@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from sparseforge_ds.export.source import Source
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.saved_names import names_in_files
+from sparseforge_ds.model.saved_names import Placement
 from sparseforge_ds.packed_format.packed_values import Grid
 
 
@@ -38,25 +37,23 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
         raise ValueError(f"{source.model_folder}/config.json: {reason(error)}") from None
     model.tie_weights()
     state = model.state_dict()
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    tensors = names_in_files(source.model_config.get("model_type"), shapes, model.base_model_prefix)
-    # Each tensor is copied to its place, and the elements are counted.
-    filled: Counter[int] = Counter()
+    shapes = {name: spec.shape for name, spec in source.specs.items()}
+    placement = Placement(model, source.model_config.get("model_type"), shapes)
+    if placement.misfit is not None:
+        raise ValueError(f"{source.model_folder}: {placement.misfit}")
+    # Each tensor is copied to its place.
     name_at: dict[tuple[int, int], str] = {}
     about = f"{source.model_folder}/config.json: its {type(model).__name__}"
     bar = tqdm(total=sum(spec.nbytes for spec in source.specs.values()), unit="B", unit_scale=True, disable=None)
     bar.set_description("proof")
     for name, spec in source.specs.items():
         bar.update(spec.nbytes)
-        if (tensor := tensors.get(name)) is None:
+        if (place := placement.places.get(name)) is None:
             if any(re.search(glob, name) for glob in model._keys_to_ignore_on_load_unexpected or ()):
                 continue
             raise ValueError(f"{about} has no {name}")
-        if tensor.shape != spec.shape:
-            raise ValueError(f"{about} has {name} of shape {tensor.shape}, the source {spec.shape}")
-        target = state[tensor.memory_name]
         value = source.read(name) if grid is None else read_rounded(source, name, grid)
-        target_part = target.view(-1)[tensor.start : tensor.stop].view(spec.shape)
+        target_part = state[place.memory_name].view(-1)[place.start : place.stop].view(spec.shape)
         # Of tied weights one is stored, or both with the same values.
         first = name_at.setdefault((target_part.data_ptr(), target_part.numel()), name)
         if first != name and not torch.equal(target_part, value.to(target_part.dtype)):
@@ -65,10 +62,8 @@ def filled_model(source: Source, grid: Grid | None = None) -> Any:
                 "to false there, or remove the one that the model was not trained with"
             )
         target_part.copy_(value)
-        filled[target.data_ptr()] += tensor.stop - tensor.start
     bar.close()
-    missing = [name for name, value in state.items() if filled[value.data_ptr()] < value.numel()]
-    if missing:
+    if missing := placement.missing():
         raise ValueError(f"the source has no {missing[0]}, which the {type(model).__name__} of config.json needs")
     return model.eval()
 

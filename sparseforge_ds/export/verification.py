@@ -13,9 +13,7 @@ the table, a config.json that makes no model is a fault. For other families, not
 from __future__ import annotations
 
 import hashlib
-import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +34,7 @@ from sparseforge_ds.model.families import FAMILIES, prunable_names
 from sparseforge_ds.model.loading_error import describe_lost_parts
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.rules import check_globs, matches
-from sparseforge_ds.model.saved_names import names_in_files, saved_tensors
+from sparseforge_ds.model.saved_names import Placement, saved_tensors
 from sparseforge_ds.model.stored_config import config_sha256, configured_dtype, is_only_pruned
 from sparseforge_ds.packed_format.packed_values import Grid
 
@@ -248,27 +246,11 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
         model_type = config.get("model_type")
         is_known = isinstance(model_type, str) and model_type in FAMILIES
         return [f"the model of config.json cannot be built to see what is missing: {error}"] if is_known else []
-    model.tie_weights()
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tensors = names_in_files(config.get("model_type"), shapes, model.base_model_prefix)
+    placement = Placement(model, config.get("model_type"), {name: spec.shape for name, spec in specs.items()})
+    if placement.misfit is not None:
+        return [placement.misfit]
     targets = Targets(model, get_model_conversion_mapping(model))
-    # Count the elements of each tensor in memory that the files have.
-    filled: Counter[str] = Counter()
-    for name, spec in specs.items():
-        part = tensors.get(name)
-        if part is not None and spec.shape != part.shape:
-            return [
-                f"{name} has the shape {spec.shape} in the files, and {part.shape} by config.json; put back the "
-                "config.json that the weights were saved with"
-            ]
-        if part is None:
-            memory_name = targets.find(name)[0]
-            filled[memory_name] = math.prod(shapes.get(memory_name, ()))
-        else:
-            filled[part.memory_name] += part.stop - part.start
-    complete = {name for name, shape in shapes.items() if filled[name] >= math.prod(shape)}
-    owners = dict(model.named_parameters(remove_duplicate=False))
-    complete_ids = {id(owners[name]) for name in complete & owners.keys()}
+    converted = {targets.find(name)[0] for name in specs.keys() - placement.places.keys()}
     # The files of a bare model have no head, and some classes make buffers by themselves.
     is_bare = type(model).__name__ not in (model_config.architectures or [type(model).__name__])
     inner = f"{model.base_model_prefix}."
@@ -276,16 +258,13 @@ def _missing_of_model(folder: Path, config: dict[str, Any], specs: Mapping[str, 
     optional = model._keys_to_ignore_on_load_missing or ()
     missing = [
         name
-        for name in shapes
-        if name not in complete
-        and id(owners.get(name)) not in complete_ids
-        and name.startswith(required)
-        and not any(re.search(pattern, name) for pattern in optional)
+        for name in placement.missing(converted)
+        if name.startswith(required) and not any(re.search(pattern, name) for pattern in optional)
     ]
     if not missing:
         return []
     # Of a tensor that several of the files make up, name the first that is not there.
-    saved = saved_tensors(config.get("model_type"), shapes)
+    saved = saved_tensors(config.get("model_type"), placement.shapes)
     parts = [name for name, part in saved.items() if part.memory_name in missing]
     absent = [name for name in parts if name not in specs and name.removeprefix(inner) not in specs]
     return [f"{_subject(absent or missing)} missing, which the model of config.json needs; download or save it again"]

@@ -27,7 +27,7 @@ from sparseforge_ds.model.hub_access import find_path, not_on_hub, why_unreachab
 from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.model_config import require_causal
 from sparseforge_ds.model.registration import load_config
-from sparseforge_ds.model.saved_names import saved_tensors
+from sparseforge_ds.model.saved_names import Placement
 from sparseforge_ds.model.sequence_parallel import check_divided
 from sparseforge_ds.model.sound_weights import require_finite_weights, require_float_weights
 from sparseforge_ds.model.stored_config import is_only_pruned, is_packed_config
@@ -128,15 +128,10 @@ def check_shapes(model: Pretrained, flag: str, empty: PreTrainedModel) -> None:
     """
     if not any(model.folder.glob("model*.safetensors*")):  # a dry run needs the config alone
         return
-    shapes = {name: tuple(value.shape) for name, value in empty.state_dict().items()}
-    expected = {name: part.shape for name, part in saved_tensors(model.config.model_type, shapes).items()}
-    for name, spec in TensorFolder(model.folder).specs.items():
-        shape = expected.get(name, expected.get(f"{empty.base_model_prefix}.{name}"))
-        if shape is not None and shape != spec.shape:
-            raise ValueError(
-                f"{flag} {model.name}: {name} is {spec.shape} in the files, and {shape} by config.json; they do not "
-                "belong together: copy or download both again"
-            )
+    shapes = {name: spec.shape for name, spec in TensorFolder(model.folder).specs.items()}
+    placement = Placement(empty, model.config.model_type, shapes)
+    if placement.misfit is not None:
+        raise ValueError(f"{flag} {model.name}: {placement.misfit}")
 
 
 def check_length(model: Pretrained, flag: str, seq_length: int, parts: int, attention: str | None) -> None:

@@ -7,8 +7,9 @@ of consecutive elements of one tensor of the model, so it can be read from a che
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparseforge_ds.model.families import FAMILIES
 
@@ -58,21 +59,52 @@ def saved_tensors(model_type: object, shapes: Mapping[str, tuple[int, ...]]) -> 
     return tensors
 
 
-def names_in_files(
-    model_type: object, shapes: Mapping[str, tuple[int, ...]], base_prefix: str
-) -> dict[str, SavedTensor]:
-    """Return the tensors of a model by every name that files have for them.
+class Placement:
+    """Tensors of a model's files, each at its place in the model."""
 
-    Files may use saved names, the model's own, or those without the prefix of the base model.
+    def __init__(self, model: Any, model_type: object, stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Find the places.
 
-    Args:
-        model_type: as of `saved_tensors`.
-        shapes: of the model's tensors.
-        base_prefix: `base_model_prefix` of the model.
-    """
-    tensors = {
-        **saved_tensors(model_type, shapes),
-        **{name: SavedTensor(name, 0, shape) for name, shape in shapes.items()},
-    }
-    inner = f"{base_prefix}."
-    return tensors | {name.removeprefix(inner): part for name, part in tensors.items() if name.startswith(inner)}
+        Args:
+            model: of transformers, on any device.
+            model_type: as of `saved_tensors`.
+            stored: shapes of the tensors, by their names in the files.
+        """
+        self.shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        """Shapes of the model's tensors."""
+        self._ties: dict[str, str] = model.all_tied_weights_keys
+        # Files may use saved names, the model's own, or those without the prefix of the base model.
+        places = saved_tensors(model_type, self.shapes)
+        places |= {name: SavedTensor(name, 0, shape) for name, shape in self.shapes.items()}
+        inner = f"{model.base_model_prefix}."
+        places |= {name.removeprefix(inner): place for name, place in places.items() if name.startswith(inner)}
+        self.places = {name: places[name] for name in stored if name in places}
+        """Place of each tensor that has one, by its name in the files."""
+        misfits = [name for name, place in self.places.items() if stored[name] != place.shape]
+        self.misfit = _describe_misfit(misfits[0], stored, self.places) if misfits else None
+        """Sentence about the first tensor that has another shape than its place; None if all fit."""
+
+    def missing(self, converted: Collection[str] = ()) -> list[str]:
+        """Return the names in memory of tensors that the files lack, or have a part of.
+
+        Of tied weights one is enough.
+
+        Args:
+            converted: names in memory that are loaded from tensors without a place.
+        """
+        filled: dict[str, set[tuple[int, int]]] = {}
+        for place in self.places.values():
+            filled.setdefault(place.memory_name, set()).add((place.start, place.stop))
+        complete = {
+            self._ties.get(name, name)
+            for name, shape in self.shapes.items()
+            if name in converted or sum(stop - start for start, stop in filled.get(name, ())) >= math.prod(shape)
+        }
+        return [name for name in self.shapes if self._ties.get(name, name) not in complete]
+
+
+def _describe_misfit(name: str, stored: Mapping[str, tuple[int, ...]], places: Mapping[str, SavedTensor]) -> str:
+    return (
+        f"{name} has the shape {stored[name]} in the files, and by config.json {places[name].shape}; put back the "
+        "config.json that the weights were saved with"
+    )

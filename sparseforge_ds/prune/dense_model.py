@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,26 +16,13 @@ from sparseforge_ds.export.source import DTYPES, read_config_json
 from sparseforge_ds.export.unused import divide
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.saved_names import names_in_files
+from sparseforge_ds.model.saved_names import Placement, SavedTensor
 from sparseforge_ds.model.sound_weights import require_float_weights
 from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.transformers_internals import no_init_weights
 
 Reader = Callable[[str], Tensor]
 """Function that reads a tensor by its name in the files."""
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """Tensor in the files that is a part of one in memory, or all of it."""
-
-    name: str
-    """Name in the files."""
-    memory_name: str
-    """Name in memory."""
-    start: int
-    """Index of its first element in memory, flat."""
-    shape: tuple[int, ...]
 
 
 class DenseModel:
@@ -70,10 +55,9 @@ class DenseModel:
         self.module.eval().requires_grad_(False)
         self._shapes = {name: tuple(value.shape) for name, value in self.module.state_dict().items()}
         self.parts = self._match()
-        self._parts_of: dict[str, list[StoredPart]] = {}
-        for part in self.parts.values():
-            self._parts_of.setdefault(part.memory_name, []).append(part)
-        self._require_all_parameters()
+        self._parts_of: dict[str, dict[str, SavedTensor]] = {}
+        for name, part in self.parts.items():
+            self._parts_of.setdefault(part.memory_name, {})[name] = part
 
     @property
     def hidden(self) -> int:
@@ -97,13 +81,13 @@ class DenseModel:
         for name in self.names(prefix, but):
             value = torch.empty(self._shapes[name])
             filled = 0
-            for part in self._parts_of.get(name, ()):
-                stored = read(part.name)
+            for stored_name, part in self._parts_of.get(name, {}).items():
+                stored = read(stored_name)
                 if not stored.isfinite().all():
-                    raise ValueError(f"{self.folder}: {part.name} is not finite; give a sound model")
-                value.view(-1)[part.start : part.start + stored.numel()] = stored.view(-1)
+                    raise ValueError(f"{self.folder}: {stored_name} is not finite; give a sound model")
+                value.view(-1)[part.start : part.stop] = stored.view(-1)
                 filled += stored.numel()
-            if filled != value.numel():
+            if filled < value.numel():
                 raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
             self._put(name, value.to(device))
         # Buffers that no file has, such as frequencies, were computed when the model was built.
@@ -121,18 +105,17 @@ class DenseModel:
     def stored(self, prefix: str) -> dict[str, Tensor]:
         """Return the parameters below a prefix with the names, shapes and dtypes of the files."""
         parameters = {name: value for name, value in self.module.named_parameters() if name.startswith(prefix)}
-        parts = [part for name in parameters for part in self._parts_of[name]]
-        return {part.name: self._part(parameters[part.memory_name], part) for part in parts}
+        stored = {}
+        for name, value in parameters.items():
+            for stored_name, part in self._parts_of[name].items():
+                flat = value.detach().reshape(-1)[part.start : part.stop]
+                stored[stored_name] = flat.view(part.shape).to("cpu", self.specs[stored_name].dtype).contiguous()
+        return stored
 
     def stored_dtypes(self, prefix: str) -> dict[str, torch.dtype]:
         """Return the dtype that the files have of each parameter below a prefix, by its name without it."""
         names = [name for name, _ in self.module.named_parameters() if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.dtype([name]) for name in names}
-
-    def _part(self, value: Tensor, part: StoredPart) -> Tensor:
-        count = torch.Size(part.shape).numel()
-        flat = value.detach().reshape(-1)[part.start : part.start + count]
-        return flat.view(part.shape).to("cpu", self.specs[part.name].dtype).contiguous()
 
     def names(self, prefix: str, but: str | None = None) -> list[str]:
         """Return the names in memory that begin with `prefix`, and not with `but`."""
@@ -152,7 +135,9 @@ class DenseModel:
         Raises:
             ValueError: a dtype that no export has.
         """
-        stored_dtypes = {self.specs[part.name].dtype for name in names for part in self._parts_of.get(name, ())}
+        stored_dtypes = {
+            self.specs[stored_name].dtype for name in names for stored_name in self._parts_of.get(name, ())
+        }
         narrowest = min(stored_dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)))
         if narrowest not in DTYPES.values():
             raise ValueError(f"{self.folder}: its weights are stored in {narrowest}; use bf16, fp16 or fp32 weights")
@@ -163,38 +148,27 @@ class DenseModel:
         content = config_sha256(self.stored_config) + fingerprint_weights(self.folder)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def _require_all_parameters(self) -> None:
-        """Raise ValueError for a parameter that the files lack or have a part of, and that is not tied to another."""
-        complete = {
-            name
-            for name, parts in self._parts_of.items()
-            if sum(math.prod(part.shape) for part in parts) == math.prod(self._shapes[name])
-        }
-        for name, _ in self.module.named_parameters():
-            if name not in complete and self.module.all_tied_weights_keys.get(name) not in complete:
-                raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
-
     def require_finite(self) -> None:
         """Raise ValueError for a tensor of the model that is not finite, in one read of the files."""
         for name in self.parts:
             if not self.tensors.read(name).isfinite().all():
                 raise ValueError(f"{self.folder}: {name} is not finite; give a sound model")
 
-    def _match(self) -> dict[str, StoredPart]:
+    def _match(self) -> dict[str, SavedTensor]:
         """Return the part of the model that each tensor of the files is, by its name there.
 
         Raises:
-            ValueError: a tensor has another shape than the model of config.json gives it.
+            ValueError: a tensor has another shape than the model of config.json gives it, or a parameter is missing. Of
+                two tied ones `load` needs the one that the other is tied to.
         """
-        tensors = names_in_files(self.stored_config.get("model_type"), self._shapes, self.module.base_model_prefix)
-        parts = {}
-        for name, spec in self.specs.items():
-            if name in tensors:
-                expected = tensors[name]
-                if spec.shape != expected.shape:
-                    raise ValueError(
-                        f"{self.folder}: {name} has the shape {spec.shape} in the files, and by config.json "
-                        f"{expected.shape}; bring the config.json that the weights were saved with"
-                    )
-                parts[name] = StoredPart(name, expected.memory_name, expected.start, spec.shape)
-        return parts
+        shapes = {name: spec.shape for name, spec in self.specs.items()}
+        placement = Placement(self.module, self.stored_config.get("model_type"), shapes)
+        if placement.misfit is not None:
+            raise ValueError(f"{self.folder}: {placement.misfit}")
+        stored = {part.memory_name for part in placement.places.values()}
+        needed = set(self.module.all_tied_weights_keys.values()) - stored
+        missing = needed.union(placement.missing())
+        for name, _ in self.module.named_parameters():
+            if name in missing:
+                raise ValueError(f"{self.folder}: holds no {name}, which the model of its config.json needs")
+        return placement.places

@@ -52,13 +52,11 @@ class PrunedSource(Source):
         self.specs = dict(dense.specs)
         axes = {weight.name: weight.input_axis for weight in weights}
         self.prunable = {
-            part.name: SparseWeight(part.name, part.shape, axes[part.memory_name])
-            for part in dense.parts.values()
+            name: SparseWeight(name, part.shape, axes[part.memory_name])
+            for name, part in dense.parts.items()
             if part.memory_name in axes
         }
-        self.fused_name = {
-            part.name: part.memory_name for part in dense.parts.values() if part.memory_name != part.name
-        }
+        self.fused_name = {name: part.memory_name for name, part in dense.parts.items() if part.memory_name != name}
         self.record = {"format": 1, "dtype": str(dtype).removeprefix("torch."), "pattern": str(pattern), **record}
 
     @override

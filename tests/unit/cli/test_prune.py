@@ -307,7 +307,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     rows, columns = full[name].shape
     for shape in ((rows, columns - 4), (rows, columns + 4), (columns, rows)):
         save_file(full | {name: torch.zeros(shape)}, file, {"format": "pt"})
-        expected = f"{name} has the shape {shape} in the files, and by config.json {(rows, columns)}; bring the"
+        expected = f"{name} has the shape {shape} in the files, and by config.json {(rows, columns)}; put back"
         assert f"error: {odd}: {expected}" in error(model=odd)
     assert not (tmp_path / "out.part").exists()
     # A tokenizer that has more tokens than the model.

@@ -254,7 +254,7 @@ def test_without_a_record_the_model_of_config_json_says_what_is_missing(
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 1}))
     (note,) = check_folder(folder).notes
     assert (
-        " has the shape (64, 32) in the files, and (65, 32) by config.json; " in note
+        " has the shape (64, 32) in the files, and by config.json (65, 32); " in note
         and "put back the config.json" in note
     )
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": "many"}))

@@ -28,7 +28,9 @@ def test_what_transformers_saved_has_the_shapes_of_its_config(family: str, tmp_p
     result = find_model(str(tmp_path), "--model")
     check_shapes(result, "--model", bare_model(result.config))
     result.config.get_text_config().vocab_size += 1
-    with pytest.raises(ValueError, match=r"--model .*: (\S+) is \(.*\) in the files, and \(.*\) by config"):
+    with pytest.raises(
+        ValueError, match=r"--model .*: (\S+) has the shape \(.*\) in the files, and by config.json \(.*\)"
+    ):
         check_shapes(result, "--model", bare_model(result.config))
 
 
@@ -41,7 +43,7 @@ def test_config_and_weights_of_different_shapes_are_refused(
     write_json(other / "config.json", {**config, "num_key_value_heads": 4})
     block = write_json(tmp_path / "ds.json", deepspeed_json(0))
     common = ["--deepspeed", str(block), "--dataset", str(write_text(tmp_path / "text.jsonl")), "--seq_length", "32"]
-    message = "layers.0.self_attn.k_proj.weight is (16, 32) in the files, and (32, 32) by config.json"
+    message = "layers.0.self_attn.k_proj.weight has the shape (16, 32) in the files, and by config.json (32, 32)"
     for models in (["--model", str(other)], ["--model", str(dense), "--teacher", str(other)]):
         assert main(["train", *common, *models, "--output_dir", str(tmp_path / "run"), "--dry_run"]) == 1
         errors = capsys.readouterr().err

@@ -14,9 +14,9 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
 from sparseforge_ds.model.family_table import FAMILIES
-from sparseforge_ds.model.saved_names import SavedTensor, saved_tensors
+from sparseforge_ds.model.saved_names import Placement, SavedTensor, saved_tensors
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
-from tests.tiny_models import BUILDERS, MIXTURES
+from tests.tiny_models import BUILDERS, MIXTURES, tiny_llama
 
 
 @pytest.mark.parametrize("family", BUILDERS)
@@ -34,6 +34,17 @@ def test_pieces_are_what_save_pretrained_writes(family: str, tmp_path: Path) -> 
     assert saved_tensors(family, {name: tuple(value.shape) for name, value in saved.items()}) == {
         name: SavedTensor(name, 0, tuple(value.shape)) for name, value in saved.items()
     }
+
+
+def test_one_of_tied_weights_is_enough() -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    tied = {"lm_head.weight", "model.embed_tokens.weight"}
+    for absent in (set(), *({name} for name in tied), tied):
+        stored = {name.removeprefix("model."): shape for name, shape in shapes.items() if name not in absent}
+        placement = Placement(model, "llama", stored)
+        assert placement.misfit is None and placement.places.keys() == stored.keys()
+        assert set(placement.missing()) == (tied if absent == tied else set())
 
 
 def test_names_of_unknown_families_are_what_they_are() -> None:
