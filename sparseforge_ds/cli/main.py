@@ -130,12 +130,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch here would slow down every command
+    except (RuntimeError, MemoryError) as error:
+        # torch's own class is told by its name: importing torch here would slow down every command.
+        is_on_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+        if type(error).__name__ != "OutOfMemoryError" and not is_on_host:
             raise
         flags_of_size = ("batch_size", "batch", "batches", "prompt", "seq_length", "sequences")
         smaller = [f"--{flag}" for flag in flags_of_size if getattr(args, flag, None) is not None]
-        cure = f"lower {' or '.join(smaller)}" if smaller else getattr(args, "cure_of_memory", "take a larger GPU")
+        larger = "take a machine with more memory" if is_on_host else "take a larger GPU"
+        cure = f"lower {' or '.join(smaller)}" if smaller else getattr(args, "cure_of_memory", larger)
+        if is_on_host:
+            return _fail(f"not enough memory; free some, or {cure}")
         return _fail(f"{str(error).partition('. ')[0]}; free the GPU's memory, or {cure}")
     return code
 

@@ -17,7 +17,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks
 from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
 from sparseforge_ds.config.json_file import parse_json_file
-from sparseforge_ds.config.optimizer_settings import check_optimizer
+from sparseforge_ds.config.optimizer_settings import check_optimizer, has_weight_decay
 from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
 from sparseforge_ds.config.run_file import BLOCK, read_run_file
 from sparseforge_ds.config.shipped import configuration_file
@@ -251,8 +251,9 @@ def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size
         "weight_decay": 0.0,
         "fused": fused,
     }
+    added = ("lr", "weight_decay") if has_weight_decay(filled["optimizer"]["type"]) else ("lr",)
     for name, value in defaults.items():
-        if params.get(name, "auto" if name in ("lr", "weight_decay") else None) == "auto":
+        if params.get(name, "auto" if name in added else None) == "auto":
             params[name] = value
     if arguments.learning_rate is not None:
         params["lr"] = arguments.learning_rate

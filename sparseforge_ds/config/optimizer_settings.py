@@ -71,6 +71,12 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
         _check_made(name, kind, params)
 
 
+def has_weight_decay(name: str) -> bool:
+    """Return False for an optimizer of torch that takes no weight decay, like Rprop."""
+    kind = getattr(torch.optim, name, None)
+    return not isinstance(kind, type) or "weight_decay" in inspect.signature(kind).parameters
+
+
 def _optimizer_class(name: str, params: Mapping[str, Any], on_host: bool) -> type:
     """Return the class that DeepSpeed takes for a name; `on_host` says that the optimizer is offloaded."""
     lower = name.lower()

@@ -38,8 +38,8 @@ from sparseforge_ds.zero.shard import Shard
 
 _LOG = logging.getLogger(__name__)
 NO_GRADIENT = (
-    "The loss has no gradient at any of them, as the divergence of a model from itself has none; measure the task loss "
-    '("curvature": {"source": "probe"}), give another teacher, or use importance "magnitude"'
+    "The loss has no gradient at any of them, as the divergence of a model from itself has none; take more steps, "
+    'measure the task loss ("curvature": {"source": "probe"}), give another teacher, or use importance "magnitude"'
 )
 
 

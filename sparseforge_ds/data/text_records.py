@@ -11,6 +11,8 @@ from typing import Any
 from sparseforge_ds.data.documents import Conversation, Document, PromptAndCompletion
 from sparseforge_ds.data.token_documents import parse_token_record
 
+SHAREGPT_CURE = "write from as role (user for human, assistant for gpt) and value as content"
+"""Cure for messages that are written as ShareGPT's."""
 DEFAULT_FIELD = "text"
 """Field with the text of a record, unless `--text_field` names another."""
 TOKEN_FIELDS = ["input_ids", "labels", "attention_mask"]
@@ -58,10 +60,7 @@ def document_from_record(record: object, text_field: str, where: str) -> Documen
             )
             cure = "make it one of these, or name another field by --text_field"
             if _is_sharegpt(value):
-                cure = (
-                    "its messages have from and value, as ShareGPT's: write them as role (user for human, assistant "
-                    "for gpt) and content"
-                )
+                cure = f"its messages have from and value, as ShareGPT's: {SHAREGPT_CURE}"
             raise ValueError(f"{where}: field {name!r} {problem}; {cure}")
     raise ValueError(
         f"{where}: of prompt and completion one is text and the other a list of messages; make both text, or both "
@@ -84,9 +83,14 @@ def present_conventions(names: Sequence[str], text_field: str, where: str) -> li
     if present := [fields for fields in conventions if set(fields) <= set(names)]:
         is_named = text_field != DEFAULT_FIELD and present[0] == [text_field]
         return present[:1] if is_named else present
+    cure = "name the one that holds the text with --text_field"
+    if "conversations" in names:
+        cure = f"rename conversations to messages, and {SHAREGPT_CURE}"
+    elif {"prompt", "completion"} & set(names):
+        cure = "a prompt and a completion need each other; add the missing one"
     raise ValueError(
-        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion, nor input_ids; name the one "
-        f"that holds the text with --text_field (there are: {', '.join(map(str, names))})"
+        f"{where}: no field {text_field!r}, nor messages, nor prompt and completion, nor input_ids; {cure} "
+        f"(there are: {', '.join(map(str, names))})"
     )
 
 

@@ -51,10 +51,14 @@ def find_adapter(name: str, flag_value: str | None) -> str | None:
         flag_value: value of `--adapter`, if it was given.
 
     Raises:
-        ValueError: the flag is missing, and the model was exported with an adapter that is not there.
+        ValueError: the flag names no adapter, or it is missing and the model was exported with one that is not there.
     """
+    if flag_value == NO_ADAPTER:
+        return None
     if flag_value is not None:
-        return None if flag_value == NO_ADAPTER else flag_value
+        if _beside(flag_value, _CONFIG) is None:
+            raise ValueError(f"--adapter {flag_value}: has no {_CONFIG}; give the folder or the hub id of an adapter")
+        return flag_value
     if _beside(name, _CONFIG) is not None:
         return name
     record = _beside(name, "sparsity.json")

@@ -159,11 +159,11 @@ def score_text(
 
     # Average over tokens: the negative log-likelihood and, with a dense model, KL and the dense model's.
     tokens, (nll, *dense_means) = mean_scores(model, text.passages, text.batch_size, ranks, dense)
-    for mean in (nll, *dense_means):
-        if not math.isfinite(mean):
-            culprit = dense if dense is not None and math.isfinite(nll) else model
-            raise NotFiniteError(f"{culprit.name_or_path}: the loss is {mean}: {why_not_finite(culprit)}")
     kl, dense_nll = dense_means or (None, None)
+    # KL comes last: it is infinite where the model excludes a token that a sound dense model allows.
+    for candidate, what, mean in ((model, "loss", nll), (dense, "loss", dense_nll), (model, "KL divergence", kl)):
+        if candidate is not None and mean is not None and not math.isfinite(mean):
+            raise NotFiniteError(f"{candidate.name_or_path}: the {what} is {mean}: {why_not_finite(candidate)}")
     return Perplexity(
         perplexity=_exp(nll),
         nll=nll,

@@ -252,9 +252,11 @@ class SparseForgeMixin(SavingMixin):
         """Run the trainer's step, which ends in the engine's, and then the forge's.
 
         Raises:
-            ValueError: a `compute_loss` of the class leaves out the one here, and with it the teacher.
+            ValueError: no label of the first step is trained on, or a `compute_loss` of the class leaves out the one
+                here, and with it the teacher.
         """
         assert self.forge is not None
+        self._require_labels(num_items_in_batch)
         if not self.forge.ready:
             self.model.train()  # as the trainer's step does; ranks share sequences in this mode only
             self.forge.start(self._start_batches())
@@ -273,6 +275,20 @@ class SparseForgeMixin(SavingMixin):
             )
         self._updated |= self.forge.step(self._step_batches())
         return loss
+
+    def _require_labels(self, num_items_in_batch: Any) -> None:
+        """Raise ValueError if nothing is trained on in the first step, as where answers were cut away.
+
+        The number of labels is that of all ranks, so that they agree.
+        """
+        assert self.forge is not None
+        is_shared = self.args.average_tokens_across_devices or self.accelerator.num_processes == 1
+        counts = self._objective is not None and num_items_in_batch is not None and is_shared
+        if counts and self.forge.step_count == 0 and int(num_items_in_batch) == 0:
+            raise ValueError(
+                "no label of the first step is trained on, all are -100: look at the template of the answers, and at "
+                "the length at which examples are cut (max_length)"
+            )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare inputs as the trainer does; in a training step, tell the forge the divisor of their loss.

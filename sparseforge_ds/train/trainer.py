@@ -32,6 +32,7 @@ from sparseforge_ds.train.divergence import TrainingDivergedError
 from sparseforge_ds.train.engine import build_context
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.launcher import (
+    is_on_one_machine,
     rank_from_launcher,
     restored_environment,
     set_default_environment,
@@ -58,8 +59,13 @@ from sparseforge_ds.train.tracking import Trackers, flatten
 _LOG = logging.getLogger(__name__)
 
 
-def run_training(arguments: RunArguments, preemption: Preemption) -> None:
+def run_training(arguments: RunArguments, preemption: Preemption, checked: RunSpec | None = None) -> None:
     """Do a whole run on this rank.
+
+    Args:
+        arguments: the run flags.
+        preemption: hears the signals that end a run.
+        checked: their `make_spec`, if it was made before the processes are connected.
 
     Raises:
         ValueError: something in the input is wrong; AgreedError where all ranks raise it together.
@@ -73,7 +79,7 @@ def run_training(arguments: RunArguments, preemption: Preemption) -> None:
     ranks = Ranks()
 
     # Resolve and check every setting. Held-out text comes first: a mistake in it shows before all text is read.
-    spec = ranks.all_or_raise(lambda: make_spec(arguments, ranks.world_size))
+    spec = ranks.all_or_raise(lambda: checked or make_spec(arguments, ranks.world_size))
     held_out = open_held_out(spec, ranks)
     spec = _settle_length(spec, ranks)
     spec = _settle_resume(spec, ranks)
@@ -217,6 +223,7 @@ def main(
     set_up_console()
     # Find mistakes in the input before processes are connected. Every rank finds them by itself, and each machine
     # prints them once.
+    checked = None
     try:
         arguments = parse_arguments(command_line)
         if arguments.dry_run and dry_run is None:
@@ -229,6 +236,9 @@ def main(
         if not arguments.dry_run:
             read_settings(arguments, world_size_from_launcher())
             set_default_environment()
+            # Without a GPU, connecting compiles for minutes. Ranks of one machine see the same files, and so agree.
+            if is_on_one_machine() and get_accelerator().device_name() == "cpu":
+                checked = make_spec(arguments, world_size_from_launcher())
     except BrokenPipeError:  # what reads our output has seen enough; the command line ends in silence
         raise
     except (ValueError, OSError) as error:
@@ -237,7 +247,7 @@ def main(
     try:
         if dry_run is None or not arguments.dry_run:
             with Preemption() as preemption, extension_errors():
-                run_training(arguments, preemption)
+                run_training(arguments, preemption, checked)
         elif rank_from_launcher() == 0:  # the others would print the same
             for section in dry_run(arguments):
                 print(f"{section}\n", flush=True)

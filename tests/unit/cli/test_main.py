@@ -165,6 +165,12 @@ def test_help_is_there_at_once() -> None:
             2,
             "error: CUDA out of memory; free the GPU's memory, or take a larger GPU\n",
         ),
+        (MemoryError(), 2, "error: not enough memory; free some, or take a machine with more memory\n"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            2,
+            "error: not enough memory; free some, or take a machine with more memory\n",
+        ),
     ],
 )
 def test_an_error_is_one_line(

@@ -155,6 +155,11 @@ def test_flags_win_over_the_file_and_the_file_over_defaults():
     content = deepspeed_json()
     content["optimizer"]["params"] = {"lr": 3e-4, "weight_decay": 0.1, "betas": "auto"}
     assert filled(content)["optimizer"]["params"] == {"lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.999]}
+    for kind, has_decay in (("Rprop", False), ("NAdam", True)):
+        params = filled({**content, "optimizer": {"type": kind}, "zero_allow_untested_optimizer": True})["optimizer"][
+            "params"
+        ]
+        assert ("weight_decay" in params) == has_decay, kind
     params = filled(content, learning_rate=1e-5, weight_decay=0.0)["optimizer"]["params"]
     assert (params["lr"], params["weight_decay"]) == (1e-5, 0.0)
 

@@ -118,6 +118,9 @@ def test_an_adapter_that_is_missing_on_the_hub_is_named(snapshot: Path) -> None:
     with pytest.raises(ValueError, match=f"{ID}: its low-rank adapter is missing"):
         find_adapter(ID, None)
     assert find_adapter(ID, "none") is None
+    for nothing in ("nosuch", str(snapshot)):
+        with pytest.raises(ValueError, match=f"--adapter {nothing}: has no adapter_config.json"):
+            find_adapter(ID, nothing)
     assert find_adapter("no/model", None) is None  # which load_model will say
     with pytest.raises(ValueError, match="no/model: no such folder, and no model .*not in the cache, and HF_HUB_OFF"):
         load_model("no/model")

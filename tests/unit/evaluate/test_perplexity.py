@@ -377,6 +377,23 @@ def test_a_loss_that_is_not_finite_names_the_weight(tmp_path: Path, capsys: pyte
         assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
+def test_an_infinite_divergence_is_the_fault_of_the_model_that_excludes_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
+    sound = write_model(tmp_path / "sound")
+    excluding = write_model(tmp_path / "excluding")
+    tensors = load_file(excluding / "model.safetensors")
+    # The last entry of the vocabulary, which no text has, gets a logit of -inf.
+    tensors["lm_head.weight"][-1] = 0
+    tensors["lm_head.weight"][-1, 0] = float("-inf")
+    tensors["model.norm.weight"][0] = 1
+    save_file(tensors, excluding / "model.safetensors", {"format": "pt"})
+    text = ["--text", str(tmp_path / "text.txt"), "--seq_length", "16"]
+    assert main(["evaluate", str(excluding), "--dense", str(sound), *text]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {excluding}: the ")
+
+
 def test_every_text_is_cut_before_a_model_is_loaded(
     stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,9 @@ import torch
 import torch._inductor.config
 
 from sparseforge_ds.mask.kernels import fusing
-from sparseforge_ds.train.trainer import closing_lines, require_compiler
+from sparseforge_ds.train import trainer
+from sparseforge_ds.train.trainer import closing_lines, main, require_compiler
+from tests.tiny_folders import deepspeed_json, write_json, write_model
 
 
 def test_suggested_commands_can_be_pasted() -> None:
@@ -22,6 +24,27 @@ def test_suggested_commands_can_be_pasted() -> None:
     ]
     without = closing_lines(folder, {"steps": 3, "tokens": 384, "seconds": 1.0}, has_tensorboard=False).splitlines()
     assert without == [lines[0], lines[2]], "no log, no command to look at it"
+
+
+def test_a_mistake_is_found_before_anything_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Connecting the processes compiles for minutes on a machine without a GPU."""
+    monkeypatch.setattr(trainer.deepspeed, "init_distributed", lambda: pytest.fail("the processes were connected"))
+    monkeypatch.setattr(trainer, "clear_before_training", lambda: pytest.fail("a lock was waited for"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    flags = {
+        "deepspeed": write_json(tmp_path / "ds.json", deepspeed_json(1)),
+        "model": write_model(tmp_path / "model"),
+        "dataset": tmp_path / "nope.jsonl",
+        "output_dir": tmp_path / "run",
+        "seq_length": 32,
+    }
+    assert main([f"--{name}={value}" for name, value in flags.items()]) == 1
+    printed = capsys.readouterr()
+    assert f"--dataset {tmp_path / 'nope.jsonl'}: no such file" in printed.out + printed.err
+    assert not (tmp_path / "run").exists()
 
 
 CPU = torch.device("cpu")
