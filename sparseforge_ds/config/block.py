@@ -67,7 +67,7 @@ class SparseForgeConfig:
     `--allow_dense` adds to them. Unlike `exclude` they never take a weight out of the pattern
     (docs/guides/families.md)."""
     seed: int = 0
-    """Seed of probes and of samples of a mask."""
+    """Seed of probes, of samples of a mask, and of the order of a start's steps."""
     curvature: CurvatureConfig = field(default_factory=CurvatureConfig)
     """Estimate of the curvature H of the score (eqs. 2 and 3)."""
     low_rank: LowRankConfig | None = None

@@ -261,6 +261,13 @@ class BlockStartConfig:
         require(0 <= self.soft <= 1, "start.soft", self.soft, "use a fraction from 0 to 1")
         require(0 < self.rate < float("inf"), "start.rate", self.rate, "use a finite value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
+        # Settings that nothing would read.
+        for name in ("soft", "rate", "batch") if self.epochs == 0 else ():
+            value = getattr(self, name)
+            is_default = value == getattr(type(self), name)
+            require(is_default, f"start.{name}", value, '"epochs": 0 trains nothing; leave one of the two out')
+        reads_damping = self.mask in (None, "sparsegpt") or self.damping == type(self).damping
+        require(reads_damping, "start.damping", self.damping, f'mask "{self.mask}" does not use it; leave it out')
 
     def tokens_of(self, run_tokens: int) -> int:
         """Return the tokens that a block is trained on, in a run of `run_tokens`; 0 means no run."""

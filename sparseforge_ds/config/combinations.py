@@ -8,6 +8,7 @@ import math
 import operator
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.config.block_sections import CurvatureConfig
 from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
@@ -89,7 +90,14 @@ def _check_start(config: SparseForgeConfig) -> None:
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
             f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null'
         )
-    # 2. The rule must know the pattern, and branches something to begin from.
+    # 2. Masks that stay measure no curvature.
+    default = CurvatureConfig(**config.method.starts_from.get("curvature", {}))
+    if config.soft is None and config.curvature != default:
+        raise ValueError(
+            "sparseforge.curvature: the masks of a start stay here, and nothing is measured; leave it out, or set "
+            '"start" to null'
+        )
+    # 3. The rule must know the pattern, and branches something to begin from.
     if block_start.mask == "sparsegpt" and not isinstance(config.parsed_pattern, NM):
         raise ValueError(
             f"sparseforge.start.mask: sparsegpt makes masks of an n:m pattern, not {config.pattern}; use "

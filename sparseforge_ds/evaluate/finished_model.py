@@ -22,7 +22,7 @@ from sparseforge_ds.checkpoint.tensors import TensorFolder
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.model.hub_access import why_unreachable
+from sparseforge_ds.model.hub_access import find_path, why_unreachable
 from sparseforge_ds.model.loading_error import check_loading_report, reason
 from sparseforge_ds.model.registration import BUILD_ERRORS, load_config, register_model_classes
 from sparseforge_ds.model.sound_weights import require_float_weights
@@ -56,6 +56,7 @@ def find_adapter(name: str, flag_value: str | None) -> str | None:
     if flag_value == NO_ADAPTER:
         return None
     if flag_value is not None:
+        find_path(flag_value, f"--adapter {flag_value}")
         if _beside(flag_value, _CONFIG) is None:
             raise ValueError(f"--adapter {flag_value}: has no {_CONFIG}; give the folder or the hub id of an adapter")
         return flag_value

@@ -87,7 +87,13 @@ class Case:
         block = {"max_steps": 10, "distillation": None, **self.config}
         if method_name(block) == "sparseforge":
             block["method"] = {**SCHEDULE, **block.get("method", {})}
-        block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
+        # Masks that stay as a start has left them measure no curvature.
+        stays = method_name(block) == "naive_retrain" or block.get("method", {}).get("hardening") in (
+            [0, 0],
+            [0.0, 0.0],
+        )
+        if block.get("start") is None or not stays:
+            block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
 
     def deepspeed(self) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_models_and_prompts_that_cannot_be_continued_are_refused(
         (dense, ["--temperature", "1e-45"], "use 0, or a number like 0.7, at least 0.001"),
         (dense, ["--seed", "1" + "0" * 22], "--seed 10000000000000000000000: use 0 or more, below 2^63"),
         (dense, ["--max_new_tokens", "60"], "has 64 positions; the prompt takes"),
-        (dense, ["--adapter", str(tmp_path / "nowhere")], "cannot be put on"),
+        (dense, ["--adapter", str(tmp_path / "nowhere")], "nowhere: no such folder or file; give"),
     ):
         assert main(["generate", str(model), PROMPT, *more]) == 2, message
         output = capsys.readouterr()
