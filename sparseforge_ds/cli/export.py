@@ -94,15 +94,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export a model, and print what was made and how it was proved."""
     with large_imports():
-        from sparseforge_ds.export.formats import choose_grid, export
+        from sparseforge_ds.export.formats import check_flags, choose_grid, export, without_codes
         from sparseforge_ds.export.model_folder import describe_values
-        from sparseforge_ds.export.open import open_source
+        from sparseforge_ds.export.open import is_model_folder, open_source
         from sparseforge_ds.export.stored import Size
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import require_free
         from sparseforge_ds.packed_format.packed_values import Grid
 
-    # Flags that contradict each other, before anything is read.
+    # Check what needs no weights: to open a folder without a sparsity.json, all of its weights are read.
     require_free(args.out)
     if args.text is not None and args.values is None:
         raise ValueError(f"--text {args.text}: it is what rounding is measured on; give --values too, or leave it out")
@@ -112,15 +112,19 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--group_size {args.group_size}: it is for rounded values; give --values int4, or leave it out"
         )
-    # Read descriptions of the source alone; its weights are read while they are written.
-    source = open_source(args.source, args.model, args.dtype, args.exclude, args.pattern)
-    grid = None if args.values is None else choose_grid(source, args.format, Grid(args.values, args.group_size))
+    grid = None if args.values is None else Grid(args.values, args.group_size)
+    check_flags(args.format, grid, args.max_shard_size, args.workers, args.pattern)
+    if args.format == "compressed-tensors" and is_model_folder(Path(args.source)):
+        raise without_codes(args.source)
+    documents = [] if args.text is None else _read_text(args.text, args.text_field or "text")
+    source = open_source(args.source, args.model, args.dtype, args.exclude, args.pattern, args.workers)
+    grid = None if grid is None else choose_grid(source, args.format, grid)
     if args.format == "packed24" and source.grid is not None:
         print(
             f"note: the values of {args.source} are {source.grid.name}, and are stored unpacked, in "
             f"{str(source.dtype).removeprefix('torch.')}; copy the folder to keep them packed"
         )
-    compare = None if args.text is None else _comparison(args.text, args.text_field or "text", source)
+    compare = None if args.text is None else _comparison(args.text, documents, source)
     if source.unused:
         print(describe_unused(source.folder, source.unused))
     # Write and prove the folder, then say what it is.
@@ -150,29 +154,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _comparison(text: str, text_field: str, source: Source) -> Callable[[Source, Path], dict[str, Any]]:
-    """Read a text, and return what measures a written folder on it against its source.
+def _read_text(text: str, text_field: str) -> list[str]:
+    """Return the documents of `--text`; ValueError if it cannot be read."""
+    with large_imports():
+        from sparseforge_ds.evaluate.scored_text import read_text
+
+    return read_text(text, text_field, None)
+
+
+def _comparison(text: str, documents: list[str], source: Source) -> Callable[[Source, Path], dict[str, Any]]:
+    """Return what measures a written folder on the documents of `--text` against its source.
 
     Raises:
-        ValueError: the text cannot be read, or has too few tokens to be scored.
+        ValueError: the text has too few tokens to be scored, or the model is no causal language model.
     """
     with large_imports():
         from transformers import AutoModelForCausalLM
 
         from sparseforge_ds.evaluate.finished_model import load_model, load_tokenizer
         from sparseforge_ds.evaluate.perplexity import Scoring, cut_text, measure
-        from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
+        from sparseforge_ds.evaluate.scored_text import documents_belong_together
         from sparseforge_ds.export.reference import add_branches, filled_model
         from sparseforge_ds.extras.packed24 import register_format
         from sparseforge_ds.model.hub_access import public_name
         from sparseforge_ds.model.registration import load_config, model_class
 
-    # Read and cut the text before the export starts: an error in it costs no written folder.
+    # Cut the text before the export starts: an error in it costs no written folder.
     register_format()
     config = load_config(source.model_folder, str(source.model_folder))
     if (kind := model_class(config)) is not AutoModelForCausalLM:
         raise ValueError(f"--text {text}: it is scored by causal language models, not by {kind.__name__}; leave it out")
-    documents = read_text(text, text_field, None)
     scoring = Scoring("windows" if documents_belong_together(text) else "documents", max_tokens=TOKENS)
     try:
         cut_text(load_tokenizer(str(source.model_folder)), documents, scoring, [config])

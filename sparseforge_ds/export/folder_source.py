@@ -40,6 +40,7 @@ from sparseforge_ds.export.source import (
     require_dtype,
     require_finite,
     require_same_model,
+    without_quantization,
 )
 from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.verification import check_folder
@@ -61,6 +62,7 @@ class FolderSource(Source):
         dtype: str = "auto",
         exclude: Sequence[str] = (),
         pattern: str | None = None,
+        workers: int | None = None,
     ) -> None:
         """Open a folder; the arguments are those of `open_source`.
 
@@ -80,14 +82,17 @@ class FolderSource(Source):
         self._weights = StoredWeights(self.folder, stored_config)
         self.unused = self._weights.unused
         self.grid = self._weights.grid
-        if self._exported and self.model_folder == self.folder and is_packed_config(stored_config):
-            self.model_config = {key: value for key, value in stored_config.items() if key != "quantization_config"}
+        # transformers writes packed folders too, by save_pretrained.
+        if self.model_folder == self.folder and is_packed_config(stored_config):
+            self.model_config = without_quantization(stored_config)
         else:
             self.model_config = read_config_json(self.model_folder)
+        if model is not None:
+            require_same_model(self.model_folder, self.folder)
         # The record of the folder, or one that is made from its weights.
         written = read_json_object(self.folder / "sparsity.json") if self._exported else {}
         reject_foreign_adapter(self.folder, written)
-        self._sparsity = written if self._exported else self._infer_record(exclude, pattern)
+        self._sparsity = written if self._exported else self._infer_record(exclude, pattern, workers)
         if missing := [key for key in (*_KEYS, "weights", "dense") if key not in self._sparsity]:
             raise ValueError(f"{self.folder / 'sparsity.json'}: has no {missing[0]}; it was not written by consolidate")
         self.record = {key: self._sparsity[key] for key in _KEYS}
@@ -96,8 +101,6 @@ class FolderSource(Source):
         self.pattern = parse_pattern(str(self.record["pattern"]))
         if model is None:
             check_config(self.model_folder, self.model_config, self._sparsity.get("config_sha256"))
-        else:
-            require_same_model(self.model_folder, self.folder)
         # The dtype of all parameters.
         self.dtype, casts_from = self._find_dtype(dtype)
         self.record["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -165,14 +168,14 @@ class FolderSource(Source):
         first = next(iter(self._sparsity["weights"]))
         return require_dtype(stored_dtype, f"{self.folder}: {first}: its dtype {stored_dtype!r}"), None
 
-    def _infer_record(self, exclude: Sequence[str], pattern_name: str | None) -> dict[str, Any]:
-        """Return the content that `sparsity.json` would have in a folder without one.
+    def _infer_record(self, exclude: Sequence[str], pattern_name: str | None, workers: int | None) -> dict[str, Any]:
+        """Read all weights, and return the content that `sparsity.json` would have in a folder without one.
 
         Raises:
             ValueError: the weights are not in the pattern, 2:4 if none is given.
         """
         pattern = NM(2, 4) if pattern_name is None else parse_pattern(pattern_name)
-        report = check_folder(self.folder, pattern, exclude=exclude)
+        report = check_folder(self.folder, pattern, workers, exclude)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)
             example = (

@@ -12,8 +12,9 @@ from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import Format, write_model
 from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source, recorded_config
+from sparseforge_ds.export.workers import require_workers
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
-from sparseforge_ds.mask.pattern import NM
+from sparseforge_ds.mask.pattern import NM, parse_pattern
 from sparseforge_ds.packed_format.packed_values import GRIDS, GROUP_UNIT, Grid
 
 
@@ -48,8 +49,7 @@ def export(
         ValueError: the source has no such export, `out` is in use, the machine cannot do the proof, or the proof fails.
             Nothing is left behind, except where `compare` alone failed.
     """
-    if format not in get_args(Format):
-        raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
+    check_flags(format, grid, max_shard_size, workers)
     packed = format == "packed24"
     if packed and source.pattern != NM(2, 4):
         raise ValueError(f"the packed24 format holds 2:4, the pattern here is {source.pattern}; use --format hf")
@@ -75,6 +75,49 @@ def export(
     return record
 
 
+def check_flags(
+    format: str,
+    grid: Grid | None = None,
+    max_shard_size: str = "5GB",
+    workers: int | None = None,
+    pattern: str | None = None,
+) -> None:
+    """Reject flags of an export that no source has a use for: all weights of some sources are read to open them.
+
+    Args:
+        format: value of `--format`.
+        grid: values of `--values` and `--group_size`; None without.
+        max_shard_size: value of `--max_shard_size`.
+        workers: value of `--workers`; None for the default.
+        pattern: value of `--pattern`; None if it is not given.
+
+    Raises:
+        ValueError: the message names the flag.
+    """
+    if format not in get_args(Format):
+        raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
+    parse_size(max_shard_size)
+    require_workers(workers)
+    if pattern is not None and parse_pattern(pattern) != NM(2, 4) and format == "packed24":
+        raise ValueError(f"--pattern {pattern}: the packed24 format holds 2:4; use --format hf")
+    if grid is None:
+        return
+    values, group_size = grid
+    if values not in GRIDS:
+        raise ValueError(f"--values {values}: use one of {', '.join(GRIDS)}")
+    if format != "packed24":
+        raise ValueError(f"--values {values}: the {format} format stores no rounded values; give --format packed24")
+    if group_size is None:
+        return
+    if values != "int4":
+        raise ValueError(f"--group_size {group_size}: {values} has one scale a row; leave it out")
+    if group_size < 1 or group_size % GROUP_UNIT:
+        raise ValueError(
+            f"--group_size {group_size}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of a "
+            "row; give another, or leave it out"
+        )
+
+
 def _add_comparison(
     record: dict[str, Any], compare: Callable[[Source, Path], dict[str, Any]], source: Source, folder: Path
 ) -> str | None:
@@ -93,12 +136,9 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
     Raises:
         ValueError: there is nothing to round, or it was rounded before; the message names the flag.
     """
+    check_flags(format, grid)
     values, group_size = grid
     where = f"--values {values}"
-    if values not in GRIDS:
-        raise ValueError(f"{where}: use one of {', '.join(GRIDS)}")
-    if format != "packed24":
-        raise ValueError(f"{where}: the {format} format stores no rounded values; give --format packed24")
     if source.grid is not None:
         raise ValueError(
             f"{where}: the values of {source.folder} are {source.grid.name} already, and would be rounded twice; "
@@ -118,17 +158,15 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
             f"{where}: the weights of {source.folder} were trained in {trained.bits} bits, and would be rounded twice; "
             f"{'give int4' if trained.bits <= 4 else 'leave it out'}"
         )
-    if group_size is not None and values != "int4":
-        raise ValueError(f"--group_size {group_size}: {values} has one scale a row; leave it out")
     if trained is not None and group_size not in (None, trained.group_size):
         own = "one scale a row" if trained.group_size is None else f"groups of {trained.group_size}"
         raise ValueError(f"--group_size {group_size}: the run was trained with {own}; leave it out")
     # Kernels take groups of some sizes alone, and every weight must divide into them.
     grid = Grid(values, trained.group_size if trained is not None else group_size)
-    if grid.group_size is not None and (grid.group_size < 1 or grid.group_size % GROUP_UNIT):
+    if grid.group_size is not None and grid.group_size % GROUP_UNIT:
         raise ValueError(
-            f"--group_size {grid.group_size}: packed24 stores scales of a multiple of {GROUP_UNIT} kept values, or of "
-            f"a row; {'give another' if trained is None else 'give --format compressed-tensors'}"
+            f"{source.folder}: was trained in groups of {grid.group_size}, and packed24 stores scales of a multiple of "
+            f"{GROUP_UNIT} kept values, or of a row; give --format compressed-tensors"
         )
     for name, weight in source.prunable.items():
         kept_count = weight.shape[weight.input_axis] // 2
@@ -137,6 +175,14 @@ def choose_grid(source: Source, format: str, grid: Grid) -> Grid:
                 f"--group_size {grid.group_size}: does not divide the {kept_count} kept inputs of {name}; give another"
             )
     return grid
+
+
+def without_codes(source: str) -> ValueError:
+    """Return the error about a source, a path, that has no codes for `compressed-tensors`."""
+    return ValueError(
+        f"{source}: has no quantized weights, and --format compressed-tensors stores no others; train it with "
+        '"quantize" in the sparseforge block and give its run, or quantize an hf export by llm-compressor'
+    )
 
 
 def require_codes(source: Source) -> None:
@@ -148,10 +194,7 @@ def require_codes(source: Source) -> None:
     # Codes must be those of the run: this format rounds nothing.
     where = str(source.folder)
     if source.quantize is None:
-        raise ValueError(
-            f"{where}: has no quantized weights, and --format compressed-tensors stores no others; train it with "
-            '"quantize" in the sparseforge block and give its run, or quantize an hf export by llm-compressor'
-        )
+        raise without_codes(where)
     if source.quantize.bits not in WRITTEN_BITS:
         raise ValueError(
             f"{where}: has weights of {source.quantize.bits} bits, and --format compressed-tensors stores 4 or 8; "

@@ -17,6 +17,7 @@ def open_source(
     dtype: str = "auto",
     exclude: Sequence[str] = (),
     pattern: str | None = None,
+    workers: int | None = None,
 ) -> Source:
     """Open a run, a checkpoint or a model's folder, and check everything that an export needs.
 
@@ -27,6 +28,7 @@ def open_source(
         dtype: one of `DTYPES`, or auto for that of config.json.
         exclude: globs of weights that are dense, in a folder without a sparsity.json.
         pattern: of the weights in such a folder; None for 2:4.
+        workers: threads that read all weights of such a folder, to see that they are in the pattern.
 
     Raises:
         ValueError: the path is none of these, or is damaged.
@@ -36,15 +38,20 @@ def open_source(
         raise ValueError(
             f"{path}: no such folder; give a run's output folder, one checkpoint in it, or a model's folder"
         )
-    # FolderSource says what is wrong with weights that are pickles.
-    has_pickles = any(name.startswith("pytorch_model") for name in unread_weight_files(path))
-    has_weights = any(path.glob("model*.safetensors*")) or has_pickles
-    is_model = (path / "config.json").is_file() and has_weights
-    is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
-    if (is_model and not is_checkpoint) or (path / "sparsity.json").is_file():
-        return FolderSource(path, model, dtype, exclude, pattern)
+    if is_model_folder(path):
+        return FolderSource(path, model, dtype, exclude, pattern, workers)
     if exclude:
         raise ValueError(f"--exclude {exclude[0]}: {path} is a run, whose block says what is dense; leave it out")
     if pattern is not None:
         raise ValueError(f"--pattern {pattern}: {path} is a run, whose block says the pattern; leave it out")
     return RunSource(path, model, dtype)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Return True for the folder of a model, and False for a run or a checkpoint."""
+    # FolderSource says what is wrong with weights that are pickles.
+    has_pickles = any(name.startswith("pytorch_model") for name in unread_weight_files(path))
+    has_weights = any(path.glob("model*.safetensors*")) or has_pickles
+    is_model = (path / "config.json").is_file() and has_weights
+    is_checkpoint = (path / "latest").is_file()  # transformers' Trainer saves weights beside its checkpoint
+    return (is_model and not is_checkpoint) or (path / "sparsity.json").is_file()

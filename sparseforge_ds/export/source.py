@@ -26,7 +26,7 @@ from sparseforge_ds.mask.pattern import Pattern
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 from sparseforge_ds.model.loading_error import reason
 from sparseforge_ds.model.registration import build_model, load_config
-from sparseforge_ds.model.stored_config import config_sha256, configured_dtype
+from sparseforge_ds.model.stored_config import config_sha256, configured_dtype, is_only_pruned
 from sparseforge_ds.packed_format.packed_values import Grid
 
 HEAD = ("pattern", "finished", "step", "source", "coverage", "config", "run")
@@ -212,17 +212,27 @@ def buffer_names(folder: Path, origin: str) -> set[str]:
 def read_config_json(folder: Path) -> dict[str, Any]:
     """Read the config.json of a dense model, or for some vision-language models its text model's part.
 
+    Of a model that llm-compressor only pruned the `quantization_config` is left out: its weights are ordinary.
+
     Raises:
         ValueError: the weights are quantized, or a link leads out of the folder.
     """
     check_links(folder)
     config = read_json_object(folder / "config.json")
+    if is_only_pruned(config):
+        config = without_quantization(config)
     if "quantization_config" in config:
         raise ValueError(f"{folder}/config.json: has a quantization_config, which the trained weights do not fit")
     if "text_config" in config:
         loaded = load_config(folder, str(folder))
-        return config if loaded.model_type == config.get("model_type") else dict(json.loads(loaded.to_json_string()))
+        is_whole = loaded.model_type == config.get("model_type")
+        return config if is_whole else without_quantization(json.loads(loaded.to_json_string()))
     return config
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json without its `quantization_config`."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def check_config(folder: Path, config: dict[str, Any], expected: object) -> None:

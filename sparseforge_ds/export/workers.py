@@ -18,6 +18,12 @@ MOST = 8
 """Most threads by default: with more, the disk is the limit."""
 
 
+def require_workers(workers: int | None) -> None:
+    """Reject a value of `--workers` that is no number of threads; None passes."""
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers {workers}: use 1 or more")
+
+
 def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int | None) -> list[Result]:
     """Apply a function to all items, which are begun in their order, and return the results in that order.
 
@@ -28,10 +34,9 @@ def each(function: Callable[[Item], Result], items: Iterable[Item], workers: int
         items: its arguments.
         workers: threads; None for one per processor that this process may use, and at most `MOST`.
     """
+    require_workers(workers)
     if workers is None:
         workers = min(MOST, len(os.sched_getaffinity(0)))
-    if workers < 1:
-        raise ValueError(f"workers {workers}: use 1 or more")
     # Each worker has one thread inside of torch: they would wait for each other in torch's own pool.
     threads = torch.get_num_threads()
     failed = threading.Event()

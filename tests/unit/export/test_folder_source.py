@@ -9,12 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.export import folder_source
 from sparseforge_ds.export.folder_source import FolderSource
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.export.open import open_source
 from sparseforge_ds.export.verification import check_folder
+from sparseforge_ds.extras.packed24 import register_format
 from sparseforge_ds.mask.pattern import NM, top_n
 from tests.sparse_folders import bits, write_dense, write_sparse
 
@@ -245,3 +248,73 @@ def test_what_is_not_2_4_is_refused_before_anything_is_written(
     assert main(["export", str(folder), str(tmp_path / "out")]) == 2
     assert "has a quantization_config" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["hf", "packed24"])
+def test_what_llm_compressor_only_pruned_is_a_source(tmp_path: Path, format: str) -> None:
+    """Its config.json has a quantization_config, which says nothing about the weights, and the export's has none."""
+    folder = write_dense(tmp_path / "elsewhere", "llama")
+    tensors = prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
+    config = json.loads((folder / "config.json").read_text())
+    stored = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+    out = tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--format", format]) == 0
+    written = json.loads((out / "config.json").read_text()).get("quantization_config", {})
+    assert written.get("quant_method") == (None if format == "hf" else "sparseforge_packed24")
+    assert torch.equal(open_source(out).read(DOWN), tensors[DOWN])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "llama-tied"])
+@pytest.mark.parametrize("values", [[], ["--values", "int8"]], ids=["exact", "rounded"])
+def test_a_packed_folder_that_transformers_saved_is_a_source(tmp_path: Path, family: str, values: list[str]) -> None:
+    """It has no sparsity.json."""
+    sparse = write_sparse(tmp_path / "sparse", write_dense(tmp_path / "dense", family), family)
+    packing = ["--format", "packed24", "--skip_proof", *values]
+    assert main(["export", str(sparse), str(tmp_path / "packed"), *packing]) == 0
+    register_format()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "sparsity.json").exists()
+    # With its proof, to both formats; values are those of the folder that was loaded.
+    expected = open_source(tmp_path / "packed")
+    for format in ("hf", "packed24"):
+        out = tmp_path / format
+        assert main(["export", str(tmp_path / "saved"), str(out), "--format", format]) == 0
+        assert main(["verify", str(out)]) == 0
+        source = open_source(out)
+        assert source.specs == expected.specs and source.prunable.keys() == expected.prunable.keys()
+        for name in source.specs:
+            assert torch.equal(bits(source.read(name)), bits(expected.read(name)))
+
+
+def test_flags_are_checked_before_the_weights_of_a_folder_from_elsewhere_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dense(tmp_path / "elsewhere", "llama")
+    prune(folder, [row.name for row in check_folder(folder, NM(2, 4)).rows])
+    other = write_dense(tmp_path / "other", "qwen3_moe")
+    workers_of_passes = []
+
+    def check(folder: Path, pattern: NM, workers: int | None, exclude: list[str]) -> object:
+        workers_of_passes.append(workers)
+        return check_folder(folder, pattern, workers, exclude)
+
+    monkeypatch.setattr(folder_source, "check_folder", check)
+    command = ["export", str(folder), str(tmp_path / "out"), "--skip_proof"]
+    packing = ["--format", "packed24"]
+    for flags, message in (
+        (["--max_shard_size", "5 apples"], "--max_shard_size 5 apples: write a number of bytes"),
+        (["--workers", "0"], "--workers 0: use 1 or more"),
+        (["--values", "int8"], "--values int8: the hf format stores no rounded values; give --format packed24"),
+        ([*packing, "--values", "int8", "--group_size", "16"], "--group_size 16: int8 has one scale a row"),
+        ([*packing, "--values", "int4", "--group_size", "8"], "--group_size 8: packed24 stores scales of a"),
+        ([*packing, "--values", "int8", "--text", "no.txt"], "--text no.txt: no such file"),
+        ([*packing, "--pattern", "4:8"], "--pattern 4:8: the packed24 format holds 2:4; use --format hf"),
+        (["--format", "compressed-tensors"], "has no quantized weights, and --format compressed-tensors stores no"),
+        (["--model", str(other)], f"--model {other}: its config.json has "),
+    ):
+        assert main([*command, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert not workers_of_passes
+    assert main([*command, "--workers", "1"]) == 0
+    assert workers_of_passes == [1]

@@ -131,7 +131,7 @@ def test_one_file_is_shared_by_all_workers(run: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("workers", ["0", "-2"])
 def test_workers_must_be_positive(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], workers: str) -> None:
     assert main(["consolidate", "--skip_proof", str(run), str(tmp_path / "out"), "--workers", workers]) == 2
-    assert f"workers {workers}: use 1 or more" in capsys.readouterr().err
+    assert f"error: --workers {workers}: use 1 or more" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from sparseforge_ds.export.workers import each
 
 def test_results_are_in_the_order_of_the_items() -> None:
     assert each(lambda item: -item, range(20), 3) == [-item for item in range(20)]
-    with pytest.raises(ValueError, match="workers 0: use 1 or more"):
+    with pytest.raises(ValueError, match="^--workers 0: use 1 or more"):
         each(str, range(2), 0)
 
 
