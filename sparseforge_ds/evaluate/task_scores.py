@@ -6,17 +6,25 @@ these benchmarks in the training data makes the comparison worthless: some mixtu
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import gc
 import importlib.util
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from sparseforge_ds.evaluate.answers import Answer, AnswerLog
 from sparseforge_ds.evaluate.finished_model import check_embeddings_for
@@ -28,6 +36,10 @@ _ANSWER_LIMIT = 256
 """Most tokens of an answer where neither a task nor a user says how many: the harness' own number."""
 _ALIASES_OF_LIMIT = {"max_new_tokens", "max_tokens", "max_completion_tokens", "max_length"}
 """Other names of `max_gen_toks`, which the harness would prefer or ignore without a word."""
+_SETTINGS_OF_HARNESS = {"until", "max_gen_toks"}
+"""Settings of generation that the harness has beside those of transformers."""
+_SET_BY_HARNESS = {"pad_token_id", "use_cache", "return_dict_in_generate", "num_return_sequences"}
+"""Settings of transformers that the harness gives itself, or whose result it cannot read."""
 _DRAWS = 100
 """Draws for standard errors that have no formula, such as that of F1; those of a mean have one."""
 
@@ -111,13 +123,14 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
     tokenizer = wrapped.tokenizer
     if settings.apply_chat_template:
         require_template(tokenizer, tokenizer.name_or_path)
+    model = wrapped.model if isinstance(wrapped.model, PreTrainedModel) else None
+    require_generation_settings(tasks, settings, "vllm" if model is None else "hf")
     require_positions(tasks, settings, wrapped.max_length, "the model")
 
     # The harness shows these bars in log files too.
     for ask in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(wrapped, ask, partial(getattr(wrapped, ask), disable_tqdm=not sys.stderr.isatty()))
     log = AnswerLog(wrapped)
-    model = wrapped.model if isinstance(wrapped.model, PreTrainedModel) else None
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs[0].shape[1] > 1:  # single tokens are the model's own
@@ -130,21 +143,38 @@ def measure(wrapped: Any, tasks: LoadedTasks, settings: TaskSettings | None = No
     try:
         # Tasks run one after another, since two may have the same prompts.
         for name, task in tasks.by_name.items():
-            output = simple_evaluate(
-                wrapped,
-                tasks=[task],
-                limit=settings.limit,
-                bootstrap_iters=_DRAWS,
-                task_manager=tasks.manager,
-                gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
-                apply_chat_template=settings.apply_chat_template,
-                confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
-            )
+            with _without_commit():
+                output = simple_evaluate(
+                    wrapped,
+                    tasks=[task],
+                    limit=settings.limit,
+                    bootstrap_iters=_DRAWS,
+                    task_manager=tasks.manager,
+                    gen_kwargs=dict(settings.gen_kwargs) if settings.gen_kwargs else None,
+                    apply_chat_template=settings.apply_chat_template,
+                    confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+                )
             _add_scores(scores, name, task, output, log.take())
     finally:
         if hook is not None:
             hook.remove()
     return scores
+
+
+@contextlib.contextmanager
+def _without_commit() -> Iterator[None]:
+    """Keep the harness from asking git for the commit of the working folder, which we do not record.
+
+    Outside of a repository git prints an error each time.
+    """
+    from lm_eval import evaluator
+
+    find_commit = evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = lambda: None
+    try:
+        yield
+    finally:
+        evaluator.get_git_commit_hash = find_commit
 
 
 def _add_scores(scores: TaskScores, name: str, task: Any, output: dict[str, Any], answers: list[Answer]) -> None:
@@ -154,9 +184,7 @@ def _add_scores(scores: TaskScores, name: str, task: Any, output: dict[str, Any]
     scores.metrics[name] = {key: float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
     scores.metrics[name]["items"] = output["n-samples"][name]["effective"]
     scores.choices[name] = {
-        (sample["doc_id"], sample["filter"]): _choice(task, sample)
-        for sample in samples
-        if task.OUTPUT_TYPE != "loglikelihood_rolling"
+        sample["doc_id"]: _choice(task, sample) for sample in samples if task.OUTPUT_TYPE != "loglikelihood_rolling"
     }
     scores.is_right[name] = _right_items(samples)
     if task.OUTPUT_TYPE == "generate_until":
@@ -218,7 +246,7 @@ def require_generation(tasks: LoadedTasks, **flags: Any) -> None:
 
 
 def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int, model: str) -> None:
-    """Reject answers that do not fit a model's positions, and names of their limit that the harness does not read.
+    """Reject answers that do not fit a model's positions.
 
     Args:
         tasks: the tasks.
@@ -226,8 +254,6 @@ def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int
         positions: tokens that the model can read at once.
         model: its name, for messages.
     """
-    if aliases := sorted(_ALIASES_OF_LIMIT & (settings.gen_kwargs or {}).keys()):
-        raise ValueError(f"--gen_kwargs {aliases[0]}: write max_gen_toks, the harness' name of that limit")
     for name, task in tasks.by_name.items():
         if task.OUTPUT_TYPE == "generate_until":
             generation = {**(task.config.generation_kwargs or {}), **(settings.gen_kwargs or {})}
@@ -239,13 +265,95 @@ def require_positions(tasks: LoadedTasks, settings: TaskSettings, positions: int
                 )
 
 
+def require_generation_settings(tasks: LoadedTasks, settings: TaskSettings, backend: str) -> None:
+    """Reject settings of `--gen_kwargs` that generation does not have, cannot use, or would ignore.
+
+    Args:
+        tasks: the tasks, whose own settings remain where none is given.
+        settings: of the measurement.
+        backend: "hf" or "vllm", whose own settings are known to it alone.
+    """
+    given = dict(settings.gen_kwargs or {})
+    if aliases := sorted(_ALIASES_OF_LIMIT & given.keys()):
+        raise ValueError(f"--gen_kwargs {aliases[0]}: write max_gen_toks, the harness' name of that limit")
+    until = given.get("until", [])
+    if not all(isinstance(stop, str) and stop for stop in (until if isinstance(until, list) else [until])):
+        raise ValueError(f"--gen_kwargs until: {until!r} is no text that ends an answer; write it in quotes")
+    if backend != "hf":
+        return
+    known = GenerationConfig().to_dict().keys() | _SETTINGS_OF_HARNESS
+    for key in given:
+        if key in _SET_BY_HARNESS:
+            raise ValueError(f"--gen_kwargs {key}: the harness sets it itself; leave it out")
+        if key not in known:
+            similar = difflib.get_close_matches(key, known, 1)
+            cure = f"did you mean {similar[0]}?" if similar else "leave it out"
+            raise ValueError(f"--gen_kwargs {key}: generation has no such setting; {cure}")
+    of_transformers = {key: value for key, value in given.items() if key not in _SETTINGS_OF_HARNESS}
+    for task in tasks.by_name.values():
+        if task.OUTPUT_TYPE == "generate_until":
+            own = task.config.generation_kwargs or {}
+            _try_generation({"do_sample": own["do_sample"]} if "do_sample" in own else {}, of_transformers)
+
+
+def _try_generation(own_mode: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Generate a token by a model of no size, with settings as the harness passes them on.
+
+    Args:
+        own_mode: the task's own `do_sample`, if it has one.
+        given: settings of `--gen_kwargs` that are transformers' own.
+
+    Raises:
+        ValueError: transformers refuses a setting or ignores it; the message names it.
+    """
+    fault = _fault_of_settings({**own_mode, **given})
+    if fault is None:
+        return
+    # Name the setting that is refused by itself, or that the message names.
+    alone = [key for key in given if _fault_of_settings({**own_mode, key: given[key]}) is not None]
+    named = [key for key in given if f"`{key}`" in fault]
+    key = next(iter([*alone, *named, ", ".join(given)]))
+    raise ValueError(f"--gen_kwargs {key}: {fault.removeprefix(f'`{key}`: ')}")
+
+
+def _fault_of_settings(settings: Mapping[str, Any]) -> str | None:
+    """Return why transformers refuses or ignores settings of generation, or None if it takes them."""
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    try:
+        do_sample = normalize_gen_kwargs(dict(settings))["do_sample"]
+        if not isinstance(do_sample, bool):
+            return f"do_sample is {do_sample!r}; use true or false"
+        values = {**settings, "do_sample": do_sample}
+        if not do_sample and values.get("temperature") == 0:  # the harness leaves it out
+            del values["temperature"]
+        GenerationConfig(**values).validate(strict=True)
+        LlamaForCausalLM(config).generate(torch.tensor([[1, 3]]), max_length=3, **values)
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError) as error:
+        lines = [line.removeprefix("- ") for line in str(error).splitlines() if not line.endswith("is invalid: ")]
+        return next(iter(lines), type(error).__name__)[:300]
+    return None
+
+
 def _choice(task: Any, sample: Mapping[str, Any]) -> Any:
     """Return the index of the chosen answer, the generated text, or booleans that say if a text is the likeliest."""
+    if task.OUTPUT_TYPE == "generate_until":  # a filter makes one text of all answers that it cannot parse
+        return sample["resps"]
     responses = sample["filtered_resps"]
     if task.OUTPUT_TYPE == "multiple_choice":  # behind the choices there may be their unconditional likelihoods
         likelihoods = [likelihood for likelihood, _ in responses[: len(task.doc_to_choice(sample["doc"]))]]
         return likelihoods.index(max(likelihoods))
-    return [response[1] for response in responses] if task.OUTPUT_TYPE == "loglikelihood" else responses
+    return [response[1] for response in responses]
 
 
 def _right_items(samples: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, bool]]:

@@ -235,7 +235,8 @@ def test_gsm8k_offline_with_examples_of_its_train_split(
             ["--tasks", "gsm8k", "--gen_kwargs", "max_gen_toks=512"],
             "--tasks gsm8k: its answers have up to 512 tokens, and",
         ),
-        (["--tasks", "gsm8k", "--gen_kwargs", "long=1"], "model_kwargs` are not used by the model: ['long']"),
+        (["--tasks", "gsm8k", "--gen_kwargs", "long=1"], "--gen_kwargs long: generation has no such setting"),
+        (["--tasks", "gsm8k", "--paper", "llama2-7b"], "--paper llama2-7b: the paper has no accuracies of generated"),
         (["--tasks", "gsm8k", "--apply_chat_template"], "--apply_chat_template: the tokenizer of"),
         (["--tasks", "humaneval"], "--tasks humaneval: runs the code that the model writes"),
         (["--tasks", "gsm8k", "--backend", "vllm"], "--backend vllm: vllm is not installed"),
@@ -263,6 +264,81 @@ def test_a_limit_by_another_name_is_refused(
     chosen = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa", "--num_fewshot", "5"]
     assert main(chosen) == 2
     assert "--num_fewshot 5: none of these tasks has generated answers; leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("max_gen_toks=9,temprature=0.6", "temprature: generation has no such setting; did you mean temperature?"),
+        ("temperature=abc", "temperature: could not convert string to float: 'abc'"),
+        ("temperature=2,do_sample=true", "temperature: `temperature` (=2) has to be a strictly positive float"),
+        ("temperature=0.6", "temperature: `do_sample` is not set to `True`"),
+        ("do_sample=maybe", "do_sample: do_sample is 'maybe'; use true or false"),
+        ("num_beams=x", "num_beams: '>' not supported between"),
+        ("cache_implementation=no", "cache_implementation: Invalid `cache_implementation` (no)"),
+        ("pad_token_id=3", "pad_token_id: the harness sets it itself; leave it out"),
+        ("until=5", "until: 5 is no text that ends an answer"),
+    ],
+)
+def test_settings_of_generation_are_tried_first(
+    stories: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: str,
+    message: str,
+) -> None:
+    """They would fail, or be ignored, after hours of texts and other tasks."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    assert main([*command, "--text", "stdlib:heldout", "--gen_kwargs", settings]) == 2
+    assert f"error: --gen_kwargs {message}" in capsys.readouterr().err
+
+
+def test_good_settings_of_generation_are_taken(stories: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    for settings in ("do_sample=true,temperature=0.6,top_p=0.9,top_k=20", "num_beams=2,until=x", "temperature=0"):
+        assert main([*command, "--gen_kwargs", settings]) == 0
+
+
+def test_answers_that_a_filter_cannot_parse_are_not_the_same(stories: Path, tmp_path: Path) -> None:
+    """It makes "[invalid]" of each; an item counts once, whatever filters read its answer."""
+    pytest.importorskip("lm_eval")
+    filters = [
+        {"name": name, "filter": [{"function": "regex", "regex_pattern": regex}, {"function": "take_first"}]}
+        for name, regex in (("strict", "#### (-?[0-9]+)"), ("first", "(.)"))
+    ]
+    rows = [{"opening": opening, "ending": "."} for opening in OPENINGS]
+    write_generation_task(tmp_path, rows, filter_list=filters)
+    command = ["evaluate", str(stories), "--one_shot", "2:4", "--dense", str(stories), "--tasks", "openings"]
+    report = tmp_path / "report.json"
+    assert main([*command, "--include_path", str(tmp_path), "--dtype", "float32", "--json", str(report)]) == 0
+    dense, tokenizer = AutoModelForCausalLM.from_pretrained(stories), AutoTokenizer.from_pretrained(stories)
+    sparse = AutoModelForCausalLM.from_pretrained(stories)
+    finished_model.prune_by_magnitude(sparse, parse_pattern("2:4"))
+    texts = [
+        [tokenizer.decode(alone(model, tokenizer, opening)[1]).split(".")[0] for opening in OPENINGS]
+        for model in (dense, sparse)
+    ]
+    same = sum(first == second for first, second in zip(*texts, strict=True))
+    assert same < len(OPENINGS)
+    metrics = json.loads(report.read_text())["generation"]["tasks"]["openings"]
+    assert metrics["same_as_dense"] == pytest.approx(same / len(OPENINGS))
+
+
+def test_git_says_nothing_outside_of_a_checkout(
+    stories: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval")
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    write_task(tmp_path, "piqa", tmp_path / "piqa.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "piqa"]) == 0
+    assert "git repository" not in capfd.readouterr().err
 
 
 def test_graded_values_of_one_model_are_not_compared() -> None:
