@@ -132,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
             Lengths,
             measure_graphs,
             random_pair,
+            require_groups,
             table_of_generations,
         )
         from sparseforge_ds.extras.packed24.speed import (
@@ -139,14 +140,18 @@ def run(args: argparse.Namespace) -> int:
             draw,
             load_pair,
             measure,
+            not_packed,
             quantized,
             report,
             rounded,
             table,
         )
         from sparseforge_ds.model.registration import load_config
+        from sparseforge_ds.model.stored_config import is_packed_config
         from sparseforge_ds.packed_format.packed_values import parse_grid
 
+    if args.model is not None and not is_packed_config(vars(load_config(args.model, args.model))):
+        raise not_packed(args.model)
     try:
         grids = {text: parse_grid(text) for text in args.values}
     except ValueError as error:
@@ -170,11 +175,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--rivals {args.rivals[0]}: torchao is not installed; pip install torchao")
     if args.model is not None:
         _require_grids_of(args.model, grids)
+    else:
+        require_groups(args.shapes, args.layers, grids)
 
     # Load or make both models.
     if args.shapes is None:
         packed, dense = load_pair(args.model, args.against, args.dtype)
-        folders = {"dense": args.against or f"{args.model}, unpacked", "packed": args.model}
+        other = args.against or args.model
+        is_unpacked = is_packed_config(vars(load_config(other, other)))
+        folders = {"dense": f"{other}, unpacked" if is_unpacked else other, "packed": args.model}
     else:
         dtype = torch.bfloat16 if args.dtype == "auto" else getattr(torch, args.dtype)
         packed, dense = random_pair(args.shapes, args.layers, dtype)

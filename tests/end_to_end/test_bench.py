@@ -215,6 +215,42 @@ def test_flags_that_do_not_fit_a_model_are_refused_before_it_is_loaded(
         assert message in capsys.readouterr().err
 
 
+def test_a_packed_model_in_the_place_of_the_dense_one_is_said_to_be_unpacked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are not those of the model that is measured."""
+    dense = write_dense(tmp_path / "dense", "llama")
+    first = write_sparse(tmp_path / "first", dense, "llama", format="packed24")
+    second = write_sparse(tmp_path / "second", dense, "llama", format="packed24")
+    out = tmp_path / "out"
+    assert main(["bench", str(first), "--against", str(second), "--batches", "1", "--out", str(out), *SHORT]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| MB disk"))
+    assert row.split("|")[3].strip() == "-"
+    of_dense = json.loads((out / "bench.json").read_text())["models"]["dense"]
+    assert of_dense["model"] == f"{second}, unpacked" and of_dense["disk_bytes"] is None
+
+
+def test_what_a_config_shows_is_said_before_a_model_is_loaded_or_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speed, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(graph_speed, "random_pair", lambda *_: pytest.fail("models were made"))
+    dense = write_dense(tmp_path / "dense", "llama")
+    packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")
+    other = write_dense(tmp_path / "other", "llama-odd")
+    for arguments, message in (
+        ([str(dense)], f"{dense}: none of its weights is packed, so there is nothing to compare; pack them"),
+        ([str(packed), "--against", str(other)], f"{other}: hidden_size 20 is not the "),
+        (
+            ["--shapes", "llama-2-7b", "--layers", "1", "--values", "int4:48"],
+            "--values int4:48: model.layers.0.self_attn.q_proj: groups of 48 values do not divide the 2048 kept inputs",
+        ),
+        (["--shapes", "llama-2-7b", "--layers", "33"], "--layers 33 is not valid: the model has 32"),
+    ):
+        assert main(["bench", *arguments, *SHORT]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_what_cannot_be_measured_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = write_dense(tmp_path / "dense", "llama")
     packed = write_sparse(tmp_path / "packed", dense, "llama", format="packed24")

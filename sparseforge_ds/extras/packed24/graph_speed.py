@@ -8,7 +8,7 @@ no speed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import Speed, now, resident, speed_of, tokens_of
 from sparseforge_ds.model.architecture import with_layers
+from sparseforge_ds.packed_format.packed_values import Grid, require_group_size
 from sparseforge_ds.packed_format.packing import pack24
 from sparseforge_ds.transformers_internals import CACHE
 
@@ -105,14 +106,46 @@ def random_pair(shapes: str, layers: int | None, dtype: torch.dtype) -> tuple[Pr
     return models[0], models[1]
 
 
+def require_groups(shapes: str, layers: int | None, grids: Mapping[str, Grid]) -> None:
+    """Reject `--values` whose groups do not divide the weights of `random_pair`, before its models are made.
+
+    Args:
+        shapes: a key of `SHAPES`.
+        layers: number of layers; None: all of the published model.
+        grids: by the text that names each.
+
+    Raises:
+        ValueError: a group does not divide a row, or the published model has fewer layers.
+    """
+    config = AutoConfig.from_pretrained(SHAPES[shapes], trust_remote_code=False)
+    if layers is not None:
+        config = with_layers(config, layers)
+    groups = {text: grid.group_size for text, grid in grids.items() if grid.group_size is not None}
+    if not groups:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    for name, layer in _packable(model):
+        for text, group_size in groups.items():
+            try:
+                require_group_size(layer.in_features // 2, group_size)
+            except ValueError as error:
+                raise ValueError(f"--values {text}: {name}: {error}") from None
+
+
+def _packable(model: Any) -> list[tuple[str, nn.Linear]]:
+    """Return every linear layer but the head, with its name."""
+    head = model.get_output_embeddings()
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [(name, layer) for name, layer in layers if layer is not head]
+
+
 def _pack(model: Any) -> None:
     """Keep the first two weights of each group of four in every linear layer but the head, and pack them."""
-    head = model.get_output_embeddings()
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and layer is not head:
-            weight = layer.weight.detach()
-            weight.view(-1, 4)[:, 2:] = 0
-            model.set_submodule(name, Packed24Linear(*pack24(weight, -1), layer.bias))
+    for name, layer in _packable(model):
+        weight = layer.weight.detach()
+        weight.view(-1, 4)[:, 2:] = 0
+        model.set_submodule(name, Packed24Linear(*pack24(weight, -1), layer.bias))
 
 
 @torch.inference_mode()

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from sparseforge_ds.evaluate.finished_model import NO_ADAPTER, find_adapter, load_model
 from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.extras.packed24.quantizer import Packed24Quantizer
+from sparseforge_ds.model.registration import load_config
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, round_values
 from sparseforge_ds.packed_format.packing import POSITIONS, has_packed_weights, packed24_axis
 from sparseforge_ds.transformers_internals import CACHE
@@ -86,26 +87,23 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
     Raises:
         ValueError: a model cannot be loaded, the first is not packed, or their sizes or dtypes differ.
     """
+    other = name if against is None else against
+    # Models of different sizes cannot be compared.
+    packed_config = load_config(name, name).get_text_config()
+    dense_config = load_config(other, other).get_text_config()
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        expected = getattr(packed_config, key)
+        if getattr(dense_config, key) != expected:
+            raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
     packed = load_model(name, dtype, find_adapter(name, NO_ADAPTER))
     if not any(map(has_packed_weights, packed.modules())):
-        raise ValueError(
-            f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
-            f"{name} PACKED --format packed24"
-        )
-    other = name if against is None else against
+        raise not_packed(name)
     dense = load_model(other, dtype, find_adapter(other, NO_ADAPTER))
     if (quantizer := getattr(dense, "hf_quantizer", None)) is not None:
         if not isinstance(quantizer, Packed24Quantizer):
             method = getattr(quantizer.quantization_config, "quant_method", type(quantizer).__name__)
             raise ValueError(f"--against {other}: its weights are quantized ({method}); give the dense model")
         quantizer.make_dense(dense)
-    # Models of different sizes cannot be compared.
-    packed_config = packed.config.get_text_config()
-    dense_config = dense.config.get_text_config()
-    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        expected = getattr(packed_config, key)
-        if getattr(dense_config, key) != expected:
-            raise ValueError(f"{other}: {key} {getattr(dense_config, key)} is not the {expected} of {name}")
     if dense.dtype != packed.dtype:
         raise ValueError(
             f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so the times would compare dtypes; "
@@ -116,6 +114,14 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     return packed, dense
+
+
+def not_packed(name: str) -> ValueError:
+    """Return the error about a model that is not packed."""
+    return ValueError(
+        f"{name}: none of its weights is packed, so there is nothing to compare; pack them by sparseforge export "
+        f"{name} PACKED --format packed24"
+    )
 
 
 def quantized(dense: PreTrainedModel, packed: PreTrainedModel, kind: str) -> PreTrainedModel:
