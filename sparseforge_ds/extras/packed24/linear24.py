@@ -164,6 +164,10 @@ def _refuse(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, s
     require_operands("linear24", x, values, positions, bias, scale=scale)
 
 
+_CAST_DTYPES = tuple(dtype for dtype in VALUE_DTYPES if dtype != torch.float64)
+"""Dtypes that autocast casts: torch leaves float64 alone, and the operator refuses what no packed weight has."""
+
+
 def _autocast(device: str) -> None:
     """Cast inputs under autocast to its current dtype; torch's `register_autocast` would fix one dtype."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
@@ -172,10 +176,9 @@ def _autocast(device: str) -> None:
         x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
-        # A dtype that no packed weight has is left for the operator to refuse.
-        x = x.to(dtype) if x.dtype in VALUE_DTYPES else x
-        values = values.to(dtype) if values.dtype in VALUE_DTYPES else values
-        bias = None if bias is None else bias.to(dtype)
+        x = x.to(dtype) if x.dtype in _CAST_DTYPES else x
+        values = values.to(dtype) if values.dtype in _CAST_DTYPES else values
+        bias = bias.to(dtype) if bias is not None and bias.dtype in _CAST_DTYPES else bias
         with torch._C._ExcludeDispatchKeyGuard(keys):
             result: Tensor = linear24(x, values, positions, bias, scale)
             return result

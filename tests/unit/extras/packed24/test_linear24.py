@@ -71,6 +71,25 @@ def test_autocast_casts_as_for_a_dense_layer(dtype: torch.dtype) -> None:
         assert (product - expected).float().norm() <= 0.01 * expected.float().norm()  # scales are not rounded to dtype
 
 
+def test_autocast_leaves_float64_alone_as_torch_does() -> None:
+    x = torch.randn(3, 20, dtype=torch.float64)
+    bias = torch.randn(6, dtype=torch.float64)
+    values, positions = packed(6, 20)
+    values = values.double()
+    dense = unpack24(values, positions)
+    with torch.autocast("cpu", torch.bfloat16):
+        product = linear24(x, values, positions, bias)
+        expected = torch.nn.functional.linear(x, dense, bias)
+        # Other operands are cast, and do not fit.
+        for operands in ((x.float(), values, bias), (x, values.float(), bias), (x.float(), values.float(), bias)):
+            with pytest.raises(RuntimeError):
+                torch.nn.functional.linear(operands[0], unpack24(operands[1], positions), operands[2])
+            with pytest.raises((ValueError, RuntimeError)):
+                linear24(operands[0], operands[1], positions, operands[2])
+    assert product.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(product, expected)
+
+
 def test_a_product_compiles_to_one_graph_with_its_gradient() -> None:
     values, positions = packed(6, 20)
     x = torch.randn(3, 20, requires_grad=True)
