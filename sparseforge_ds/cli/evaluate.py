@@ -217,7 +217,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         )
         from sparseforge_ds.evaluate.harness import load_tasks
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
-        from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text
+        from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text, require_text_field
         from sparseforge_ds.evaluate.task_scores import require_positions
         from sparseforge_ds.mask.pattern import parse_pattern
         from sparseforge_ds.model.any_family import any_family
@@ -242,9 +242,13 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
                 f"--one_shot {pattern}: {args.model} is measured with its adapter, which has no 2:4 weights; give "
                 "--adapter none, or leave --one_shot out"
             )
+        if args.text_field is not None:
+            require_text_field(args.text, args.text_field)
         texts = {text: read_text(text, args.text_field or "text", args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         configs = [load_config(name, name) for name in models]
+        if pattern is not None:
+            _require_prunable(args, configs[0])
         tasks = None
         if names is not None:
             allows_code = bool(args.confirm_run_unsafe_code)
@@ -307,6 +311,32 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         models = [dense, model]
         del model, dense
         measure_tasks(args, tasks, tokenizers, models, dtype, dense_adapter, record)
+
+
+def _require_prunable(args: argparse.Namespace, model_config: Any) -> None:
+    """Reject a model that `--one_shot` cannot prune, by the shapes of its config.json, before weights are read."""
+    with large_imports():
+        import torch
+
+        from sparseforge_ds.config import SparseForgeConfig
+        from sparseforge_ds.model.any_family import any_family
+        from sparseforge_ds.model.families import PatternMisfitError, check_prunable
+        from sparseforge_ds.model.registration import build_model
+        from sparseforge_ds.model.stored_config import is_packed_config
+
+    where = f"--one_shot {args.one_shot}: {args.model}"
+    if is_packed_config(vars(model_config)):
+        raise ValueError(f"{where} is packed, and 2:4 already; leave --one_shot out")
+    with torch.device("meta"):
+        model = build_model(model_config)
+    config = SparseForgeConfig(pattern=args.one_shot)
+    try:
+        check_prunable(model, any_family(model, config) if args.any_family else config)
+    except PatternMisfitError as error:
+        raise ValueError(
+            f"{where}: {error.fault}; choose another pattern, or make a model that keeps such weights dense by "
+            "sparseforge prune, and evaluate that"
+        ) from None
 
 
 def _check_backend(args: argparse.Namespace) -> None:

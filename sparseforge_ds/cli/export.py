@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags(args.format, grid, args.max_shard_size, args.workers, args.pattern)
     if args.format == "compressed-tensors" and is_model_folder(Path(args.source)):
         raise without_codes(args.source)
-    documents = [] if args.text is None else _read_text(args.text, args.text_field or "text")
+    documents = [] if args.text is None else _read_text(args.text, args.text_field)
     source = open_source(args.source, args.model, args.dtype, args.exclude, args.pattern, args.workers)
     grid = None if grid is None else choose_grid(source, args.format, grid)
     if args.format == "packed24" and source.grid is not None:
@@ -154,12 +154,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_text(text: str, text_field: str) -> list[str]:
+def _read_text(text: str, text_field: str | None) -> list[str]:
     """Return the documents of `--text`; ValueError if it cannot be read."""
     with large_imports():
-        from sparseforge_ds.evaluate.scored_text import read_text
+        from sparseforge_ds.evaluate.scored_text import read_text, require_text_field
 
-    return read_text(text, text_field, None)
+    if text_field is not None:
+        require_text_field([text], text_field)
+    return read_text(text, text_field or "text", None)
 
 
 def _comparison(text: str, documents: list[str], source: Source) -> Callable[[Source, Path], dict[str, Any]]:

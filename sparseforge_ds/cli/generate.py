@@ -52,7 +52,7 @@ def register(commands: Any) -> None:
         metavar="T",
         help="sample from all tokens at T; 0 takes the likeliest (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples (default: 0)")
+    parser.add_argument("--seed", type=int, help="with --temperature: seed of the samples (default: 0)")
     parser.add_argument("--chat", action="store_true", help="put PROMPT into the model's chat template")
     parser.add_argument("--eager", action="store_true", help="on CUDA: start at once, and wait for the host each token")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="dtype of the weights (default: as saved)")
@@ -67,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--max_new_tokens {args.max_new_tokens}: use 1 or more")
     if args.temperature and not 1e-3 <= args.temperature < math.inf:  # below, logits over it leave their dtype
         raise ValueError(f"--temperature {args.temperature}: use 0, or a number like 0.7, at least 0.001")
-    if not 0 <= args.seed < 2**63:
+    if args.seed is not None and not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed {args.seed}: use 0 or more, below 2^63")
+    if args.seed is not None and not args.temperature:
+        raise ValueError(f"--seed {args.seed}: without --temperature nothing is drawn; give that too, or leave it out")
     require_model(args.model)
     with large_imports():
         import torch
@@ -83,19 +85,13 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.model.sound_weights import why_not_finite
         from sparseforge_ds.packed_format.packing import has_packed_weights
 
-    # Load the model, and fit the new tokens into its positions.
+    # Fit the new tokens into the model's positions, and load it.
     register_packed24(args.model)
     adapter = find_adapter(args.model, args.adapter)
     tokenizer = load_tokenizer(args.model)
     inputs = _tokens(args, tokenizer)
+    new = _new_tokens(args, inputs["input_ids"].shape[1])
     model: Any = load_model(args.model, args.dtype, adapter)
-    length = inputs["input_ids"].shape[1]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    new = max(1, int(min(128, positions - length))) if args.max_new_tokens is None else args.max_new_tokens
-    if length + new > positions:
-        raise ValueError(
-            f"{args.model}: has {positions} positions; the prompt takes {length}, --max_new_tokens {new}; shorten one"
-        )
     check_embeddings_for(model, inputs["input_ids"].flatten().tolist())
 
     # Replace the model's own settings, which would fill in whatever other settings leave open.
@@ -117,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         load_cpu_kernel()  # now, since compiling it is no part of the model's speed
 
     # Continue the prompt.
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed or 0)
     times = [time.perf_counter()]
 
     def record_time(_: Any, scores: Any) -> Any:
@@ -182,6 +178,28 @@ def cache_settings(model: Any) -> dict[str, Any]:
     """Return the generation settings that let transformers compile decoding of `model` on CUDA, or none elsewhere."""
     compiles = model.device.type == "cuda" and getattr(model, "_can_compile_fullgraph", False)
     return {"cache_implementation": "static"} if compiles else {}
+
+
+def _new_tokens(args: argparse.Namespace, length: int) -> int:
+    """Return the most tokens to write behind a prompt of `length`.
+
+    Raises:
+        ValueError: the model has too few positions.
+    """
+    from sparseforge_ds.model.registration import load_config
+
+    config = load_config(args.model, args.model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if length >= positions:
+        raise ValueError(f"PROMPT: takes {length} tokens, and {args.model} has {positions} positions; shorten it")
+    if args.max_new_tokens is None:
+        return int(min(128, positions - length))
+    if length + args.max_new_tokens > positions:
+        raise ValueError(
+            f"--max_new_tokens {args.max_new_tokens}: PROMPT takes {length} of the {positions} positions of "
+            f"{args.model}; give {positions - length} or less, or shorten it"
+        )
+    return int(args.max_new_tokens)
 
 
 def _tokens(args: argparse.Namespace, tokenizer: Any) -> Any:

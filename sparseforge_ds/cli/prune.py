@@ -65,7 +65,7 @@ def register(commands: Any) -> None:
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--any_family", action="store_true", help="prune a family without rows, by the attributes of its layers")
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    add("--seed", type=int, default=0, help="seed of the order of sequences (default: 0)")
+    add("--seed", type=int, help="seed of the order of sequences (default: 0)")
     add("--max_shard_size", default="5GB", help="largest safetensors file (default: 5GB)")
     add("--dry_run", action="store_true", help="print memory, disk and time, by one block that is measured")
     planned = "with --dry_run: plan for this GPU, which need not be here, such as h100; MODEL may be a hub id"
@@ -77,7 +77,7 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prune a model, and print the number of its groups."""
     # Settle the settings, and check everything that needs no weights.
-    for flag in ("rate", "soft", "batch") if args.epochs == 0 else ():
+    for flag in ("rate", "soft", "batch", "seed") if args.epochs == 0 else ():
         if getattr(args, flag) is not None:
             raise ValueError(f"--{flag} {getattr(args, flag)}: --epochs 0 trains nothing; leave one of the two out")
     if args.tokens < 1:
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     block_start = BlockStartConfig(
         mask=args.mask, soft=soft, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch
     )
-    block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed}
+    block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed or 0}
     config = SparseForgeConfig.from_dict(block)
     shard_bytes = parse_size(args.max_shard_size)
     _require_dry_run(args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def read_text(source: str, text_field: str, limit: int | None) -> list[str]:
         return read_documents(source, text_field, limit)
     if limit is not None:
         raise ValueError(f"--limit {limit}: {WIKITEXT} is scored whole; leave the flag out")
-    return [read_wikitext2(source)]
+    return [read_wikitext2(source, text_field)]
 
 
 def documents_belong_together(source: str) -> bool:
@@ -82,7 +82,13 @@ def is_wikitext2(source: str) -> bool:
     return source == WIKITEXT or source.startswith(f"{WIKITEXT}:")
 
 
-def read_wikitext2(source: str) -> str:
+def require_text_field(texts: Iterable[str], text_field: str) -> None:
+    """Reject `--text_field` where no text has records with fields."""
+    if all(map(is_plain_text, texts)):
+        raise ValueError(f"--text_field {text_field}: no --text has records, whose field it could name; leave it out")
+
+
+def read_wikitext2(source: str, text_field: str = "text") -> str:
     """Return the test split as the papers score it: all rows, blank ones too, joined by two newlines."""
     path = Path(source.removeprefix(WIKITEXT).removeprefix(":"))
     try:
@@ -95,6 +101,7 @@ def read_wikitext2(source: str) -> str:
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise ValueError(f"--text {source}: cannot be read ({reason})") from None
-    if "text" not in rows.column_names:
-        raise ValueError(f"--text {source}: its rows have no column 'text' ({', '.join(rows.column_names)})")
-    return "\n\n".join(row or "" for row in rows["text"])
+    if text_field not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise ValueError(f"--text {source}: its rows have no column {text_field!r} ({columns}); give --text_field")
+    return "\n\n".join(row or "" for row in rows[text_field])

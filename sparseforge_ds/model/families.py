@@ -84,6 +84,19 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+class PatternMisfitError(ValueError):
+    """A weight that the pattern does not fit.
+
+    Args:
+        fault: which weight, and why.
+        cure: what a sparseforge block can do about it.
+    """
+
+    def __init__(self, fault: str, cure: str) -> None:
+        super().__init__(f"{fault}; {cure}")
+        self.fault = fault
+
+
 def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[PrunableWeight]:
     """Return the weights of `model` that go under a mask, in `named_parameters` order.
 
@@ -246,9 +259,10 @@ class _Matrices:
             name, cause = next(iter(misfits.items()))
             more = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
             globs = json.dumps(list(dict.fromkeys(map(name_pattern, misfits)))[:4])
-            raise ValueError(
-                f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}; choose another pattern, or "
-                f'keep such weights dense with "exclude": {globs} in the sparseforge block, or --exclude (globs)'
+            raise PatternMisfitError(
+                f"{name}{more} of shape {self.shapes[name]} cannot be {pattern}: {cause}",
+                f'choose another pattern, or keep such weights dense with "exclude": {globs} in the sparseforge block, '
+                "or --exclude (globs)",
             )
         # So must the groups that share a scale.
         if config.quantize is not None:

@@ -105,7 +105,9 @@ class Pruning:
         settings = self.settings(config)
         block_start = settings["start"]
         flags = {key: settings[key] for key in ("text", "text_field", "seq_length")}
-        flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude", "seed")}
+        flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude")}
+        if block_start["epochs"]:
+            flags["seed"] = settings["block"]["seed"]
         of_training = ("soft", "rate", "batch") if block_start["epochs"] else ()
         flags |= {key: block_start[key] for key in ("mask", "tokens", "epochs", *of_training)}
         words = ["sparseforge", "prune", config.model, str(out)]

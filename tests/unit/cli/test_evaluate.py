@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import finished_model
+from sparseforge_ds.evaluate.scored_text import read_text
+from sparseforge_ds.export.formats import export
+from tests.sparse_folders import MODELS, ModelSource
+from tests.tiny_folders import BYTE_VOCABULARY, write_model
+
+
+@pytest.fixture(scope="module")
+def stories(assets: Path) -> str:
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return str(folder)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +60,53 @@ def test_several_processes_measure_texts_only(
     monkeypatch.setenv("RANK", "1")
     assert main(["evaluate", "no/model", "--text", "no such file"]) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--one_shot", "4:8"],
+            "model.layers.0.mlp.down_proj.weight (and 4 more) of shape (64, 172) cannot be 4:8: its input axis has 172 "
+            "elements, not a multiple of 8; choose another pattern, or make a model that keeps such weights dense by "
+            "sparseforge prune, and evaluate that",
+        ),
+        (["--text_field", "body"], "--text_field body: no --text has records, whose field it could name; leave it out"),
+    ],
+)
+def test_what_a_flag_cannot_do_is_said_before_a_model_is_loaded(
+    flags: list[str],
+    message: str,
+    stories: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
+    assert main(["evaluate", stories, "--text", str(tmp_path / "text.txt"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "exclude" not in error
+
+
+def test_a_packed_model_is_not_pruned_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    dense = write_model(tmp_path / "dense", MODELS["llama"](vocab_size=BYTE_VOCABULARY))
+    packed = str(tmp_path / "packed")
+    source = ModelSource(MODELS["llama"](vocab_size=BYTE_VOCABULARY), dense, torch.float32)
+    export(source, packed, "packed24", skip_proof=True)
+    assert main(["evaluate", packed, "--text", "stdlib:heldout", "--one_shot", "2:4", "--seq_length", "8"]) == 2
+    assert f"--one_shot 2:4: {packed} is packed, and 2:4 already; leave --one_shot out" in capsys.readouterr().err
+
+
+def test_the_field_of_rows_of_wikitext_can_be_named(
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"body": "a"}\n{"body": "b"}\n')
+    assert read_text(f"wikitext2:{rows}", "body", None) == ["a\n\nb"]
+    assert main(["evaluate", str(stories), "--text", f"wikitext2:{rows}", "--text_field", "nosuch"]) == 2
+    assert f"--text wikitext2:{rows}: its rows have no column 'nosuch' (body)" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparseforge_ds.cli import generate
 from sparseforge_ds.cli.main import main
+from sparseforge_ds.evaluate import finished_model
 from sparseforge_ds.export.formats import export
 from sparseforge_ds.extras.packed24 import cpu_kernel
 from tests.sparse_folders import MODELS, ModelSource
@@ -169,12 +170,34 @@ def test_models_and_prompts_that_cannot_be_continued_are_refused(
         (dense, ["--temperature", "-1"], "--temperature -1.0: use 0, or a number like 0.7"),
         (dense, ["--temperature", "1e-45"], "use 0, or a number like 0.7, at least 0.001"),
         (dense, ["--seed", "1" + "0" * 22], "--seed 10000000000000000000000: use 0 or more, below 2^63"),
-        (dense, ["--max_new_tokens", "60"], "has 64 positions; the prompt takes"),
+        (dense, ["--seed", "7"], "--seed 7: without --temperature nothing is drawn; give that too, or leave it out"),
         (dense, ["--adapter", str(tmp_path / "nowhere")], "nowhere: no such folder or file; give"),
     ):
         assert main(["generate", str(model), PROMPT, *more]) == 2, message
         output = capsys.readouterr()
         assert message in output.err and output.out == ""
+
+
+def test_what_does_not_fit_the_positions_is_said_before_weights_are_read(
+    dense: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt, or the flag, if one is given."""
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    length = len(AutoTokenizer.from_pretrained(dense)("a" * 20)["input_ids"])
+    for prompt, flags, message in (
+        ("a" * 20, ["--max_new_tokens", "60"], f"--max_new_tokens 60: PROMPT takes {length} of the 64 positions of"),
+        ("a" * 20, ["--max_new_tokens", "60"], f"; give {64 - length} or less, or shorten it"),
+        ("a" * 64, [], f"error: PROMPT: takes {length + 44} tokens, and {dense} has 64 positions; shorten it"),
+        ("a" * 64, ["--max_new_tokens", "1"], f"error: PROMPT: takes {length + 44} tokens, and {dense} has 64"),
+    ):
+        assert main(["generate", str(dense), prompt, *flags]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_last_position_can_be_written(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    length = len(AutoTokenizer.from_pretrained(dense)("a" * 20)["input_ids"])
+    assert main(["generate", str(dense), "a" * (20 + 63 - length)]) == 0
+    assert "1 tokens in " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])

@@ -282,6 +282,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     for rate in ("0", "inf", "nan"):
         assert "start.rate" in error("--rate", rate)
     assert "--rate 0.5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--rate", "0.5")
+    assert "--seed 5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--seed", "5")
     assert "unknown pattern" in error("--pattern", "2of4")
     assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
