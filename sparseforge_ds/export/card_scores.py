@@ -39,7 +39,7 @@ def read_results(paths: Iterable[str | Path], folder: Path, name: str | None = N
         content = read_json_object(Path(path))
         try:
             results += _results_in(content)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"--results {path}: damaged ({error!r:.200}); measure again") from None
         if not {"perplexity", "zero_shot", "generation"} & content.keys():
             raise ValueError(f"--results {path}: is no result of sparseforge evaluate; give what it writes by --json")

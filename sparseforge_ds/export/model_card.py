@@ -218,7 +218,7 @@ def _training(
         "first masks": pruned.get("mask"),
         "share of steps with soft masks": pruned.get("soft") if pruned.get("epochs") else None,
         "epochs": pruned.get("epochs"),
-        "rate, relative to the weights": pruned.get("rate"),
+        "rate, relative to the weights": pruned.get("rate") if pruned.get("epochs") else None,
         "steps": record.get("step"),
         "tokens": f"{tokens:,}" if isinstance(tokens, int) else None,
     }
@@ -257,7 +257,10 @@ def _plain(value: object) -> str:
 
 def _is_number(value: object) -> bool:
     """Return True if a score is a finite number; somebody may have changed README.md."""
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _code(text: str) -> str:

@@ -161,6 +161,24 @@ def test_a_damaged_card_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     assert "README.md: its metadata is damaged (" in capsys.readouterr().err
 
 
+def test_a_score_that_no_float_holds_is_left_out_of_a_new_card(folder: Path, tmp_path: Path) -> None:
+    scored = {"text": "wikitext2", "perplexity": 12.5}
+    result = write_json(tmp_path / "result.json", {"model": str(folder), "perplexity": scored})
+    assert main(["card", str(folder), "--results", str(result)]) == 0
+    card = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(card.replace("value: 12.5", f"value: {10**400}"))
+    assert main(["card", str(folder)]) == 0
+    assert "wikitext2" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("epochs", [0, 4])
+def test_a_rate_is_shown_where_something_was_trained(folder: Path, epochs: int) -> None:
+    start = {"mask": "sparsegpt", "epochs": epochs, "rate": 0.02, "soft": 0.4}
+    write_json(folder / "sparsity.json", {**RECORD, "source": {"start": start}})
+    assert main(["card", str(folder)]) == 0
+    assert ("| rate, relative to the weights | 0.02 |" in (folder / "README.md").read_text()) == bool(epochs)
+
+
 def test_several_base_models_stay_in_a_new_card(folder: Path) -> None:
     assert main(["card", str(folder)]) == 0
     card = ModelCard.load(folder / "README.md")
@@ -285,6 +303,8 @@ def test_files_that_are_no_export_or_no_result_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.json").write_text('{"steps": 3}')
+    scored = {"text": "wikitext2", "perplexity": 10**400}
+    huge = write_json(tmp_path / "huge.json", {"model": str(folder), "perplexity": scored})
     for arguments, message in (
         ([str(tmp_path)], "has no sparsity.json"),
         ([str(folder), "--results", str(tmp_path / "other.json")], "is no result of"),
@@ -292,6 +312,7 @@ def test_files_that_are_no_export_or_no_result_are_refused(
             [str(folder), "--results", "nothere.json"],
             "--results nothere.json: no such file; give what sparseforge eval",
         ),
+        ([str(folder), "--results", str(huge)], f"--results {huge}: damaged (OverflowError("),
         ([str(folder), "--private"], "--private: it belongs to --push"),
         ([str(folder), "--push", "name"], "--push name: give owner/name"),
     ):
