@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.cli.verify import EXCLUDE
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         )
     compare = None if args.text is None else _comparison(args.text, documents, source)
     if source.unused:
-        print(describe_unused(source.folder, source.unused))
+        print(printable(describe_unused(source.folder, source.unused)))
     # Write and prove the folder, then say what it is.
     limits = (args.max_shard_size, args.workers, args.skip_proof)
     record = export(source, args.out, args.format, *limits, grid, compare)
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         if source.quantize is not None:
             print(f"{args.out}: values: codes and scales of the run, unchanged")
         else:
-            print(f"{args.out}: {describe_values(grid, errors)}")
+            print(f"{args.out}: {printable(describe_values(grid, errors))}")
         if source.quantize is None or args.text is not None:
             print(f"{args.out}: {_describe_comparison(record.get('compared'))}")
     if record.get("adapter"):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
+from sparseforge_ds.cli.printing import printable
 
 if TYPE_CHECKING:
     from sparseforge_ds.config import SparseForgeConfig
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     dense = DenseFolder(args.model)
     dense.require_channels()
     if dense.unused:
-        print(describe_unused(args.model, dense.unused))
+        print(printable(describe_unused(args.model, dense.unused)))
 
     # Search for the order, and write the model.
     with unfinished_folder(args.out) as folder:

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.checkpoint.printable_text import printable as printable
 
 _REPORT_KEYS = ({"model", "one_shot", "dtype"}, {"ok", "pattern", "violations"})
 """Keys by which reports of `evaluate` and `verify` are known."""
 _LARGEST_REPORT = 2**27
 """Bytes of a larger file, which is none of our reports, and is not read to see."""
-
-
-def printable(text: str) -> str:
-    """Return a text with escapes for line breaks and for all characters that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in text)
 
 
 def require_json_file(name: str | None, inputs: Iterable[str | None] = ()) -> None:

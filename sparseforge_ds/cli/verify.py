@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
-from sparseforge_ds.cli.printing import require_json_file, write_report
+from sparseforge_ds.cli.printing import printable, require_json_file, write_report
 
 if TYPE_CHECKING:
     from sparseforge_ds.export.verification import FolderReport
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     report = check_folder(args.model, pattern, args.workers, args.exclude)
     _print_table(report)
     if report.unused:
-        print(describe_unused(args.model, report.unused))
+        print(printable(describe_unused(args.model, report.unused)))
     print("OK" if report.ok else "NOT OK")
     if args.json is not None:
         write_report(args.json, report.to_dict())
@@ -74,13 +74,14 @@ def _print_table(report: FolderReport) -> None:
     from sparseforge_ds.export.model_folder import describe_values
 
     # A row for every weight.
-    width = max((len(row.name) for row in report.rows), default=6)
+    names = [printable(row.name) for row in report.rows]
+    width = max(map(len, names), default=6)
     print(f"{'weight':<{width}}  {'shape':>16}  {'groups':>12}  {'non-zeros':>14}  {'violations':>10}")
-    for row in report.rows:
+    for name, row in zip(names, report.rows, strict=True):
         shape = " x ".join(map(str, row.shape))
         notes = f"  {row.negative_zeros} x -0.0" if row.negative_zeros else ""
         notes += f"  {row.nonfinite} not finite" if row.nonfinite else ""
-        print(f"{row.name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{notes}")
+        print(f"{name:<{width}}  {shape:>16}  {row.groups:>12,}  {row.nonzeros:>14,}  {row.violations:>10,}{notes}")
     # Totals.
     total = report.to_dict()
     share = 100 * total["nonzeros"] / max(1, total["elements"])
@@ -92,7 +93,7 @@ def _print_table(report: FolderReport) -> None:
         print(f"not checked, as --exclude says: {', '.join(report.exclude)}")
     print(f"size: {report.size}")
     if report.values is not None:
-        print(describe_values(report.values, report.errors))
+        print(printable(describe_values(report.values, report.errors)))
     if report.quantized:
         verdict = "kept every group" if not report.violations else "did not keep the pattern"
         print(f"{report.quantized} of the folder's weights are quantized: the quantization {verdict}")
@@ -103,4 +104,4 @@ def _print_table(report: FolderReport) -> None:
         ("note", report.notes),
     ):
         for entry in entries:
-            print(f"{kind}: {entry}")
+            print(f"{kind}: {printable(entry)}")

@@ -11,6 +11,7 @@ import deepspeed
 import transformers
 from tqdm import tqdm
 
+from sparseforge_ds.checkpoint.printable_text import printable
 from sparseforge_ds.train.launcher import rank_from_launcher
 
 
@@ -33,7 +34,8 @@ class _Console(logging.Handler):
         rank = rank_from_launcher()  # 0 under mpirun until DeepSpeed has started
         if rank and record.levelno < logging.WARNING:
             return
-        text = self.format(record)
+        # Names of tensors and files may hold what a terminal would obey.
+        text = "\n".join(map(printable, self.format(record).split("\n")))
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {f'on rank {rank}: ' if rank else ''}{text}"
         stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout

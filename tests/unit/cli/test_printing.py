@@ -10,10 +10,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.cli.printing import require_json_file, require_writable, write_report
-from tests.tiny_folders import write_text
+from tests.sparse_folders import write_dense, write_sparse
+from tests.tiny_folders import write_model, write_text
 from tests.tiny_models import tiny_llama
 
 
@@ -110,3 +113,52 @@ def test_a_place_that_allows_no_writing_is_refused(tmp_path: Path, monkeypatch: 
     with pytest.raises(ValueError, match="--out new: cannot be written"):
         require_writable(tmp_path / "new" / "folder", "--out new")
     assert asked == [(tmp_path, os.W_OK)] * 2
+
+
+_HOSTILE = "\x1b[2Jgone\nOK\n"
+"""Part of a tensor's name that clears a terminal, and prints a line of its own."""
+
+
+def test_names_of_tensors_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Weights of an unknown family: one in the pattern, one out of it, one that no weight is stored as.
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "unheard_of"}')
+    sparse = torch.randn(8, 4, 4) * torch.tensor([1.0, 1.0, 0.0, 0.0])
+    tensors = {
+        f"layers.0.{_HOSTILE}.weight": sparse.view(8, 16),
+        f"layers.1.{_HOSTILE}.weight": torch.full((8, 16), torch.nan),
+        f"layers.2.{_HOSTILE}.weight": torch.ones(8, 16, dtype=torch.int8),
+    }
+    save_file(tensors, unknown / "model.safetensors")
+    # Tensors that transformers does not load.
+    folders = {"made": write_sparse(tmp_path / "made", write_dense(tmp_path / "dense", "llama"), "llama")}
+    (folders["made"] / "sparsity.json").unlink()
+    folders["own"] = write_model(tmp_path / "own", tiny_llama())
+    for folder in folders.values():
+        stored = load_file(folder / "model.safetensors")
+        save_file({**stored, f"mtp.{_HOSTILE}": torch.ones(2)}, folder / "model.safetensors", {"format": "pt"})
+    for command, code in (
+        (["verify", str(unknown)], 1),
+        (["verify", str(folders["made"])], 0),
+        (["export", str(folders["made"]), str(tmp_path / "out"), "--skip_proof"], 0),
+        (["permute", str(folders["own"]), str(tmp_path / "permuted")], 0),
+    ):
+        assert main(command) == code, command
+        output = capsys.readouterr()
+        printed = output.out + output.err
+        assert "\\x1b[2Jgone\\x0aOK\\x0a" in printed and "\x1b" not in printed, command
+        assert printed.splitlines().count("OK") == (command == ["verify", str(folders["made"])]), command
+
+
+def test_the_worst_rounded_weight_is_named_with_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "unheard_of", "dtype": "float32"}')
+    sparse = torch.randn(8, 8, 4) * torch.tensor([1.0, 1.0, 0.0, 0.0])
+    save_file({f"layers.0.{_HOSTILE}.weight": sparse.view(8, 32)}, unknown / "model.safetensors")
+    rounding = ["--format", "packed24", "--values", "int8", "--skip_proof"]
+    for command in (["export", str(unknown), str(tmp_path / "out"), *rounding], ["verify", str(tmp_path / "out")]):
+        assert main(command) == 0
+        output = capsys.readouterr().out
+        assert "\\x1b[2Jgone\\x0aOK\\x0a.weight)" in output and "\x1b" not in output

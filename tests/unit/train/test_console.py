@@ -34,7 +34,8 @@ def test_a_line_and_its_newline_are_one_write(monkeypatch: pytest.MonkeyPatch) -
         set_up_console()
         logging.getLogger("sparseforge_ds.train.trainer").info("stopped")
         logging.getLogger("sparseforge_ds.train.trainer").error("broken")
+        logging.getLogger("sparseforge_ds.model").info("a table\nand \x1b[2Jits rows")  # a name of a tensor
     finally:
         ours.setLevel(level)
-    assert isinstance(sys.stdout, Pipe) and sys.stdout.writes == ["stopped\n"]
+    assert isinstance(sys.stdout, Pipe) and sys.stdout.writes == ["stopped\n", "a table\nand \\x1b[2Jits rows\n"]
     assert isinstance(sys.stderr, Pipe) and sys.stderr.writes == ["error: broken\n"]
