@@ -264,8 +264,8 @@ class BlockStartConfig:
         # Settings that nothing would read.
         for name in ("soft", "rate", "batch") if self.epochs == 0 else ():
             value = getattr(self, name)
-            is_default = value == getattr(type(self), name)
-            require(is_default, f"start.{name}", value, '"epochs": 0 trains nothing; leave one of the two out')
+            is_idle = value == getattr(type(self), name) or (name == "soft" and value == 0)
+            require(is_idle, f"start.{name}", value, '"epochs": 0 trains nothing; leave one of the two out')
         reads_damping = self.mask in (None, "sparsegpt") or self.damping == type(self).damping
         require(reads_damping, "start.damping", self.damping, f'mask "{self.mask}" does not use it; leave it out')
 
