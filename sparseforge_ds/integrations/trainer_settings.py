@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,10 @@ def refuse_settings(
         raise ValueError(
             f"the launcher has started {launched} ranks, and TrainingArguments know of one, so that every rank would "
             "train alone: without a GPU give use_cpu=True (--use_cpu true)"
+        )
+    if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):
+        raise ValueError(
+            "train_dataset has no example: look at what filters it, and at the length that examples must have"
         )
     # Settings that cannot go with a mask.
     if not trainer.is_deepspeed_enabled:

@@ -621,6 +621,7 @@ def refusals(root: Path, trained: Any) -> Any:
     untrained = [{**row, "labels": [-100] * len(row["labels"])} for row in rows(12 * STEPS)]
     teacher = tiny_llama(vocab_size=BYTE_VOCABULARY)
     yield "no labels", said(trainer_of(root / "untrained", config, 2, teacher, train_dataset=untrained).train)
+    yield "no examples", said(lambda: trainer_of(root, config, 2, model, train_dataset=[]))
     yield "batch", said(lambda: trainer_of(root, config, 2, auto_find_batch_size=True))
     yield "no teacher", said(lambda: trainer_of(root, deepspeed_json(2, distillation={"weight": 1.0}), 2))
     yield "no distillation", said(lambda: trainer_of(root, deepspeed_json(2, distillation=None), 2, model))
@@ -762,6 +763,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "has started 2 ranks, and TrainingArguments know of one" in refused["ranks"]
     assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
     assert "no label of the first step is trained on, all are -100" in refused["no labels"]
+    assert "train_dataset has no example" in refused["no examples"]
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]
     assert "sparseforge.distillation is null" in refused["no distillation"]
