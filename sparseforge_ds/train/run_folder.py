@@ -126,7 +126,7 @@ def _weights_sha256(spec: RunSpec) -> dict[str, str]:
 
 def check_room(spec: RunSpec, free: int) -> None:
     """Raise ValueError where checkpoints and tokens of streams take more than `free` bytes."""
-    checkpoints, tokens = room_for_checkpoints(spec), room_for_streams(spec)
+    checkpoints, tokens = bytes_of_checkpoints(spec), bytes_of_streamed_text(spec)
     if checkpoints + tokens > free:
         advice = ", or raise --save_every or lower --keep_checkpoints" if checkpoints > size_of_checkpoint(spec) else ""
         of_streams = f", and the tokens of its streams {readable_bytes(tokens)}" if tokens else ""
@@ -205,7 +205,7 @@ def lock_folder(folder: Path) -> int:
     return take_lock(folder / ".lock", refusal, "wait for its end, stop it, or give another folder")
 
 
-def room_for_checkpoints(spec: RunSpec) -> int:
+def bytes_of_checkpoints(spec: RunSpec) -> int:
     """Return the bytes of the checkpoints that this run will add to the disk, the one being written included."""
     arguments = spec.arguments
     # A run that is resumed has some on disk already.
@@ -226,7 +226,7 @@ def size_of_checkpoint(spec: RunSpec) -> int:
     return checkpoint_bytes(spec.sizes, spec.memory_settings, is_frozen or None)
 
 
-def room_for_streams(spec: RunSpec) -> int:
+def bytes_of_streamed_text(spec: RunSpec) -> int:
     """Return the bytes of streamed text, as tokens, that this run has yet to write."""
     largest_id = spec.model.config.get_text_config().vocab_size - 1
     run_tokens = spec.steps * spec.tokens_per_step

@@ -15,8 +15,8 @@ import torch
 from transformers import PretrainedConfig
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.extras.planner.flops import attention_kinds
 from sparseforge_ds.extras.planner.machine import GPUS, Gpu
-from sparseforge_ds.extras.planner.operations import kinds_of_layers
 from sparseforge_ds.model.architecture import bare_model, chosen_share
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.packed_format.packed_values import Grid, bits_a_weight
@@ -263,5 +263,5 @@ def cache_of_sequence(text: PretrainedConfig, context: int) -> int:
     if getattr(text, "qk_nope_head_dim", None):  # latent attention, whose cache transformers keeps expanded
         numbers = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     reach = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    tokens = sum(min(getattr(text, reach.get(kind, ""), None) or context, context) for kind in kinds_of_layers(text))
+    tokens = sum(min(getattr(text, reach.get(kind, ""), None) or context, context) for kind in attention_kinds(text))
     return int(tokens * numbers * _HALF / 8)

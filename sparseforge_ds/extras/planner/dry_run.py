@@ -26,10 +26,10 @@ from sparseforge_ds.train.banner import Row, layout_rows, readable_bytes, spec_r
 from sparseforge_ds.train.launcher import world_size_from_launcher
 from sparseforge_ds.train.length import scheduled_steps_of_saved_run, with_more_steps
 from sparseforge_ds.train.run_folder import (
+    bytes_of_checkpoints,
+    bytes_of_streamed_text,
     check_beginning,
     check_room,
-    room_for_checkpoints,
-    room_for_streams,
     size_of_checkpoint,
     why_nothing_to_resume,
 )
@@ -112,10 +112,10 @@ def _output(spec: RunSpec, elsewhere: bool, unchecked: list[str]) -> Iterator[Ro
     parent = next(path for path in (spec.folder.absolute(), *spec.folder.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"--output_dir {spec.folder}: {parent} is no folder that can be written; give another one")
-    needed = room_for_checkpoints(spec)
+    needed = bytes_of_checkpoints(spec)
     size = readable_bytes(size_of_checkpoint(spec))
     yield "a checkpoint", f"{size}; at once on disk {readable_bytes(needed)}"
-    if tokens := room_for_streams(spec):
+    if tokens := bytes_of_streamed_text(spec):
         yield "streams", f"{readable_bytes(tokens)} of tokens, which stay in the run folder"
         needed += tokens
     if elsewhere:

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from sparseforge_ds.extras.planner.activation_memory import Activations, Pass, trace
+from sparseforge_ds.extras.planner.flops import forward_flops, head_flops, training_flops
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.memory import Memory, memory
-from sparseforge_ds.extras.planner.operations import head_operations, operations, trained_operations
-from sparseforge_ds.extras.planner.start import start_operations, start_tokens
+from sparseforge_ds.extras.planner.start import start_flops, start_tokens
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, checkpoint_bytes
 from sparseforge_ds.train.memory_settings import MemorySettings
@@ -149,11 +149,11 @@ def make_plan(
         return memory(model, changed, activations, teacher=teacher_sizes, reserve=machine.reserve)
 
     # Probe passes, some 15 in a run that has any, are left out.
-    forward = operations(config, model, settings.seq_length)
-    token_operations = trained_operations(forward, model, settings.checkpointing)
+    forward = forward_flops(config, model, settings.seq_length)
+    token_flops = training_flops(forward, model, settings.checkpointing)
     if settings.teacher:
         sizes = teacher_sizes or model
-        token_operations += operations(teacher_config, sizes, settings.seq_length) + head_operations(sizes)
+        token_flops += forward_flops(teacher_config, sizes, settings.seq_length) + head_flops(sizes)
     needed = estimate(settings)
     speed = settings.ranks * machine.tflops * 1e12 * machine.mfu
     return Plan(
@@ -161,8 +161,8 @@ def make_plan(
         settings=settings,
         model=model,
         memory=needed,
-        seconds_per_step=settings.tokens_per_step * token_operations / speed,
-        start_seconds=start_operations(model, settings, forward) / speed,
+        seconds_per_step=settings.tokens_per_step * token_flops / speed,
+        start_seconds=start_flops(model, settings, forward) / speed,
         steps=settings.forge.max_steps,
         checkpoint=checkpoint_bytes(model, settings),
         frozen_checkpoint=checkpoint_bytes(model, settings, frozen=True),

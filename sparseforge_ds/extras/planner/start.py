@@ -1,11 +1,11 @@
-"""Memory, tokens and operations of a start block by block, before the first step."""
+"""Memory, tokens and FLOPs of a start block by block, before the first step."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 
-from sparseforge_ds.extras.planner.operations import head_operations
+from sparseforge_ds.extras.planner.flops import head_flops
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.model.architecture import Architecture
 from sparseforge_ds.train.lasting_memory import Kinds, local
@@ -41,8 +41,8 @@ def start_tokens(settings: MemorySettings) -> int:
     return forge.curvature.first_probes * batch
 
 
-def start_operations(model: Architecture, settings: MemorySettings, forward: float) -> float:
-    """Return the operations of all ranks, for `forward` operations of a token's forward pass.
+def start_flops(model: Architecture, settings: MemorySettings, forward: float) -> float:
+    """Return the FLOPs of all ranks, for `forward` FLOPs of a token's forward pass.
 
     The dense model runs once, and every block about four times; each pass of training takes the work of three more.
     """
@@ -52,7 +52,7 @@ def start_operations(model: Architecture, settings: MemorySettings, forward: flo
     if forge.start is not None:
         wanted = forge.start.tokens_of(forge.max_steps * settings.tokens_per_step)
         passes = forge.start.passes(wanted, settings.seq_length, settings.ranks // settings.sequence_parallel)
-    blocks = forward - head_operations(model)
+    blocks = forward - head_flops(model)
     return tokens * (forward + blocks * (4 + 3 * passes))
 
 

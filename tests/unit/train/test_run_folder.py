@@ -23,12 +23,12 @@ from sparseforge_ds.model.stored_config import config_sha256
 from sparseforge_ds.train.length import steps_of_epochs
 from sparseforge_ds.train.resume import changed_flags
 from sparseforge_ds.train.run_folder import (
+    bytes_of_checkpoints,
+    bytes_of_streamed_text,
     check_room,
     check_run_folder,
     check_weights,
     lock_folder,
-    room_for_checkpoints,
-    room_for_streams,
     why_nothing_to_resume,
     write_folder,
 )
@@ -370,50 +370,51 @@ def test_room_is_checked_before_work_starts(spec, tmp_path, monkeypatch):
     total, masked = every.coverage.total, every.coverage.masked
     sums = math.ceil(4 * every.sizes.rows_and_columns * 4 / 3)  # of the curvature, as text, in a file of each rank
     first = 12 * total + 6 * masked + every.world_size * sums
-    assert room_for_checkpoints(every) == 10 * first
-    assert room_for_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
-    assert room_for_checkpoints(spec(max_steps=100, save_every=0)) == first
+    assert bytes_of_checkpoints(every) == 10 * first
+    assert bytes_of_checkpoints(spec(max_steps=100, save_every=10, keep_checkpoints=2)) == 3 * first
+    assert bytes_of_checkpoints(spec(max_steps=100, save_every=0)) == first
     started = {"start": {"tokens": 1280}}
-    assert room_for_checkpoints(spec(max_steps=100, save_every=0, block=started)) == first
-    assert room_for_checkpoints(spec(max_steps=100, save_every=100, block=started)) == 2 * first
-    assert room_for_checkpoints(spec(max_steps=100, save_every=10, resume="auto")) == 3 * first
-    assert room_for_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
+    assert bytes_of_checkpoints(spec(max_steps=100, save_every=0, block=started)) == first
+    assert bytes_of_checkpoints(spec(max_steps=100, save_every=100, block=started)) == 2 * first
+    assert bytes_of_checkpoints(spec(max_steps=100, save_every=10, resume="auto")) == 3 * first
+    assert bytes_of_checkpoints(spec(stage=2, save_every=0)) == 16 * total + 6 * masked + sums
     # Masks that are frozen take a bit a weight.
     for stage in (0, 3):  # at stage 0 in fp32 weights are their own masters
         fixed = spec(stage=stage, save_every=0, max_steps=100, block={"method": "naive_retrain"})
-        assert room_for_checkpoints(fixed) == pytest.approx(12 * total + masked / 8, abs=8)
+        assert bytes_of_checkpoints(fixed) == pytest.approx(12 * total + masked / 8, abs=8)
     frozen = tmp_path / "run" / "checkpoints" / "step_000090"
     frozen.mkdir(parents=True)
     assert (
-        room_for_checkpoints(spec(max_steps=100, save_every=10, resume=True)) < 12.3 * total + every.world_size * sums
+        bytes_of_checkpoints(spec(max_steps=100, save_every=10, resume=True)) < 12.3 * total + every.world_size * sums
     )
     frozen.rmdir()
     # A run that is resumed adds those that it has not saved yet, and no more than it keeps.
     for step in (20, 30):
         (frozen.parent / f"step_{step:06d}").mkdir()
     resumed = {"max_steps": 100, "save_every": 10, "resume": True}
-    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=0)) == 7 * first
-    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=3)) == 2 * first
-    assert room_for_checkpoints(spec(**resumed, keep_checkpoints=1)) == first
+    assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=0)) == 7 * first
+    assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=3)) == 2 * first
+    assert bytes_of_checkpoints(spec(**resumed, keep_checkpoints=1)) == first
     shutil.rmtree(frozen.parent)
     # Tokens of a stream are written while the run goes on, and stay.
     text = str(tmp_path / "text.jsonl")
-    assert room_for_streams(every) == 0
+    assert bytes_of_streamed_text(every) == 0
     streamed = spec(stage=3, max_steps=100, dataset=[f"stream:{text}"])
-    assert room_for_streams(streamed) == 2 * 100 * 4 * 32
+    assert bytes_of_streamed_text(streamed) == 2 * 100 * 4 * 32
     half = spec(max_steps=100, dataset=[f"stream:{text}=0.5", f"{write_text(tmp_path / 'other.jsonl')}=0.5"])
-    assert room_for_streams(half) == 100 * 4 * 32
+    assert bytes_of_streamed_text(half) == 100 * 4 * 32
     assert (
-        room_for_streams(spec(max_steps=100, dataset=[f"stream:{text}"], document_attention=True)) == 4 * 100 * 4 * 32
+        bytes_of_streamed_text(spec(max_steps=100, dataset=[f"stream:{text}"], document_attention=True))
+        == 4 * 100 * 4 * 32
     )
     with pytest.raises(
         ValueError, match=r"checkpoints will take about .*, and the tokens of its streams 25\.0 KiB; make"
     ):
-        check_room(streamed, room_for_checkpoints(streamed) + 25_599)
-    check_room(streamed, room_for_checkpoints(streamed) + 25_600)
+        check_room(streamed, bytes_of_checkpoints(streamed) + 25_599)
+    check_room(streamed, bytes_of_checkpoints(streamed) + 25_600)
     (tmp_path / "run" / "data" / "stream").mkdir(parents=True)
     (tmp_path / "run" / "data" / "stream" / "chunk_000000.bin").write_bytes(bytes(20_000))
-    assert room_for_streams(streamed) == 5_600
+    assert bytes_of_streamed_text(streamed) == 5_600
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="has room for 1000.0 B, but its checkpoints will take about .* MiB"):

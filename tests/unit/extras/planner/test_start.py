@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparseforge_ds.extras.planner.memory import memory
-from sparseforge_ds.extras.planner.start import start_operations, start_tokens
+from sparseforge_ds.extras.planner.start import start_flops, start_tokens
 from tests.tiny_folders import deepspeed_json, write_json
 from tests.unit.extras.planner.hub_configs import qwen3_14b
 from tests.unit.extras.planner.test_memory import NOTHING, planned
@@ -38,7 +38,7 @@ def test_a_start_is_planned_in_memory_tokens_and_operations() -> None:
     # Every weight of a block forward and backward in its passes, five where eight ranks round a step up.
     forward = 2.0 * model.active
     blocks = 2 * (model.active - model.vocabulary * model.hidden)
-    operations = start_operations(model, laid_out, forward) / start_tokens(laid_out)
+    operations = start_flops(model, laid_out, forward) / start_tokens(laid_out)
     assert operations == forward + (4 + 3 * 5) * blocks
     assert "second moments" not in phase(*of_blocks({"start": {"mask": "wanda"}}))
 
@@ -47,7 +47,7 @@ def test_a_start_is_planned_in_memory_tokens_and_operations() -> None:
     assert far.host["start's streams"] == pytest.approx(tokens // 8 * 5120 * 2 * 2, rel=0.01)  # whole steps are read
     _, laid_out = of_blocks({"method": "naive_retrain", "importance": "sparsegpt"})
     assert start_tokens(laid_out) == 16 * 8 * 128
-    assert start_operations(model, laid_out, forward) / start_tokens(laid_out) == forward + 4 * blocks
+    assert start_flops(model, laid_out, forward) / start_tokens(laid_out) == forward + 4 * blocks
 
 
 def test_a_plan_says_how_long_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Operations of a pass: of the weights, and of attention, which grow with the sequence."""
+"""FLOPs of a pass: of the weights, and of attention, which grow with the sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _NO_ATTENTION = {"linear_attention", "conv", "moe", "mlp", "sparse", "dense"}
 """Entries of a config's `layer_types` without attention over the sequence."""
 
 
-def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -> float:
-    """Return the operations of one token.
+def forward_flops(config: PretrainedConfig, model: Architecture, seq_length: int) -> float:
+    """Return the FLOPs of one token.
 
     They are two for each weight that it uses, and two for each number of a key and a value that it attends to.
     """
@@ -26,27 +26,27 @@ def operations(config: PretrainedConfig, model: Architecture, seq_length: int) -
     return of_weights + 4 * heads * width * _keys(text, seq_length)
 
 
-def head_operations(model: Architecture) -> float:
-    """Return the operations of one token's logits."""
+def head_flops(model: Architecture) -> float:
+    """Return the FLOPs of one token's logits."""
     return 2.0 * model.vocabulary * model.hidden
 
 
-def trained_operations(forward: float, model: Architecture, checkpointing: bool) -> float:
-    """Return the operations of one token that is trained on.
+def training_flops(forward: float, model: Architecture, checkpointing: bool) -> float:
+    """Return the FLOPs of one token that is trained on.
 
-    A backward pass takes twice the operations of a forward pass. Logits are not kept, so it computes them again. For a
-    teacher, add `head_operations` of it.
+    A backward pass takes twice the FLOPs of a forward pass. Logits are not kept, so it computes them again. For a
+    teacher, add `head_flops` of it.
 
     Args:
-        forward: of the student, from `operations`.
+        forward: of the student, from `forward_flops`.
         model: the student.
         checkpointing: True if the backward pass computes activations of decoder layers again.
     """
-    head = head_operations(model)
+    head = head_flops(model)
     return (3 + checkpointing) * (forward - head) + 4 * head
 
 
-def kinds_of_layers(text: PretrainedConfig) -> list[str]:
+def attention_kinds(text: PretrainedConfig) -> list[str]:
     """Return the kind of every layer that has attention over the sequence, in the words of `layer_types`."""
     kinds = getattr(text, "layer_types", None)
     if kinds is None:
@@ -60,7 +60,7 @@ def _keys(text: PretrainedConfig, seq_length: int) -> float:
     window = getattr(text, "sliding_window", None)
     chunk = getattr(text, "attention_chunk_size", None)
     keys = 0.0
-    for kind in kinds_of_layers(text):
+    for kind in attention_kinds(text):
         if kind == "chunked_attention":
             keys += min(chunk or seq_length, seq_length) / 2
         else:

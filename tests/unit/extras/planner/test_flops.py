@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from sparseforge_ds.config import DistillationConfig
-from sparseforge_ds.extras.planner.operations import head_operations, operations, trained_operations
+from sparseforge_ds.extras.planner.flops import forward_flops, head_flops, training_flops
 from sparseforge_ds.model.architecture import architecture_of, bare_model
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
 from sparseforge_ds.transformers_internals import checkpoint_activations
@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "v
 
 def of_attention(config: PretrainedConfig, length: int = LENGTH) -> float:
     model = architecture_of(bare_model(config, torch.bfloat16), ())
-    return operations(config, model, length) - 2 * (model.active - model.looked_up)
+    return forward_flops(config, model, length) - 2 * (model.active - model.looked_up)
 
 
 def seen(reach: int) -> float:
@@ -89,6 +89,6 @@ def test_a_step_with_a_teacher_takes_the_counted_operations(
         losses, _ = loss_in_head(student, token_BS, DistillationConfig(), target, input_ids=token_BS)
         losses.total.backward()
     model = architecture_of(student, ())
-    forward = operations(config, model, 8)
-    planned = trained_operations(forward, model, checkpointing) + forward + head_operations(model)
+    forward = forward_flops(config, model, 8)
+    planned = training_flops(forward, model, checkpointing) + forward + head_flops(model)
     assert counter.get_total_flops() / token_BS.numel() == pytest.approx(planned, rel=0.04)
