@@ -69,6 +69,7 @@ class SparseForge:
         refuse_unprepared(engine.module, expert_lists(engine.module))
         config = config if max_steps is None else dataclasses.replace(config, max_steps=max_steps)
         config.check_length()
+        require_prepared(engine.module, config)
         self.engine = engine
         self.config = config
         self.schedule = config.resolved_schedule
@@ -77,7 +78,6 @@ class SparseForge:
         """Numbers of the last mask update, reduced over all ranks."""
         self.sharded = ShardedWeights(engine, config)
         """This rank's shards of the weights under a mask, and their states."""
-        require_prepared(engine.module, config, self.sharded.prunable)
         self.weights: list[PrunableWeight] = list(self.sharded.prunable.values())
         self.coverage: Coverage = coverage(engine.module, self.weights)
         # Curvature, scores and method work on the shards; the hooks publish masks inside the optimizer's step.

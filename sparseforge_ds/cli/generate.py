@@ -197,7 +197,7 @@ def _new_tokens(args: argparse.Namespace, length: int) -> int:
     if length + args.max_new_tokens > positions:
         raise ValueError(
             f"--max_new_tokens {args.max_new_tokens}: PROMPT takes {length} of the {positions} positions of "
-            f"{args.model}; give {positions - length} or less, or shorten it"
+            f"{args.model}; give {positions - length} or less, or shorten PROMPT"
         )
     return int(args.max_new_tokens)
 

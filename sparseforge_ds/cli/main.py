@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         smaller = [f"--{flag}" for flag in flags_of_size if getattr(args, flag, None) is not None]
         larger = "take a machine with more memory" if is_on_host else "take a larger GPU"
         cure = f"lower {' or '.join(smaller)}" if smaller else getattr(args, "cure_of_memory", larger)
+        if not is_on_host and hasattr(args, "device"):
+            cure += ", or give --device cpu"
         if is_on_host:
             return _fail(f"not enough memory; free some, or {cure}")
         return _fail(f"{str(error).partition('. ')[0]}; free the GPU's memory, or {cure}")

@@ -262,7 +262,7 @@ class BlockStartConfig:
         require(0 < self.rate < float("inf"), "start.rate", self.rate, "use a finite value > 0")
         require(self.damping > 0, "start.damping", self.damping, "use a value > 0")
         # Settings that nothing would read.
-        for name in ("soft", "rate", "batch") if self.epochs == 0 else ():
+        for name in ("soft", "rate") if self.epochs == 0 else ():
             value = getattr(self, name)
             is_idle = value == getattr(type(self), name) or (name == "soft" and value == 0)
             require(is_idle, f"start.{name}", value, '"epochs": 0 trains nothing; leave one of the two out')

@@ -293,35 +293,43 @@ def require_generation_settings(tasks: LoadedTasks, settings: TaskSettings, back
     for task in tasks.by_name.values():
         if task.OUTPUT_TYPE == "generate_until":
             own = task.config.generation_kwargs or {}
-            _try_generation({"do_sample": own["do_sample"]} if "do_sample" in own else {}, of_transformers)
+            _try_generation({k: v for k, v in own.items() if k not in _SETTINGS_OF_HARNESS}, of_transformers)
 
 
-def _try_generation(own_mode: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _try_generation(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Generate a token by a model of no size, with settings as the harness passes them on.
 
     Args:
-        own_mode: the task's own `do_sample`, if it has one.
-        given: settings of `--gen_kwargs` that are transformers' own.
+        own: settings of the task itself that are transformers' own.
+        given: those of `--gen_kwargs`, which replace them.
 
     Raises:
-        ValueError: transformers refuses a setting or ignores it; the message names it.
+        ValueError: transformers refuses a given setting or ignores it; the message names it.
     """
-    fault = _fault_of_settings({**own_mode, **given})
-    if fault is None:
+    fault = _fault_of_settings({**own, **given})
+    if fault is None or _fault_of_settings(own) is not None:
         return
     # Name the setting that is refused by itself, or that the message names.
-    alone = [key for key in given if _fault_of_settings({**own_mode, key: given[key]}) is not None]
+    alone = [key for key in given if _fault_of_settings({**own, key: given[key]}) is not None]
     named = [key for key in given if f"`{key}`" in fault]
     key = next(iter([*alone, *named, ", ".join(given)]))
     raise ValueError(f"--gen_kwargs {key}: {fault.removeprefix(f'`{key}`: ')}")
+
+
+_REFUSALS = (
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError),
+    AssertionError,
+)
+"""Errors that transformers raises for settings of generation that it cannot use."""
 
 
 def _fault_of_settings(settings: Mapping[str, Any]) -> str | None:
     """Return why transformers refuses or ignores settings of generation, or None if it takes them."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
+    # A vocabulary as large as any, since settings may name its entries.
     config = LlamaConfig(
-        vocab_size=8,
+        vocab_size=2**18,
         hidden_size=4,
         intermediate_size=4,
         num_hidden_layers=1,
@@ -338,8 +346,10 @@ def _fault_of_settings(settings: Mapping[str, Any]) -> str | None:
         if not do_sample and values.get("temperature") == 0:  # the harness leaves it out
             del values["temperature"]
         GenerationConfig(**values).validate(strict=True)
-        LlamaForCausalLM(config).generate(torch.tensor([[1, 3]]), max_length=3, **values)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, ImportError) as error:
+        # Which caches work depends on the device of the real model.
+        tried = {key: value for key, value in values.items() if not key.startswith("cache_")}
+        LlamaForCausalLM(config).generate(torch.tensor([[1, 3]]), max_length=3, **tried)
+    except _REFUSALS as error:
         lines = [line.removeprefix("- ") for line in str(error).splitlines() if not line.endswith("is invalid: ")]
         return next(iter(lines), type(error).__name__)[:300]
     return None

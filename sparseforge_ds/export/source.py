@@ -166,7 +166,9 @@ def recorded_config(folder: Path, block: Any) -> SparseForgeConfig | None:
     try:
         return SparseForgeConfig.from_dict(block)
     except ValueError as error:
-        raise ValueError(f"{folder / 'sparsity.json'}: config is damaged ({error}); export again") from None
+        raise ValueError(
+            f"{folder / 'sparsity.json'}: config is damaged, or of another release ({error}); export again"
+        ) from None
 
 
 def choose_dtype(dtype: str, model_folder: Path, model_config: dict[str, Any]) -> torch.dtype:

@@ -54,6 +54,8 @@ from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
 
 _LOG = logging.getLogger(__name__)
+MOST_EMPTY_STEPS = 4
+"""Steps at the beginning of a run that may have no label to train on."""
 clear_before_training()  # at import, because TrainingArguments already start DeepSpeed, which compiles
 
 
@@ -84,6 +86,8 @@ class SparseForgeMixin(SavingMixin):
         # State of the training; `train` fills it.
         self.forge = None
         self._objective: Objective | None = None
+        self._found_labels = False
+        self._empty_steps = 0
         """Loss with a teacher."""
         self._task: Objective | None = None
         """Task loss that probes of the curvature take."""
@@ -233,6 +237,7 @@ class SparseForgeMixin(SavingMixin):
         samples = super().get_batch_samples(*args, **kwargs)
         self._step_inputs = samples[0]
         self._trained_inputs = []
+        self._require_labels(samples[1])
         return samples
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -252,11 +257,9 @@ class SparseForgeMixin(SavingMixin):
         """Run the trainer's step, which ends in the engine's, and then the forge's.
 
         Raises:
-            ValueError: no label of the first step is trained on, or a `compute_loss` of the class leaves out the one
-                here, and with it the teacher.
+            ValueError: a `compute_loss` of the class leaves out the one here, and with it the teacher.
         """
         assert self.forge is not None
-        self._require_labels(num_items_in_batch)
         if not self.forge.ready:
             self.model.train()  # as the trainer's step does; ranks share sequences in this mode only
             self.forge.start(self._start_batches())
@@ -277,18 +280,24 @@ class SparseForgeMixin(SavingMixin):
         return loss
 
     def _require_labels(self, num_items_in_batch: Any) -> None:
-        """Raise ValueError if nothing is trained on in the first step, as where answers were cut away.
+        """Raise ValueError if none of the first steps has a label to train on, as where answers were cut away.
 
-        The number of labels is that of all ranks, so that they agree.
+        With a teacher the loss is that of labels. Their number is that of all ranks, so that they agree.
         """
-        assert self.forge is not None
         is_shared = self.args.average_tokens_across_devices or self.accelerator.num_processes == 1
-        counts = self._objective is not None and num_items_in_batch is not None and is_shared
-        if counts and self.forge.step_count == 0 and int(num_items_in_batch) == 0:
-            raise ValueError(
-                "no label of the first step is trained on, all are -100: look at the template of the answers, and at "
-                "the length at which examples are cut (max_length)"
-            )
+        if self._objective is None or num_items_in_batch is None or not is_shared or self._found_labels:
+            return
+        # Until the first label is found, each step waits for the device.
+        self._found_labels = int(num_items_in_batch) > 0
+        self._empty_steps += not self._found_labels
+        cause = (
+            "all labels are -100: look at the template of the answers, and at the length at which examples are cut "
+            "(max_length)"
+        )
+        if self._empty_steps >= MOST_EMPTY_STEPS:
+            raise ValueError(f"nothing is trained on in the first {self._empty_steps} steps, {cause}")
+        if self._empty_steps == 1 and not self._found_labels:
+            _LOG.warning("nothing is trained on in the first step, %s", cause)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare inputs as the trainer does; in a training step, tell the forge the divisor of their loss.

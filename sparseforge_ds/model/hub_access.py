@@ -79,7 +79,9 @@ def find_path(name: str | Path, who: str) -> Path | None:
 def not_on_hub(who: str, error: Exception) -> ValueError:
     """Return the error for a hub id whose files neither the hub nor its cache gives."""
     unreachable = why_unreachable()
-    cause = reason(error) if unreachable is None else f"it is not in the cache, and {unreachable}"
+    # A damaged file in the cache is told as such; transformers raises OSError for one that is not there.
+    is_missing = unreachable is not None and isinstance(error, OSError)
+    cause = f"it is not in the cache, and {unreachable}" if is_missing else reason(error)
     return ValueError(
         f"{who}: no such folder, and no model that can be had from the hub ({cause}); check the name and the network, "
         "or give a folder"

@@ -9,7 +9,7 @@ learned P, from a low-rank part of the weights (`branches.decompose`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from sparseforge_ds.config.block import describe_additions
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.model.branch import add_branch, branches
 from sparseforge_ds.model.expert_modules import expert_lists, leaf_modules, sync_expert_gradients
-from sparseforge_ds.model.families import LOW_RANK, PrunableWeight
+from sparseforge_ds.model.families import LOW_RANK, PrunableWeight, prunable_weights
 from sparseforge_ds.model.family_table import SCALE
 from sparseforge_ds.model.plain_layers import plain_layers
 from sparseforge_ds.model.weight_scale import add_scales, scaled_layers
@@ -70,14 +70,9 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
     return model
 
 
-def require_prepared(model: nn.Module, config: SparseForgeConfig, prunable: Collection[str]) -> None:
-    """Reject a model whose branches or factors are not those of the config: it was prepared with another one.
-
-    Args:
-        model: of an engine.
-        config: of the forge.
-        prunable: names of the weights under a mask.
-    """
+def require_prepared(model: nn.Module, config: SparseForgeConfig) -> None:
+    """Reject a model whose branches or factors are not those of the config: it was prepared with another one."""
+    prunable = [weight.name for weight in prunable_weights(model, config)]
     low_rank = config.low_rank
     settings = None if low_rank is None else (low_rank.k, low_rank.learned)
     wanted_branches = {} if settings is None else dict.fromkeys(prunable, settings)

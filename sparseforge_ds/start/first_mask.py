@@ -206,7 +206,7 @@ def reconstruct_weight(
     except torch.linalg.LinAlgError:
         raise ValueError(
             f'mask "sparsegpt": the inputs of {weight.name} do not span its columns, and a damping of {damping:g} is '
-            'too little to make up for it; use more tokens, or "damping": '
-            f'{10 * damping:g} in a "start" with "mask": "sparsegpt"'
+            'too little to make up for it; use more tokens, or in a run "start": {"mask": "sparsegpt", "epochs": 0, '
+            f'"damping": {10 * damping:g}}}'
         ) from None
     return (updated_OI.t(), kept_OI.t()) if transposed else (updated_OI, kept_OI)

@@ -102,12 +102,6 @@ def rank_from_launcher() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def is_on_one_machine() -> bool:
-    """Return True if the launcher says that all processes run on this machine."""
-    local_size = next((os.environ[name] for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in os.environ), "1")
-    return int(local_size) == world_size_from_launcher()
-
-
 def world_size_from_launcher() -> int:
     """Return the number of processes that the launcher announces, before they have met."""
     return int(next((os.environ[name] for name in ("WORLD_SIZE", *_COUNTS) if name in os.environ), "1"))

@@ -32,7 +32,6 @@ from sparseforge_ds.train.divergence import TrainingDivergedError
 from sparseforge_ds.train.engine import build_context
 from sparseforge_ds.train.evaluation import Evaluation, open_held_out
 from sparseforge_ds.train.launcher import (
-    is_on_one_machine,
     rank_from_launcher,
     restored_environment,
     set_default_environment,
@@ -236,9 +235,9 @@ def main(
         if not arguments.dry_run:
             read_settings(arguments, world_size_from_launcher())
             set_default_environment()
-            # Without a GPU, connecting compiles for minutes. Ranks of one machine see the same files, and so agree.
-            if is_on_one_machine() and get_accelerator().device_name() == "cpu":
-                checked = make_spec(arguments, world_size_from_launcher())
+            # Without a GPU, connecting compiles for minutes. Several ranks must be connected to agree on an error.
+            if world_size_from_launcher() == 1 and get_accelerator().device_name() == "cpu":
+                checked = make_spec(arguments, 1)
     except BrokenPipeError:  # what reads our output has seen enough; the command line ends in silence
         raise
     except (ValueError, OSError) as error:

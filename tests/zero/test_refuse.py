@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_what_deepspeed_did_not_make_is_refused_by_name() -> None:
     assert messages["late"].startswith("the engine is at step 1 already") and "load_state" in messages["late"]
 
 
-def attach_to_another_preparation() -> list[str]:
+def attach_to_another_preparation(folder: str) -> list[str]:
     """Return what a forge says whose config has other branches or factors than the model was prepared with."""
     low_rank = {"low_rank": {"k": 8, "shift": False}}
     factors: dict[str, Any] = {"method": {"name": "cast", "scaling": True, "every": 2}}
@@ -115,11 +116,16 @@ def attach_to_another_preparation() -> list[str]:
             messages.append("accepted")
         except ValueError as error:
             messages.append(str(error))
+        # The refusal has left the engine alone: the right config attaches, and a checkpoint is loaded.
+        forge = sf.SparseForge(engine, Case(stage=2, config=prepared).sparseforge)
+        engine.save_checkpoint(folder, tag=str(len(messages)))
+        engine.load_checkpoint(folder, tag=str(len(messages)))
+        assert forge.step_count == 0
     return messages
 
 
-def test_a_forge_with_another_config_than_its_model_is_refused() -> None:
-    for messages in run_distributed(attach_to_another_preparation, 2):
+def test_a_forge_with_another_config_than_its_model_is_refused(tmp_path: Path) -> None:
+    for messages in run_distributed(attach_to_another_preparation, 2, str(tmp_path)):
         keys = ["low_rank"] * 3 + ["method.scaling"] * 2
         for message, key in zip(messages, keys, strict=True):
             assert message.startswith(f"sparseforge.{key}: the model was prepared with another value"), messages

@@ -762,7 +762,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "save_only_model: transformers would load the model without its low-rank" in refused["branches alone"]
     assert "has started 2 ranks, and TrainingArguments know of one" in refused["ranks"]
     assert "Hiding.compute_loss does not call super().compute_loss, so the teacher" in refused["own loss"]
-    assert "no label of the first step is trained on, all are -100" in refused["no labels"]
+    assert "nothing is trained on in the first 4 steps, all labels are -100: look at" in refused["no labels"]
     assert "train_dataset has no example" in refused["no examples"]
     assert "auto_find_batch_size" in refused["batch"]
     assert "there is no teacher" in refused["no teacher"]

@@ -139,7 +139,6 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"start": {"soft": 1.5}}, ["start.soft = 1.5", "fraction"]),
     ({"start": {"epochs": 0, "rate": 0.5}}, ["start.rate = 0.5", '"epochs": 0 trains nothing']),
     ({"start": {"epochs": 0, "soft": 0.9}}, ["start.soft = 0.9", '"epochs": 0 trains nothing']),
-    ({"start": {"epochs": 0, "batch": 4}}, ["start.batch = 4", '"epochs": 0 trains nothing']),
     ({"start": {"mask": "wanda", "damping": 0.5}}, ["start.damping = 0.5", 'mask "wanda" does not use it']),
     ({"start": {}, "method": "naive_retrain", "curvature": {"sequences": 64}}, ["sparseforge.curvature", "measured"]),
     ({"start": {}, **FROZEN, "curvature": {"decay": 0.5}}, ["sparseforge.curvature", '"start" to null']),

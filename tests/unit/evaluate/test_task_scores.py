@@ -297,11 +297,25 @@ def test_settings_of_generation_are_tried_first(
     assert f"error: --gen_kwargs {message}" in capsys.readouterr().err
 
 
+def test_a_setting_that_those_of_the_task_exclude_is_named(
+    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As gsm8k has them; do_sample alone would be good."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    own = {"until": ["."], "do_sample": False, "temperature": 0.0, "max_gen_toks": 16}
+    write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}], generation_kwargs=own)
+    command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
+    assert main([*command, "--gen_kwargs", "do_sample=true"]) == 2
+    assert "error: --gen_kwargs do_sample: `temperature` (=0.0) has to be" in capsys.readouterr().err
+
+
 def test_good_settings_of_generation_are_taken(stories: Path, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
     command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
-    for settings in ("do_sample=true,temperature=0.6,top_p=0.9,top_k=20", "num_beams=2,until=x", "temperature=0"):
+    sampling = "do_sample=true,temperature=0.6,top_p=0.9,top_k=20"
+    for settings in (sampling, "num_beams=2,until=x", "temperature=0", "forced_eos_token_id=300"):
         assert main([*command, "--gen_kwargs", settings]) == 0
 
 

@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 
 from sparseforge_ds.train.launcher import (
     free_port,
-    is_on_one_machine,
     set_default_environment,
     unlink_shared_buffers,
     world_size_from_launcher,
@@ -51,25 +50,6 @@ def test_buffers_of_deepspeed_end_with_the_run(tmp_path):
         assert other.exists()
     finally:
         other.unlink()
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, True),
-        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2"}, True),  # DeepSpeed's launcher
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, False),  # torchrun on two machines
-        ({"WORLD_SIZE": "2"}, False),  # nobody says where they are
-    ],
-)
-def test_processes_of_one_machine_are_known(
-    nowhere: pytest.MonkeyPatch, environment: dict[str, str], expected: bool
-) -> None:
-    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-        nowhere.delenv(name, raising=False)
-    for name, value in environment.items():
-        nowhere.setenv(name, value)
-    assert is_on_one_machine() == expected
 
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
