@@ -186,7 +186,7 @@ def test_what_does_not_fit_the_positions_is_said_before_weights_are_read(
     length = len(AutoTokenizer.from_pretrained(dense)("a" * 20)["input_ids"])
     for prompt, flags, message in (
         ("a" * 20, ["--max_new_tokens", "60"], f"--max_new_tokens 60: PROMPT takes {length} of the 64 positions of"),
-        ("a" * 20, ["--max_new_tokens", "60"], f"; give {64 - length} or less, or shorten it"),
+        ("a" * 20, ["--max_new_tokens", "60"], f"; give {64 - length} or less, or shorten PROMPT"),
         ("a" * 64, [], f"error: PROMPT: takes {length + 44} tokens, and {dense} has 64 positions; shorten it"),
         ("a" * 64, ["--max_new_tokens", "1"], f"error: PROMPT: takes {length + 44} tokens, and {dense} has 64"),
     ):
