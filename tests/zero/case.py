@@ -88,10 +88,8 @@ class Case:
         if method_name(block) == "sparseforge":
             block["method"] = {**SCHEDULE, **block.get("method", {})}
         # Masks that stay as a start has left them measure no curvature.
-        stays = method_name(block) == "naive_retrain" or block.get("method", {}).get("hardening") in (
-            [0, 0],
-            [0.0, 0.0],
-        )
+        hardening = block["method"].get("hardening") if isinstance(block.get("method"), dict) else None
+        stays = method_name(block) == "naive_retrain" or hardening in ([0, 0], [0.0, 0.0])
         if block.get("start") is None or not stays:
             block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
