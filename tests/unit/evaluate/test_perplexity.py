@@ -12,8 +12,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceProcessor
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig, LlamaForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate import finished_model, perplexity
@@ -385,15 +384,15 @@ def test_an_infinite_divergence_is_the_fault_of_the_model_that_excludes_a_token(
     (tmp_path / "text.txt").write_text("\n".join(DOCUMENTS))
     sound = write_model(tmp_path / "sound")
     excluding = write_model(tmp_path / "excluding")
-    logits_of = perplexity._logits
+    forward = LlamaForCausalLM.forward
 
-    def without_the_last_entry(model: Any, inputs: Any) -> Tensor:
-        logits_BSV = logits_of(model, inputs).clone()
-        if model.name_or_path == str(excluding):  # no text has this token
-            logits_BSV[..., -1] = float("-inf")
-        return logits_BSV
+    def without_the_last_entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if self.name_or_path == str(excluding):  # no text has this token
+            output.logits[..., -1] = float("-inf")
+        return output
 
-    monkeypatch.setattr(perplexity, "_logits", without_the_last_entry)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without_the_last_entry)
     text = ["--text", str(tmp_path / "text.txt"), "--seq_length", "16"]
     assert main(["evaluate", str(excluding), "--dense", str(sound), *text]) == 2
     assert f"error: {excluding}: the KL divergence is inf: " in capsys.readouterr().err
