@@ -110,3 +110,12 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real assets in {folder}; set SPARSEFORGE_ASSETS to a folder with models/ and text/")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stories(assets: Path) -> str:
+    """Folder of a real model of 260,000 weights."""
+    folder = assets / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"no model in {folder}")
+    return str(folder)

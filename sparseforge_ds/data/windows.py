@@ -60,12 +60,13 @@ class Windows(ABC):
     def summary(self, tokens: int) -> str:
         """Return the banner's line about a run that reads so many tokens."""
 
-    def prepare(self, first: int, stop: int) -> None:  # noqa: B027
+    def prepare(self, first: int, stop: int) -> None:
         """Make the windows `first` to `stop - 1` available, if they are not. Every rank calls it with the same numbers.
 
         Raises:
             AgreedError: they cannot be made, or a rank cannot see them.
         """
+        return
 
     @abstractmethod
     def window(self, sample: int) -> np.ndarray:
@@ -75,15 +76,17 @@ class Windows(ABC):
     def state(self) -> dict[str, Any]:
         """Return the key, its facts, and whatever finds a position again, as JSON types."""
 
-    def load(self, state: Mapping[str, Any], position: int) -> None:  # noqa: B027
+    def load(self, state: Mapping[str, Any], position: int) -> None:
         """Continue at `position`, from a `state()` of this or another text. Does not communicate.
 
         Raises:
             ValueError: `state` is damaged.
         """
+        return
 
-    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:  # noqa: B027
+    def stop_waiting_if(self, should_stop: Callable[[], bool]) -> None:
         """Have `prepare` raise its error while it waits for text, once `should_stop` returns True on rank 0."""
+        return
 
     @abstractmethod
     def progress(self, position: int) -> ReadProgress:

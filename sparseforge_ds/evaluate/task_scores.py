@@ -269,27 +269,27 @@ def require_generation_settings(tasks: LoadedTasks, settings: TaskSettings, back
     """Reject settings of `--gen_kwargs` that generation does not have, cannot use, or would ignore.
 
     Args:
-        tasks: the tasks, whose own settings remain where none is given.
+        tasks: the tasks, whose own settings remain where `--gen_kwargs` has none.
         settings: of the measurement.
         backend: "hf" or "vllm", whose own settings are known to it alone.
     """
-    given = dict(settings.gen_kwargs or {})
-    if aliases := sorted(_ALIASES_OF_LIMIT & given.keys()):
+    gen_kwargs = dict(settings.gen_kwargs or {})
+    if aliases := sorted(_ALIASES_OF_LIMIT & gen_kwargs.keys()):
         raise ValueError(f"--gen_kwargs {aliases[0]}: write max_gen_toks, the harness' name of that limit")
-    until = given.get("until", [])
+    until = gen_kwargs.get("until", [])
     if not all(isinstance(stop, str) and stop for stop in (until if isinstance(until, list) else [until])):
         raise ValueError(f"--gen_kwargs until: {until!r} is no text that ends an answer; write it in quotes")
     if backend != "hf":
         return
     known = GenerationConfig().to_dict().keys() | _SETTINGS_OF_HARNESS
-    for key in given:
+    for key in gen_kwargs:
         if key in _SET_BY_HARNESS:
             raise ValueError(f"--gen_kwargs {key}: the harness sets it itself; leave it out")
         if key not in known:
             similar = difflib.get_close_matches(key, known, 1)
             cure = f"did you mean {similar[0]}?" if similar else "leave it out"
             raise ValueError(f"--gen_kwargs {key}: generation has no such setting; {cure}")
-    of_transformers = {key: value for key, value in given.items() if key not in _SETTINGS_OF_HARNESS}
+    of_transformers = {key: value for key, value in gen_kwargs.items() if key not in _SETTINGS_OF_HARNESS}
     for task in tasks.by_name.values():
         if task.OUTPUT_TYPE == "generate_until":
             own = task.config.generation_kwargs or {}

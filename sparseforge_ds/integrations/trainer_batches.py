@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -18,6 +19,10 @@ from sparseforge_ds.model.distill import next_labels
 from sparseforge_ds.model.task_head import TaskHead, task_head
 from sparseforge_ds.train.objective import Objective
 from sparseforge_ds.zero.extra_passes import Closure
+
+_LOG = logging.getLogger(__name__)
+_MOST_EMPTY_STEPS = 4
+"""Steps without a label at the beginning of a run, after which it ends."""
 
 _NOT_EXTRA = ("input_ids", "labels", "shift_labels", "use_cache")
 """Inputs that have a field of their own in `MicroBatch`, or none; the rest is `MicroBatch.extra_inputs`."""
@@ -107,6 +112,33 @@ def _with_labels(inputs: dict[str, Any]) -> dict[str, Any]:
         labeled["attention_mask"] = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         trained = torch.cat([torch.zeros_like(inputs["prompt_mask"]), trained], dim=1)
     return {**labeled, "labels": labeled["input_ids"].masked_fill(trained == 0, IGNORED)}
+
+
+class LabelWatch:
+    """Watch over a run's first steps, which train on nothing where answers were cut away."""
+
+    def __init__(self) -> None:
+        self._has_seen_labels = False
+        self._empty_steps = 0
+
+    def add_step(self, labels: Any) -> None:
+        """Take the number of labels of the next step; until the first label is seen, this waits for the device.
+
+        Raises:
+            ValueError: none of the first `_MOST_EMPTY_STEPS` steps has a label.
+        """
+        if self._has_seen_labels or int(labels):
+            self._has_seen_labels = True
+            return
+        self._empty_steps += 1
+        cause = (
+            "all labels are -100: look at the template of the answers, and at the length at which examples are cut "
+            "(max_length)"
+        )
+        if self._empty_steps == _MOST_EMPTY_STEPS:
+            raise ValueError(f"nothing is trained on in the first {self._empty_steps} steps, {cause}")
+        if self._empty_steps == 1:
+            _LOG.warning("nothing is trained on in the first step, %s", cause)
 
 
 class StepBatches:

@@ -27,6 +27,7 @@ from sparseforge_ds.data.micro_batch import MicroBatch
 from sparseforge_ds.extension_locks import clear_before_training
 from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_batches import (
+    LabelWatch,
     StartBatches,
     StepBatches,
     trained_tokens,
@@ -54,8 +55,6 @@ from sparseforge_ds.train.monitoring import dial_scalars
 from sparseforge_ds.train.objective import LOSSES, Objective
 
 _LOG = logging.getLogger(__name__)
-MOST_EMPTY_STEPS = 4
-"""Steps at the beginning of a run that may have no label to train on."""
 clear_before_training()  # at import, because TrainingArguments already start DeepSpeed, which compiles
 
 
@@ -86,9 +85,8 @@ class SparseForgeMixin(SavingMixin):
         # State of the training; `train` fills it.
         self.forge = None
         self._objective: Objective | None = None
-        self._found_labels = False
-        self._empty_steps = 0
         """Loss with a teacher."""
+        self._label_watch = LabelWatch()
         self._task: Objective | None = None
         """Task loss that probes of the curvature take."""
         self._items: tuple[Any, float] = (None, 0.0)
@@ -237,7 +235,10 @@ class SparseForgeMixin(SavingMixin):
         samples = super().get_batch_samples(*args, **kwargs)
         self._step_inputs = samples[0]
         self._trained_inputs = []
-        self._require_labels(samples[1])
+        # With a teacher the loss is that of labels. Ranks that share their number agree about it.
+        is_shared = self.args.average_tokens_across_devices or self.accelerator.num_processes == 1
+        if self._objective is not None and samples[1] is not None and is_shared:
+            self._label_watch.add_step(samples[1])
         return samples
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -278,26 +279,6 @@ class SparseForgeMixin(SavingMixin):
             )
         self._updated |= self.forge.step(self._step_batches())
         return loss
-
-    def _require_labels(self, num_items_in_batch: Any) -> None:
-        """Raise ValueError if none of the first steps has a label to train on, as where answers were cut away.
-
-        With a teacher the loss is that of labels. Their number is that of all ranks, so that they agree.
-        """
-        is_shared = self.args.average_tokens_across_devices or self.accelerator.num_processes == 1
-        if self._objective is None or num_items_in_batch is None or not is_shared or self._found_labels:
-            return
-        # Until the first label is found, each step waits for the device.
-        self._found_labels = int(num_items_in_batch) > 0
-        self._empty_steps += not self._found_labels
-        cause = (
-            "all labels are -100: look at the template of the answers, and at the length at which examples are cut "
-            "(max_length)"
-        )
-        if self._empty_steps >= MOST_EMPTY_STEPS:
-            raise ValueError(f"nothing is trained on in the first {self._empty_steps} steps, {cause}")
-        if self._empty_steps == 1 and not self._found_labels:
-            _LOG.warning("nothing is trained on in the first step, %s", cause)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Prepare inputs as the trainer does; in a training step, tell the forge the divisor of their loss.

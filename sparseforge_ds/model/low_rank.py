@@ -74,16 +74,16 @@ def require_prepared(model: nn.Module, config: SparseForgeConfig) -> None:
     """Reject a model whose branches or factors are not those of the config: it was prepared with another one."""
     prunable = [weight.name for weight in prunable_weights(model, config)]
     low_rank = config.low_rank
-    settings = None if low_rank is None else (low_rank.k, low_rank.learned)
-    wanted_branches = {} if settings is None else dict.fromkeys(prunable, settings)
+    branches_by_config = {} if low_rank is None else dict.fromkeys(prunable, (low_rank.k, low_rank.learned))
+    branches_of_model = {name: (branch.k, branch.low_rank_p is not None) for name, branch in branches(model).items()}
     has_scales = config.method.name == "cast" and config.method.scaling
-    wanted_scales = set(prunable) if has_scales else set()
-    present = {name: (branch.k, branch.low_rank_p is not None) for name, branch in branches(model).items()}
-    for key, found, wanted in (
-        ("low_rank", present, wanted_branches),
-        ("method.scaling", set(scaled_layers(model)), wanted_scales),
-    ):
-        if found != wanted:
+    scales_by_config = set(prunable) if has_scales else set()
+    fits = {
+        "low_rank": branches_of_model == branches_by_config,
+        "method.scaling": set(scaled_layers(model)) == scales_by_config,
+    }
+    for key, key_fits in fits.items():
+        if not key_fits:
             raise ValueError(
                 f"sparseforge.{key}: the model was prepared with another value than that of the forge's config; give "
                 "the same config to sf.prepare, sf.param_groups and sf.SparseForge"

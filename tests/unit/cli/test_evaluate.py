@@ -15,14 +15,6 @@ from tests.sparse_folders import MODELS, ModelSource
 from tests.tiny_folders import BYTE_VOCABULARY, write_model
 
 
-@pytest.fixture(scope="module")
-def stories(assets: Path) -> str:
-    folder = assets / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip(f"no model in {folder}")
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -29,14 +29,6 @@ from tests.unit.model.test_uncovered import tiny
 DOCUMENTS = ["Once upon a time there was a cat.", "The cat sat. It was happy!", "One day a big dog came."]
 
 
-@pytest.fixture(scope="module")
-def stories(assets: Path) -> str:
-    folder = assets / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip(f"no model in {folder}")
-    return str(folder)
-
-
 def naive_nll(model: torch.nn.Module, ids: list[int], first_scored: int = 1) -> tuple[float, int]:
     """Sum over the scored tokens, one token at a time."""
     total = 0.0

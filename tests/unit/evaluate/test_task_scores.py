@@ -133,7 +133,7 @@ def test_the_suite_runs_offline_on_real_data(assets: Path, tmp_path: Path, capsy
     ],
 )
 def test_what_is_wrong_is_said_before_the_evaluation(
-    stories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
+    stories: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: list[str], message: str
 ) -> None:
     monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
     assert main(["evaluate", str(stories), "--tasks", "piqa", *flags]) == 2
@@ -156,7 +156,7 @@ def alone(model: Any, tokenizer: Any, prompt: str) -> tuple[list[int], list[int]
 
 
 def test_generated_answers_agree_with_generation_by_hand(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Accuracy, lengths, cuts, flips and KL; prompts of different lengths share batches."""
     pytest.importorskip("lm_eval")
@@ -211,7 +211,7 @@ def test_generated_answers_agree_with_generation_by_hand(
 
 
 def test_gsm8k_offline_with_examples_of_its_train_split(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Read the hub's layout by the harness' own task; the answers of five examples fit 32 tokens beside the limit."""
     pytest.importorskip("lm_eval")
@@ -248,7 +248,7 @@ def test_gsm8k_offline_with_examples_of_its_train_split(
 
 
 def test_a_limit_by_another_name_is_refused(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
@@ -281,7 +281,7 @@ def test_a_limit_by_another_name_is_refused(
     ],
 )
 def test_settings_of_generation_are_tried_first(
-    stories: Path,
+    stories: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -298,9 +298,9 @@ def test_settings_of_generation_are_tried_first(
 
 
 def test_a_setting_that_those_of_the_task_exclude_is_named(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As gsm8k has them; do_sample alone would be good."""
+    """Take gsm8k's own settings, beside which do_sample alone makes a temperature of 0."""
     pytest.importorskip("lm_eval")
     monkeypatch.setattr(finished_model, "load_model", lambda *_: pytest.fail("a model was loaded"))
     own = {"until": ["."], "do_sample": False, "temperature": 0.0, "max_gen_toks": 16}
@@ -310,7 +310,7 @@ def test_a_setting_that_those_of_the_task_exclude_is_named(
     assert "error: --gen_kwargs do_sample: `temperature` (=0.0) has to be" in capsys.readouterr().err
 
 
-def test_good_settings_of_generation_are_taken(stories: Path, tmp_path: Path) -> None:
+def test_good_settings_of_generation_are_taken(stories: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_generation_task(tmp_path, [{"opening": "Once", "ending": "."}])
     command = ["evaluate", str(stories), "--include_path", str(tmp_path), "--tasks", "openings"]
@@ -319,7 +319,7 @@ def test_good_settings_of_generation_are_taken(stories: Path, tmp_path: Path) ->
         assert main([*command, "--gen_kwargs", settings]) == 0
 
 
-def test_answers_that_a_filter_cannot_parse_are_not_the_same(stories: Path, tmp_path: Path) -> None:
+def test_answers_that_a_filter_cannot_parse_are_not_the_same(stories: str, tmp_path: Path) -> None:
     """It makes "[invalid]" of each; an item counts once, whatever filters read its answer."""
     pytest.importorskip("lm_eval")
     filters = [
@@ -345,7 +345,7 @@ def test_answers_that_a_filter_cannot_parse_are_not_the_same(stories: Path, tmp_
 
 
 def test_git_says_nothing_outside_of_a_checkout(
-    stories: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "piqa.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
@@ -372,7 +372,7 @@ def test_a_task_that_includes_one_which_runs_code_runs_code(tmp_path: Path) -> N
 
 
 def test_tasks_that_run_code_need_leave_and_are_tried_first(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
@@ -398,7 +398,7 @@ def yaml_of(text: str) -> str:
     return "".join(f"{key}: {json.dumps(value)}\n" for key, value in json.loads(text).items())
 
 
-def test_answers_belong_to_their_task_where_two_have_the_same_prompts(stories: Path, tmp_path: Path) -> None:
+def test_answers_belong_to_their_task_where_two_have_the_same_prompts(stories: str, tmp_path: Path) -> None:
     """One may give longer answers, another name its settings in another order; chrF has no formula for its error."""
     pytest.importorskip("lm_eval")
     write_generation_task(tmp_path, [{"opening": "Once upon", "ending": "."}, {"opening": "Lily and", "ending": "."}])
@@ -440,16 +440,8 @@ def test_answers_of_vllm_are_counted_too() -> None:
     assert log.take() == []
 
 
-@pytest.fixture
-def stories(assets: Path) -> Path:
-    folder = assets / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip(f"no model in {folder}")
-    return folder
-
-
 def test_what_is_measured_is_printed_where_the_dense_model_cannot_be_loaded(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     (tmp_path / "piqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -473,7 +465,7 @@ def test_what_is_measured_is_printed_where_the_dense_model_cannot_be_loaded(
 
 
 def test_answers_of_the_dense_model_are_printed_where_both_models_do_not_fit(
-    stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("lm_eval")
     write_generation_task(tmp_path, [{"opening": OPENINGS[0], "ending": "."}])
