@@ -242,8 +242,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
                 f"--one_shot {pattern}: {args.model} is measured with its adapter, which has no 2:4 weights; give "
                 "--adapter none, or leave --one_shot out"
             )
-        if args.text_field is not None:
-            require_text_field(args.text, args.text_field)
+        require_text_field(args.text, args.text_field)
         texts = {text: read_text(text, args.text_field or "text", args.limit) for text in args.text or ()}
         tokenizers = [load_tokenizer(name) for name in models]
         configs = [load_config(name, name) for name in models]

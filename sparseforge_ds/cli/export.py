@@ -160,8 +160,7 @@ def _read_text(text: str, text_field: str | None) -> list[str]:
     with large_imports():
         from sparseforge_ds.evaluate.scored_text import read_text, require_text_field
 
-    if text_field is not None:
-        require_text_field([text], text_field)
+    require_text_field([text], text_field)
     return read_text(text, text_field or "text", None)
 
 

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Permute a model, and print what the pattern keeps before and after."""
     with large_imports():
         from sparseforge_ds.config import SparseForgeConfig
+        from sparseforge_ds.evaluate.scored_text import require_text_field
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.writer import parse_size, unfinished_folder
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
@@ -83,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(
                 f"--{flag} {getattr(args, flag)}: it belongs to --text, which scores by activations; give it"
             )
+    if args.text is not None:
+        require_text_field([args.text], args.text_field)
     require_model(args.model, hub=False)
     config = SparseForgeConfig(pattern=args.pattern, exclude=tuple(args.exclude), seed=args.seed)
     settings = SearchSettings(config.parsed_pattern, args.dimensions, args.rows, config.seed)

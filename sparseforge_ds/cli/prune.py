@@ -48,7 +48,7 @@ def register(commands: Any) -> None:
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
     add("--text", required=True, help="file of text to prune on, of the kinds that `sparseforge evaluate` reads")
-    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
+    add("--text_field", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the pattern that every pruned weight gets (default: 2:4)")
     add("--mask", choices=MASKS, help="source of the first masks, see below")
     add("--soft", type=float, metavar="SHARE", help="share of a block's steps in which masks move (default: 0.4)")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
         from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
         from sparseforge_ds.evaluate.finished_model import load_tokenizer
-        from sparseforge_ds.evaluate.scored_text import text_file
+        from sparseforge_ds.evaluate.scored_text import require_text_field, text_file
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.block_by_block import PruneSettings, open_dense, prune
@@ -105,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
     require_free(args.out)
     if args.gpu is None:  # a plan for another machine needs no text
         text_file(args.text)
+        require_text_field([args.text], args.text_field)
     if args.dry_run:
         return _plan(args, config, block_start)
     require_model(args.model, hub=False)
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         args.text,
         args.tokens,
         args.seq_length,
-        args.text_field,
+        args.text_field or "text",
     )
     if args.tokens - text.numel() >= text.shape[1]:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")

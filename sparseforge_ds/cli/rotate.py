@@ -37,7 +37,7 @@ def register(commands: Any) -> None:
     add("model", metavar="MODEL", help="the dense model: a folder of safetensors")
     add("out", metavar="OUT", help="folder to write; must not exist or be empty")
     add("--text", required=True, help="calibration text: a file of any kind that training reads, or stdlib:train")
-    add("--text_field", default="text", metavar="NAME", help="field of a record that holds the text (default: text)")
+    add("--text_field", metavar="NAME", help="field of a record that holds the text (default: text)")
     add("--pattern", default="2:4", help="the n:m pattern that the model is going to have (default: 2:4)")
     add("--exclude", nargs="+", default=[], metavar="GLOB", help="weights that stay dense, as in the sparseforge block")
     add("--sequences", type=int, default=64, metavar="N", help="sequences of --text to read, at most (default: 64)")
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.config import SparseForgeConfig
         from sparseforge_ds.evaluate.calibration import calibration_windows
         from sparseforge_ds.evaluate.finished_model import load_model
+        from sparseforge_ds.evaluate.scored_text import require_text_field
         from sparseforge_ds.export.model_folder import copy_other_files
         from sparseforge_ds.export.writer import parse_size, require_free, unfinished_folder
         from sparseforge_ds.extras.basis.permutation.dense_folder import DenseFolder
@@ -69,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     require_nm(config.parsed_pattern)
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
+    require_text_field([args.text], args.text_field)
     dense_config = DenseFolder(args.model).config
-    batches = calibration_windows(args.model, dense_config, args.text, args.sequences, args.seq_length, args.text_field)
+    text_field = args.text_field or "text"
+    batches = calibration_windows(args.model, dense_config, args.text, args.sequences, args.seq_length, text_field)
     print(f"{args.text}: {len(batches)} sequences of {batches[0].numel()} tokens are read")
 
     # Rotate in memory, and save like any model.

@@ -82,9 +82,9 @@ def is_wikitext2(source: str) -> bool:
     return source == WIKITEXT or source.startswith(f"{WIKITEXT}:")
 
 
-def require_text_field(texts: Iterable[str], text_field: str) -> None:
-    """Reject `--text_field` where no text has records with fields."""
-    if all(map(is_plain_text, texts)):
+def require_text_field(texts: Iterable[str], text_field: str | None) -> None:
+    """Reject a `--text_field` that was given where no text has records with fields."""
+    if text_field is not None and all(map(is_plain_text, texts)):
         raise ValueError(f"--text_field {text_field}: no --text has records, whose field it could name; leave it out")
 
 

@@ -104,7 +104,8 @@ class Pruning:
         """Return the shell command that repeats it."""
         settings = self.settings(config)
         block_start = settings["start"]
-        flags = {key: settings[key] for key in ("text", "text_field", "seq_length")}
+        flags = {key: settings[key] for key in ("text", "seq_length")}
+        flags["text_field"] = None if config.text_field == "text" else config.text_field
         flags |= {key: settings["block"].get(key) for key in ("pattern", "exclude")}
         if block_start["epochs"]:
             flags["seed"] = settings["block"]["seed"]

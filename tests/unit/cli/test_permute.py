@@ -71,6 +71,18 @@ def test_a_text_field_without_a_text_is_refused(tmp_path: Path, capsys: pytest.C
     assert "--text_field content: it belongs to --text, which scores by activations" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["prune", "permute", "rotate"])
+def test_a_text_field_of_plain_text_is_refused(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Once upon a time. " * 200)
+    words = [command, str(model), str(tmp_path / "out"), "--text", str(tmp_path / "text.txt"), "--text_field", "body"]
+    assert main(words) == 2
+    assert "--text_field body: no --text has records" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_permuted_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "dense")
     out = tmp_path / "out"

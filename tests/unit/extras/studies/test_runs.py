@@ -30,7 +30,7 @@ def test_the_grid_has_every_rate_seed_and_budget(tmp_path: Path) -> None:
     assert [pruning.name for pruning in pruned] == ["pruned-seed3-steps0", "pruned-seed0-steps0"]
     command = pruned[0].command(config, Path("out"))
     flags = "--seq_length 256 --seed 3 --mask wanda --tokens 131072 --epochs 4 --soft 0.4 --rate 0.02"
-    assert command == f"sparseforge prune {config.model} out --text {config.train_text} --text_field text {flags}"
+    assert command == f"sparseforge prune {config.model} out --text {config.train_text} {flags}"
     alone = read_comparison(write(tmp_path, one_shot={"alone": {"epochs": 0}}))
     assert [pruning.seed for pruning in prunings(alone)] == [3], "no seed changes it"
     command = prunings(alone)[0].command(alone, Path("out"))
