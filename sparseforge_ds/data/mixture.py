@@ -43,7 +43,8 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out:
 
     Raises:
         ValueError: a source or file cannot be used or comes twice; some sources have a share and others none; a
-            share is no number above 0; or `--sample_by` is given and there is no .txt file.
+            share is no number above 0; or `--sample_by` is given and there is no .txt file, or `--text_field` and there
+            are no records.
     """
     # 1. Names and shares.
     pairs = [source_and_share(value) for value in dataset]
@@ -74,7 +75,23 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out:
             f"--sample_by {options.sample_by}: it divides .txt files, and --dataset {' '.join(names)}{with_held_out} "
             f"{'has' if held_out is None else 'have'} none; leave it out"
         )
+    # 4. A flag about fields needs records that have some.
+    require_records(everything, options.text_field)
     return Mixture(sources, parts)
+
+
+def require_records(sources: Sequence[TextSource], text_field: str) -> None:
+    """Raise ValueError for a `--text_field` that no source has a record for: plain text, or the package's own."""
+    if text_field != DEFAULTS.text_field and not any(map(_has_records, sources)):
+        names = " ".join(source.name for source in sources)
+        raise ValueError(f"--text_field {text_field}: {names} has no records, whose field it could name; leave it out")
+
+
+def _has_records(source: TextSource) -> bool:
+    """Return whether a source may have records whose field is the user's to name."""
+    if source.name == EMBEDDED_TEXT:
+        return False
+    return isinstance(source, HubText) or not all(is_plain_text(path.name) for path in _paths(source))
 
 
 def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:

@@ -87,6 +87,20 @@ def test_dividing_needs_plain_text(folder):
         find_text(["a.jsonl"], lines, find_source("a.jsonl", lines))
 
 
+def test_a_field_needs_records(folder):
+    (folder / "a.txt").write_text("one\n")
+    (folder / "b.jsonl").write_text('{"body": "one"}\n')
+    body = TextOptions(text_field="body")
+    for dataset in ("a.txt", "stream:a.txt", "stdlib"):
+        with pytest.raises(ValueError, match=f"--text_field body: {dataset} has no records, .*; leave it out"):
+            find_text([dataset], body)
+    with pytest.raises(ValueError, match="--text_field body: a.txt stdlib has no records"):
+        find_text(["a.txt"], body, find_source("stdlib", body))
+    for dataset in (["b.jsonl", "a.txt"], ["owner/name", "stdlib"]):
+        find_text(dataset, body)
+    find_text(["a.txt"], body, find_source("b.jsonl", body))
+
+
 @pytest.mark.parametrize("prefix", ["", "stream:"])
 def test_a_text_that_is_too_large_for_one_document_is_refused_at_once(folder, prefix):
     for size, name in ((2**24, "fits.txt"), (2**24 + 1, "large.txt")):

@@ -244,6 +244,7 @@ def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
         ({"batch_size": 0}, "--batch_size 0: use an integer >= 1"),
         ({"text": "none.jsonl"}, "none.jsonl: no such file or folder"),
         ({"text": "pipe.jsonl"}, "pipe.jsonl: is a pipe or a device; write its text into a file"),
+        ({"text": "plain.txt", "text_field": "body"}, "plain.txt has no records, whose field it could name; leave it"),
     ],
 )
 def test_wrong_flags_are_refused(
@@ -258,6 +259,7 @@ def test_wrong_flags_are_refused(
     os.mkfifo(tmp_path / "pipe.jsonl")
     write_model(tmp_path / "model")
     write_text(tmp_path / "text.jsonl")
+    (tmp_path / "plain.txt").write_text("one\n")
     if "text" in flags:
         flags = {**flags, "text": tmp_path / flags["text"]}
     assert main(command(tmp_path, "logits", **flags)) == 2
