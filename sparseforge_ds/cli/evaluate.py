@@ -219,12 +219,12 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         from sparseforge_ds.evaluate.perplexity import require_same_tokens
         from sparseforge_ds.evaluate.scored_text import documents_belong_together, read_text, require_text_field
         from sparseforge_ds.evaluate.task_scores import require_positions
-        from sparseforge_ds.mask.pattern import parse_pattern
+        from sparseforge_ds.mask.pattern import parse_pattern, require_removing
         from sparseforge_ds.model.any_family import any_family
         from sparseforge_ds.model.registration import load_config
 
     # Load everything; errors are agreed among the ranks.
-    pattern = None if args.one_shot is None else parse_pattern(args.one_shot)
+    pattern = None if args.one_shot is None else require_removing(parse_pattern(args.one_shot))
     if args.any_family and pattern is None:
         raise ValueError("--any_family: it says what --one_shot prunes; give that too, or leave it out")
 

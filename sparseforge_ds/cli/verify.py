@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.export.unused import describe_unused
         from sparseforge_ds.export.verification import check_folder
         from sparseforge_ds.export.workers import require_workers
-        from sparseforge_ds.mask.pattern import parse_pattern
+        from sparseforge_ds.mask.pattern import parse_pattern, require_removing
 
     require_workers(args.workers)
-    pattern = None if args.pattern is None else parse_pattern(args.pattern)
+    pattern = None if args.pattern is None else require_removing(parse_pattern(args.pattern))
     report = check_folder(args.model, pattern, args.workers, args.exclude)
     _print_table(report)
     if report.unused:

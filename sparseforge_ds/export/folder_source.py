@@ -44,7 +44,7 @@ from sparseforge_ds.export.source import (
 )
 from sparseforge_ds.export.stored import StoredWeights, listed_weights, reads_as
 from sparseforge_ds.export.verification import check_folder
-from sparseforge_ds.mask.pattern import NM, parse_pattern
+from sparseforge_ds.mask.pattern import NM, parse_pattern, require_removing
 from sparseforge_ds.model.branch import branch_rank
 from sparseforge_ds.model.families import BRANCH, LOW_RANK
 from sparseforge_ds.model.stored_config import configured_dtype, is_packed_config
@@ -174,7 +174,7 @@ class FolderSource(Source):
         Raises:
             ValueError: the weights are not in the pattern, 2:4 if none is given.
         """
-        pattern = NM(2, 4) if pattern_name is None else parse_pattern(pattern_name)
+        pattern = NM(2, 4) if pattern_name is None else require_removing(parse_pattern(pattern_name))
         report = check_folder(self.folder, pattern, workers, exclude)
         if report.violations or report.missing or not report.rows:
             worst = max(report.rows, key=lambda row: row.violations, default=None)

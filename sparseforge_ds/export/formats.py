@@ -14,7 +14,7 @@ from sparseforge_ds.export.proof import prove_folder, require_provable
 from sparseforge_ds.export.source import Source, recorded_config
 from sparseforge_ds.export.workers import require_workers
 from sparseforge_ds.export.writer import parse_size, unfinished_folder
-from sparseforge_ds.mask.pattern import NM, parse_pattern
+from sparseforge_ds.mask.pattern import NM, parse_pattern, require_removing
 from sparseforge_ds.packed_format.packed_values import GRIDS, GROUP_UNIT, Grid
 
 
@@ -98,7 +98,7 @@ def check_flags(
         raise ValueError(f"--format {format!r}: use one of {', '.join(get_args(Format))}")
     parse_size(max_shard_size)
     require_workers(workers)
-    if pattern is not None and parse_pattern(pattern) != NM(2, 4) and format == "packed24":
+    if pattern is not None and require_removing(parse_pattern(pattern)) != NM(2, 4) and format == "packed24":
         raise ValueError(f"--pattern {pattern}: the packed24 format holds 2:4; use --format hf")
     if grid is None:
         return

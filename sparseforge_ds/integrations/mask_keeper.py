@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from sparseforge_ds.mask.pattern import Pattern, parse_pattern
+from sparseforge_ds.mask.pattern import Pattern, parse_pattern, require_removing
 from sparseforge_ds.model.family_table import FAMILIES, Row
 from sparseforge_ds.model.rules import contracting, matches, table_rule
 from sparseforge_ds.packed_format.packing import has_packed_weights
@@ -62,7 +62,7 @@ def find_zeros(model: nn.Module, pattern: str | None = None, names: str | Sequen
     # Take the first pattern that some weight is in.
     share: dict[str, float] = {}
     for text in _TRIED if pattern is None else (pattern,):
-        parsed = parse_pattern(text)
+        parsed = require_removing(parse_pattern(text))
         share = {name: _share_in_pattern(parameters[name], parsed, row) for name, row in chosen.items()}
         sparse_names = [name for name in chosen if share[name] == 1]
         if not sparse_names:

@@ -307,6 +307,8 @@ def _are_equal(block: SparseForgeConfig | dict[str, Any] | None, in_json: Any) -
     """Return True if the block that a user gives says what that of the JSON says, which may be wrong."""
     if block is None or block == in_json:
         return True
+    if not isinstance(in_json, dict):
+        return False
     config = SparseForgeConfig.from_dict(block) if isinstance(block, dict) else block
     try:
         return config == SparseForgeConfig.from_dict(in_json)

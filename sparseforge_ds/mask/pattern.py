@@ -181,6 +181,13 @@ def parse_pattern(text: str) -> Pattern:
     )
 
 
+def require_removing(pattern: Pattern) -> Pattern:
+    """Return a pattern that removes something as it is; ValueError for one like 4:4, which dense weights have."""
+    if pattern.kept_count == pattern.members:
+        raise ValueError(f"pattern {pattern} keeps everything; a pattern n:m needs n < m, for example 2:4")
+    return pattern
+
+
 def rank_in_group(group_GM: Tensor) -> Tensor:
     """Count how many members of its group beat each member; ties go to the lower index.
 

@@ -23,6 +23,7 @@ from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
 from sparseforge_ds.export.model_card import write_card
 from sparseforge_ds.export.model_folder import write_model
 from sparseforge_ds.export.writer import NO_LIMIT, require_free, unfinished_folder
+from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights
 from sparseforge_ds.model.hub_access import public_name
@@ -78,9 +79,7 @@ def open_dense(
     Raises:
         ValueError: the model or the settings cannot be used.
     """
-    pattern = settings.config.parsed_pattern
-    if pattern.kept_count == pattern.members:
-        raise ValueError(f"pattern {pattern} keeps everything, so that nothing is pruned; use n < m, for example 2:4")
+    pattern = require_removing(settings.config.parsed_pattern)
     dense = DenseModel(folder)
     config = any_family(dense.module, settings.config) if settings.any_family else settings.config
     weights = prunable_weights(dense.module, config)

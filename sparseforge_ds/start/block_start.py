@@ -58,6 +58,7 @@ def check_blocks(model: nn.Module, weights: Collection[PrunableWeight], config: 
                 f'{weight.name} ({type(layer).__name__}) has not; use "wanda", or keep it dense with "exclude": '
                 f'["{weight.name}"]'
             )
+    mask_for(block_start, list(weights), config.parsed_pattern)  # refuses settings that do not fit these weights
     decoder_blocks(model, list(weights))
 
 

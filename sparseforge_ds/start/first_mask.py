@@ -32,18 +32,22 @@ def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], patt
     """Return the kind of mask of a model or a block: `settings.mask`, or the default for its weights.
 
     Raises:
-        ValueError: these weights, or this pattern, cannot have such a mask.
+        ValueError: these weights, or this pattern, cannot have such a mask, or it does not use `settings.damping`.
     """
     fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
     default: BlockStartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "wanda"
     kind = settings.mask or default
-    if kind == "sparsegpt" and fused is not None:
+    cause = f"{fused} is of fused experts" if fused is not None else f"pattern {pattern} is not n:m"
+    if kind == "sparsegpt" and default != "sparsegpt":
         raise ValueError(
-            f'start.mask "sparsegpt" needs the inputs of a linear layer for every weight, which {fused} of fused '
-            'experts has not; use "wanda" or "magnitude"'
+            f'start.mask "sparsegpt" (--mask of prune) needs an n:m pattern and the inputs of a linear layer for every '
+            f'weight, and {cause}; use "wanda" or "magnitude"'
         )
-    if kind == "sparsegpt" and not isinstance(pattern, NM):
-        raise ValueError(f'start.mask "sparsegpt" needs an n:m pattern, not {pattern}; use "wanda" or "magnitude"')
+    if kind == "wanda" and settings.mask is None and settings.damping != BlockStartConfig.damping:
+        raise ValueError(
+            f"start.damping = {settings.damping:g}: the first masks are Wanda's here, which do not use it, because "
+            f"{cause}; leave it out"
+        )
     return kind
 
 

@@ -15,6 +15,7 @@ from sparseforge_ds.export.free_memory import free_memory
 from sparseforge_ds.extras.planner.block_rates import assumed_rates, measured_rates
 from sparseforge_ds.extras.planner.machine import GIB, GPUS
 from sparseforge_ds.extras.planner.prune_work import PruneWork
+from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.architecture import share_of_experts
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, folder_of_blocks
@@ -141,6 +142,7 @@ def plan_prune(
     Raises:
         ValueError: the model or the settings cannot be used, or the streams fit nowhere.
     """
+    pattern = require_removing(config.parsed_pattern)
     # The largest block stands for all of them.
     weights = prunable_weights(model, config)
     blocks = decoder_blocks(model, weights)
@@ -155,8 +157,8 @@ def plan_prune(
         other_elements=of_body - sum(sizes.values()),
         total_elements=sum(p.numel() for p in model.parameters()),
         hidden=int(model.config.get_text_config().hidden_size),
-        pattern=config.parsed_pattern,
-        block_start=replace(block_start, mask=mask_for(block_start, weights, config.parsed_pattern)),
+        pattern=pattern,
+        block_start=replace(block_start, mask=mask_for(block_start, weights, pattern)),
         dtype=dtype,
         sequences=shape[0],
         seq_length=shape[1],

@@ -9,6 +9,7 @@ import pytest
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.model import registration
+from tests.tiny_folders import write_model
 
 COMMANDS = {
     "evaluate": ["--text", "stdlib:heldout"],
@@ -43,6 +44,22 @@ def test_every_command_refuses_a_name_that_is_no_model(
         assert main([command, model, *COMMANDS[command]]) == 2
         output = capsys.readouterr()
         assert message in output.err and output.err.count("\n") == 1 and "tokenizer" not in output.err, output.err
+
+
+@pytest.mark.parametrize("command", ["prune", "prune --dry_run", "permute", "rotate", "evaluate", "verify", "export"])
+def test_every_command_refuses_a_pattern_that_removes_nothing(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *more = command.split()
+    flag = "--one_shot" if name == "evaluate" else "--pattern"
+    more += [] if name in ("evaluate", "verify") else [str(tmp_path / "out")]
+    more += [] if name in ("verify", "export") else ["--text", "stdlib:heldout"]
+    model = str(write_model(tmp_path / "model"))
+    capsys.readouterr()
+    assert main([name, model, *more, flag, "4:4"]) == 2
+    output = capsys.readouterr()
+    assert output.err == "error: pattern 4:4 keeps everything; a pattern n:m needs n < m, for example 2:4\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--dense"), ("bench", "--against")])

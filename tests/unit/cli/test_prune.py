@@ -284,7 +284,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "--rate 0.5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--rate", "0.5")
     assert "--seed 5: --epochs 0 trains nothing; leave one of the two out" in error("--epochs", "0", "--seed", "5")
     assert "unknown pattern" in error("--pattern", "2of4")
-    assert '"sparsegpt" needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
+    assert '"sparsegpt" (--mask of prune) needs an n:m pattern' in error("--pattern", "block16", "--mask", "sparsegpt")
     assert "--device tpu9" in error("--device", "tpu9")
     assert "--device meta: use cpu, or cuda with a GPU" in error("--device", "meta")
     assert "no such folder" in error(model=tmp_path / "nothing")
@@ -316,7 +316,7 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert f"error: {few}: its tokenizer gives token 256, the model has 60 embeddings" in error(model=few)
     # A mask that needs the inputs of single layers.
     mixture = write_model(tmp_path / "mixture", _model("mixtral"))
-    assert 'fused experts has not; use "wanda"' in error("--mask", "sparsegpt", model=mixture)
+    assert 'is of fused experts; use "wanda"' in error("--mask", "sparsegpt", model=mixture)
     assert not (tmp_path / "out.part").exists()
     # A folder that is there already, and a model that is sparse.
     assert main(["prune", str(folder), str(out), "--text", str(text), *_QUICK, "--epochs", "0"]) == 0

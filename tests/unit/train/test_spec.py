@@ -338,6 +338,18 @@ def test_the_length_of_a_run_is_judged_once_it_is_known(arguments) -> None:
     assert make_spec(arguments(content, max_steps=20_000), world_size=2).config.resolved_schedule.freeze_step == 4000
 
 
+def test_a_damping_that_the_first_masks_do_not_use_is_refused(arguments) -> None:
+    """Masks of tiles are Wanda's where the start names none."""
+    content = deepspeed_json()
+    content["sparseforge"] |= {"pattern": "block16", "start": {"damping": 0.1}}
+    with pytest.raises(
+        ValueError, match=r"start.damping = 0.1: the first masks are Wanda's here.*block16:0.5 is not n:m"
+    ):
+        make_spec(arguments(content), world_size=2)
+    content["sparseforge"]["start"] = {}
+    assert make_spec(arguments(content), world_size=2).config.start is not None
+
+
 @pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
 def test_a_text_without_a_byte_is_refused_and_an_empty_shard_is_not(tmp_path: Path, flag: str) -> None:
     model = find_model("stdlib_llama", "--model")

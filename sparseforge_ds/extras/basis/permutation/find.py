@@ -21,7 +21,7 @@ from sparseforge_ds.config.run_state import SparseWeight
 from sparseforge_ds.extras.basis.permutation.channels import Axis, Dimension, dimensions
 from sparseforge_ds.extras.basis.permutation.order_search import best_order, kept_score
 from sparseforge_ds.extras.basis.permutation.record import Permutation
-from sparseforge_ds.mask.pattern import NM, Pattern
+from sparseforge_ds.mask.pattern import NM, Pattern, require_removing
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,16 @@ class SearchSettings:
     """Maximum of outputs, over the weights that read a dimension, that are scored; of more, a sample is taken."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, NM):
+            raise ValueError(
+                f"permute: {self.pattern} is no n:m pattern, and only there do channels share groups; use one like 2:4"
+            )
+        require_removing(self.pattern)
+
 
 def check_pattern(pattern: Pattern, by_name: Mapping[str, Dimension], weights: Iterable[SparseWeight]) -> None:
     """Raise ValueError unless every group of the pattern lies within one block of channels."""
-    if not isinstance(pattern, NM):
-        raise ValueError(
-            f"permute: {pattern} is no n:m pattern, and only there do channels share groups; use one like 2:4"
-        )
     axes = {weight.name: weight.input_axis for weight in weights}
     for dimension in by_name.values():
         read = any(axes.get(axis.tensor) == axis.axis for axis in dimension.axes)

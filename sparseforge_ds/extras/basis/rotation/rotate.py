@@ -16,7 +16,7 @@ from sparseforge_ds.extras.basis.rotation.moments import measure_moments
 from sparseforge_ds.extras.basis.rotation.rotation_search import RotationSearch
 from sparseforge_ds.extras.basis.rotation.stream import RESIDUAL, find_stream, untie
 from sparseforge_ds.extras.basis.rotation.transform import rotate_model, rotations_sha256
-from sparseforge_ds.mask.pattern import NM, Pattern
+from sparseforge_ds.mask.pattern import NM, Pattern, require_removing
 from sparseforge_ds.model.basis import FORMAT
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.sound_weights import first_not_finite
@@ -26,9 +26,10 @@ _KL = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.flo
 
 
 def require_nm(pattern: Pattern) -> NM:
-    """Return an n:m pattern as it is, and raise ValueError for any other: the search needs groups of inputs."""
+    """Return an n:m pattern that removes something as it is; ValueError for any other: the search needs its groups."""
     if not isinstance(pattern, NM):
         raise ValueError(f"rotate: {pattern} is no n:m pattern, and the search needs one; use one like 2:4")
+    require_removing(pattern)
     return pattern
 
 

@@ -69,7 +69,10 @@ def test_peft_is_missed_before_hours_of_training(
             {"methods": {"ours": OURS, "cast": {"method": "cast"}}},
             "methods.cast with 40 steps: .*has no weight scaling",
         ),
-        ({"one_shot": {"once": {"mask": "sparsegpt"}}}, 'one_shot.once: start.mask "sparsegpt" needs the inputs'),
+        (
+            {"one_shot": {"once": {"mask": "sparsegpt"}}},
+            r'one_shot.once: start.mask "sparsegpt" .--mask of prune. needs',
+        ),
         ({"one_shot": {"once": {}}, "train_text": "owner/set"}, "one_shot.once: .*owner/set"),
         (
             {"methods": {"ours": {**OURS, "flags": {"teacher": "nothing"}}}},
