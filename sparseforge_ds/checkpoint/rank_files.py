@@ -25,6 +25,11 @@ class RankFiles:
     def __init__(self, folder: Path) -> None:
         files = list_files(folder)
         self.folder = files.folder
+        if (self.folder / "zero").is_dir():
+            raise ValueError(
+                f"{folder}: is a universal checkpoint of DeepSpeed; give the one that it was made from, which goes on "
+                "at any stage and on any number of ranks as it is"
+            )
         self.model = [PtFile(file) for file in files.model]
         self.optimizer = [PtFile(file) for file in files.optimizer]
         self._flats: dict[int, RankPartitions] = {}

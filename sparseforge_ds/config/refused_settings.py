@@ -92,6 +92,16 @@ def refused_setting(config: DeepSpeedConfig) -> str | None:
             "zero_quantized_weights: a quantised gather need not keep exact zeros; set it to false",
         ),
         (
+            bool(zero.zero_quantized_nontrainable_weights),
+            "zero_quantized_nontrainable_weights: checkpoints and starts read weights, and not the codes that stand in "
+            "their place; set it to false",
+        ),
+        (
+            bool(config.data_efficiency_enabled),
+            "data_efficiency: a resumed run would begin its sampling and its token dropping anew, since what "
+            "DeepSpeed saves of them is not read; remove it",
+        ),
+        (
             config.tensor_parallel_config.autotp_size > 1,
             f"tensor_parallel.autotp_size = {config.tensor_parallel_config.autotp_size}: layers cut by tensor "
             "parallelism are not supported; remove it",

@@ -48,8 +48,15 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         The same object.
 
     Raises:
-        ValueError: a branch for a routed expert; a model that was prepared before; the errors of `prunable_weights`.
+        ValueError: a branch for a routed expert; a model that was prepared or compiled before; the errors of
+            `prunable_weights`.
     """
+    compiled = next((name for name, module in model.named_modules() if hasattr(module, "_orig_mod")), None)
+    if compiled is not None:
+        raise ValueError(
+            f"{compiled or type(model).__name__} is compiled already, under names that no checkpoint or export has; "
+            "prepare the model as it is, and compile it after deepspeed.initialize, by engine.compile()"
+        )
     if not any(parameter.is_meta for parameter in model.parameters()):  # a model on meta is planned, not trained
         clear_before_training()
     # Experts first: their gradients and gathers do not depend on the method.

@@ -126,7 +126,7 @@ def _newest(save_dir: Path) -> Path | None:
 def _resolve_checkpoint(load_dir: Path, tag: str | None) -> Path:
     """Return the checkpoint folder that DeepSpeed would load."""
     if tag is not None:
-        return load_dir / tag
+        return load_dir / str(tag)  # DeepSpeed takes numbers too
     return read_pointer(load_dir / "latest") if (load_dir / "latest").is_file() else load_dir
 
 

@@ -617,6 +617,9 @@ def refusals() -> dict[str, str]:
     engine._config.zero_config.zero_quantized_weights = True
     messages["quantized"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
     engine = build_engine(cases["fine"])
+    engine._config.data_efficiency_enabled = True
+    messages["data"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
+    engine = build_engine(cases["fine"])
     engine.basic_optimizer.param_groups[0]["use_muon"] = True
     messages["muon"] = message_of(lambda: sf.SparseForge(engine, cases["fine"].sparseforge))
     return messages
@@ -626,6 +629,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     messages = run_distributed(refusals, 1)[0]
     for name, words in {
         "quantized": ["zero_quantized_weights", "set it to false"],
+        "data": ["data_efficiency", "remove it"],
         "unmanaged": ["managed_gradient_accumulation", "set it to true"],
         "autocast": ["torch_autocast", "bf16"],
         "unscaled": ["fp16 at ZeRO stage 0", '"loss_scale": 1'],

@@ -118,8 +118,9 @@ def attach_to_another_preparation(folder: str) -> list[str]:
             messages.append(str(error))
         # The refusal has left the engine alone: the right config attaches, and a checkpoint is loaded.
         forge = sf.SparseForge(engine, Case(stage=2, config=prepared).sparseforge)
-        engine.save_checkpoint(folder, tag=str(len(messages)))
-        engine.load_checkpoint(folder, tag=str(len(messages)))
+        tag: Any = len(messages)  # DeepSpeed takes any tag that is a name
+        engine.save_checkpoint(folder, tag=tag)
+        engine.load_checkpoint(folder, tag=tag)
         assert forge.step_count == 0
     return messages
 

@@ -16,6 +16,7 @@ from sparseforge_ds.checkpoint.folder import (
     read_json_object,
 )
 from sparseforge_ds.checkpoint.manifest import fingerprint
+from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.checkpoint.tensors import TensorFolder
 
 IN_PLACE: dict[str, Callable[[Path], object]] = {
@@ -83,6 +84,13 @@ def test_a_file_in_the_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
         find_checkpoint(tmp_path / "file")
     with pytest.raises(ValueError, match="none: no such folder; give"):
         find_checkpoint(tmp_path / "none")
+
+
+def test_a_universal_checkpoint_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="is a universal checkpoint of DeepSpeed; give the one that it was made from"):
+        Checkpoint(tmp_path)
 
 
 def test_links_to_the_folders_of_a_run_are_followed(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     (ZERO, {"stage": 1, "offload_param": {"device": "cpu"}}, ["offload_param works from ZeRO stage 3 on", "is 1"]),
     (ZERO, {"stage": 0, "offload_optimizer": {"device": "cpu"}}, ["offload_optimizer works from ZeRO stage 1 on"]),
     (f"{ZERO}/zero_quantized_weights", True, ["zero_quantized_weights", "set it to false"]),
+    (f"{ZERO}/zero_quantized_nontrainable_weights", True, ["not the codes that stand in", "set it to false"]),
     ("tensor_parallel", {"autotp_size": 2}, ["tensor_parallel.autotp_size = 2", "remove it"]),
     ("sequence_parallel_size", 2.5, ["sequence_parallel_size = 2.5", "expected an integer"]),
     ("compile", {"deepcompile": True}, ["compile.deepcompile", "set it to false"]),

@@ -116,6 +116,15 @@ def test_only_what_is_masked_has_a_branch() -> None:
     assert list(branches(model)) == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)]
 
 
+def test_a_compiled_model_is_refused() -> None:
+    """Its names are of no checkpoint and no export, whether all of it is compiled or a part."""
+    for model, name in ((torch.compile(tiny_llama()), "OptimizedModule"), (tiny_llama(), "model.layers.1")):
+        if name == "model.layers.1":
+            model.model.layers[1] = torch.compile(model.model.layers[1])
+        with pytest.raises(ValueError, match=rf"^{name} is compiled already, .* by engine.compile\(\)"):
+            prepare(model, SparseForgeConfig())
+
+
 def test_without_low_rank_nothing_happens() -> None:
     model = tiny_llama()
     layer = model.model.layers[0].mlp.up_proj
