@@ -88,7 +88,8 @@ def _check_start(config: SparseForgeConfig) -> None:
     if config.soft is None and config.importance not in (_default(config, "importance"), block_start.mask):
         raise ValueError(
             f'sparseforge.importance = "{config.importance}": the mask of a start is chosen by start.mask = '
-            f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null'
+            f'{json.dumps(block_start.mask)}; leave it out, or set "start" to null. Where a preset has set it, '
+            f'"importance": "{_default(config, "importance")}" takes it back'
         )
     # 2. Masks that stay measure no curvature.
     default = CurvatureConfig(**config.method.starts_from.get("curvature", {}))

@@ -126,7 +126,8 @@ class SparseForgeMixin(SavingMixin):
         """Train as the trainer does, once, and make the masks final.
 
         Raises:
-            ValueError: it was called before, or there is no such checkpoint.
+            ValueError: it was called before, there is no such checkpoint, or a start would take the examples of a
+                train set that can be read once.
             ForgeError: all steps are done, and masks are not frozen.
             DivergedError: weights are infinite or NaN; the message names the checkpoint to go back to.
         """
@@ -136,6 +137,12 @@ class SparseForgeMixin(SavingMixin):
                 "resume_from_checkpoint to go on where this one is"
             )
         self._resumed = intact_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        if self._config.block_start is not None and not self._resumed and self._is_set_read_once:
+            key, cure = ("importance", '"fisher"') if self._config.start is None else ("start", "null")
+            raise ValueError(
+                f"sparseforge.{key} reads examples of train_dataset before the first step, and training would miss "
+                f'them: this set can be read once; give one whose iter() begins anew, or set "{key}" to {cure}'
+            )
         result = super().train(self._resumed, *args, **kwargs)
         # A trainer may stop early, by a callback or its own limits.
         assert self.forge is not None
@@ -356,7 +363,11 @@ class SparseForgeMixin(SavingMixin):
         return max(1, int(trained)) / self.get_sp_size()
 
     def _start_batches(self) -> StartBatches | StepBatches:
-        """Return the text of a start; the step's own where nothing probes, or the set cannot be read beside it."""
+        """Return the batches that `forge.start` reads.
+
+        They are examples of the train set. Where no block is trained, and the set cannot be read beside the trainer's
+        loader, they are those of the first step.
+        """
         block_start = self._config.block_start
         if self._task is None or (block_start is None and not self._has_plain_examples):
             return self._step_batches()
@@ -365,10 +376,14 @@ class SparseForgeMixin(SavingMixin):
     @property
     def _has_plain_examples(self) -> bool:
         """True if the trainer's loader collates examples of its set as they are, and the set can be read once more."""
-        examples = self.train_dataset
-        is_read_once = examples is None or (isinstance(examples, Iterator) and iter(examples) is examples)
         is_own_loader = type(self).get_train_dataloader is Trainer.get_train_dataloader
-        return is_own_loader and not is_read_once and self.get_sp_size() == 1
+        can_be_read = self.train_dataset is not None and not self._is_set_read_once
+        return is_own_loader and can_be_read and self.get_sp_size() == 1
+
+    @property
+    def _is_set_read_once(self) -> bool:
+        """True if reading the train set takes its examples away, as from a generator."""
+        return isinstance(self.train_dataset, Iterator) and iter(self.train_dataset) is self.train_dataset
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)

@@ -21,6 +21,7 @@ from deepspeed import DeepSpeedEngine
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     BatchEncoding,
@@ -599,6 +600,19 @@ def test_a_generation_config_is_refused_where_a_save_would_refuse_it(tmp_path: P
     model.save_pretrained(tmp_path)
 
 
+class ReadOnce(IterableDataset):
+    """A train set whose examples are gone once they are read."""
+
+    def __init__(self) -> None:
+        self._examples = iter(rows(12 * STEPS))
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return self
+
+    def __next__(self) -> dict[str, list[int]]:
+        return next(self._examples)
+
+
 def refusals(root: Path, trained: Any) -> Any:
     """Yield (name, message) of each misuse."""
     from sparseforge_ds.integrations.transformers import SparseForgeTrainer
@@ -678,9 +692,14 @@ def refusals(root: Path, trained: Any) -> Any:
         SparseForgeTrainer(model=student, args=again(), sparseforge=same)
         assert not warnings, "the same block in another form"
         SparseForgeTrainer(model=student, args=again(), sparseforge={"importance": "magnitude"})
+        SparseForgeTrainer(model=student, args=again(deepspeed={**config, "sparseforge": True}), sparseforge=same)
+    assert len(warnings) == (2 if torch.distributed.get_rank() == 0 else 0), "a block that is none is another block"
     yield "two blocks", " ".join(warnings)
     # What shows when training begins.
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
+    started = deepspeed_json(2, method="naive_retrain", start={})
+    stream = trainer_of(root / "once", started, 2, train_dataset=ReadOnce(), max_steps=STEPS)
+    yield "read once", said(stream.train)
     lost = trainer_of(root / "lost", deepspeed_json(2), 2)
     lost.model.model.norm.weight.data[3] = torch.nan
     yield "not finite", said(lost.train)
@@ -769,6 +788,7 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "sparseforge.distillation is null" in refused["no distillation"]
     assert "patern" in refused["key"]
     assert 'no "sparseforge" block' in refused["block"]
+    assert "sparseforge.start reads examples of train_dataset before the first step, and" in refused["read once"]
     assert f"update_every = 100 is not valid: masks are frozen at step 2 of {STEPS}" in refused["length"]
     assert "trains on DeepSpeed" in refused["deepspeed"]
 
