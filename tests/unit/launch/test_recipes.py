@@ -48,6 +48,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         tool.parent.mkdir(exist_ok=True)
         tool.write_text(
             f'#!/bin/bash\n[ "$1" = show ] && {{ echo first; echo second; exit; }}\n'
+            f'case "$2" in *flag_names*) exec {sys.executable} "$@" ;; esac\n'  # reads names, and starts nothing
             f'printf "%s\\0" "{name}" "$@" >>{commands}; echo >>{commands}\n'
             f'eval "${{DOES_{name}:-}}"\n'
             f'exit "${{EXIT_{name}:-0}}"\n'
@@ -61,7 +62,12 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process = subprocess.run(
             ["bash", *line.split()],
             cwd=cwd,
-            env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
+            env={
+                **clean,
+                "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -137,7 +143,29 @@ def test_flags_of_the_user_win(bash):
     assert commands[0][2:4] == ["--model", "/opt"] and commands[3][4] == "/opt"
 
 
-@pytest.mark.parametrize("flag", ["--model x", "--output_dir x", "--output-dir=x"])
+@pytest.mark.parametrize("alias", ["--dataset_name own.jsonl", "--train-file=own.jsonl", "--data_path own.jsonl"])
+def test_a_text_by_another_trainers_name_is_not_mixed_with_that_of_the_recipe(bash, alias):
+    _, commands, _ = bash(f"launch/gpt2.sh small {alias} --dry_run")
+    assert parse_arguments(commands[0][2:]).dataset == ["own.jsonl"]
+
+
+@pytest.mark.parametrize("flag", ["--epochs 2", "--num_train_epochs=2"])
+def test_epochs_take_the_place_of_the_recipes_own_steps(bash, flag):
+    code, commands, errors = bash(f"launch/llama2_7b.sh 5B --dataset own.jsonl {flag}")
+    assert code == 0, errors
+    arguments = parse_arguments(commands[0][2:])
+    assert (arguments.epochs, arguments.max_steps) == (2, None)
+    # Steps that the user gives as well are another length.
+    code, commands, errors = bash(f"launch/llama2_7b.sh 5B {flag}", STEPS="7")
+    assert (code, commands) == (2, []) and errors == "llama2_7b: give STEPS or --epochs, not both\n"
+    _, commands, _ = bash(f"launch/llama2_7b.sh 5B {flag} --max_steps 7")
+    with pytest.raises(ValueError, match="without --max_steps, which is 7; give one of them"):
+        parse_arguments(commands[0][2:])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model x", "--output_dir x", "--output-dir=x", "--model_name_or_path x", "--base-model=x"]
+)
 def test_what_the_rest_of_a_recipe_needs_too_is_no_flag(bash, flag):
     code, commands, errors = bash(f"launch/qwen3_8b.sh {flag}")
     assert (code, commands) == (2, [])
