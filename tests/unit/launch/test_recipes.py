@@ -223,7 +223,7 @@ def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
     assert "64 x 1024 tokens = 1 a rank x 1 accumulated x 64 ranks" in text
 
 
-def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
+def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash, tmp_path):
     job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "8"}
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job)
     assert code == 0
@@ -234,6 +234,13 @@ def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job, EXIT_srun="143")
     assert code == 143
     assert commands[-1] == ["scontrol", "requeue", "77"] and len(commands) == 2
+    # No job's port is one that the kernel may have given to somebody.
+    for number in (12767, 19999, 4_000_000_000):
+        job["SLURM_JOB_ID"] = str(number)
+        assert (
+            bash("launch/slurm.sh launch/gpt2.sh large", **job, DOES_srun=f"echo $MASTER_PORT >{tmp_path}/port")[0] == 0
+        )
+        assert 20_000 <= int((tmp_path / "port").read_text()) < 32_768
     rank = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
     assert bash("launch/slurm.sh --rank launch/train.py --x", **rank)[1] == [["python", "launch/train.py", "--x"]]
 
@@ -307,7 +314,7 @@ def test_the_comparison_of_fixed_masks_trains_and_checks(bash, tmp_path):
     code, commands, errors = bash(f"{line} org/model text.jsonl {own}/text.jsonl", cwd=own, DOES_python=broken)
     assert code == 1 and errors.splitlines()[-1] == "not 2:4"
     train = next(command for command in commands if command[0] == "deepspeed")
-    assert train[1:3] == ["--num_gpus", "4"]
+    assert train[1:5] == ["--num_gpus", "4", "--master_port", "6"], "a port that Python has found free"
     for flag, value in (("--model", "org/model"), ("--dataset", f"{own}/text.jsonl")):
         assert train[train.index(flag) + 1] == value
 
