@@ -13,9 +13,10 @@
 #   MODEL      the dense model, a folder or hub id (default: the recipe's)
 #   DATASET    --dataset of training, like "allenai/dolmino-mix-1124:flan=0.3 allenai/c4:en=0.7" (default allenai/c4:en)
 #   STEPS      --max_steps (default: the recipe's; --epochs takes its place)
-#   CONFIG     another DeepSpeed JSON than the recipe's
+#   CONFIG     another DeepSpeed JSON than the recipe's, or the name of one in ds_configs, like zero2
 #   OUTPUT     run folder, seen by all machines (default runs/NAME); the sparse model lies beside it, as OUTPUT_2to4
 #   LAUNCHER   what starts the ranks instead of deepspeed (slurm.sh sets it)
+# Paths in these and in flags are seen from the checkout, that of HOSTFILE from the folder where the recipe is called.
 # It does not install: run `source launch/install.sh` once on every machine, or have .venv on a shared disk.
 
 name="$(basename "$0" .sh)"

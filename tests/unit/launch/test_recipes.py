@@ -284,10 +284,41 @@ def test_the_hostfile_of_an_ablation_is_that_of_where_it_is_called(bash, tmp_pat
     assert code == 0, errors
 
 
-def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
-    command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
+def with_block(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "launch/with_block.py", *words]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1 and process.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
+    return process.returncode, process.stderr
+
+
+def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
+    code, errors = with_block("ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}')
+    assert code == 1 and errors.startswith("error: ") and not (tmp_path / "x.json").exists()
+
+
+def test_a_block_is_put_into_any_json_that_the_launcher_takes(bash, tmp_path):
+    """CONFIG of an ablation as that of its recipe: a name in the package."""
+    out = tmp_path / "run.json"
+    _, commands, _ = bash("launch/llama2_ablations.sh magnitude", CONFIG="zero1", OUTPUT=str(tmp_path / "run"))
+    assert commands[0][:2] == ["python", "launch/with_block.py"]
+    assert with_block(*commands[0][2:]) == (0, "")
+    content = json.loads(out.read_text())
+    assert content["zero_optimization"]["stage"] == 1 and content["sparseforge"]["importance"] == "magnitude"
+    out.unlink()
+    for name, text, message in (
+        ("twice", '{"sparseforge": {}, "sparseforge": {}}', 'key "sparseforge" comes twice in one object'),
+        ("list", "[]", 'not a JSON object with an object "sparseforge"; give a DeepSpeed JSON'),
+        ("number", '{"sparseforge": 3}', 'not a JSON object with an object "sparseforge"; give a DeepSpeed JSON'),
+        ("broken", '{"sparseforge": {},}', "no comma may stand before"),
+    ):
+        base = tmp_path / f"{name}.json"
+        base.write_text(text)
+        code, errors = with_block(str(base), str(out), "{}")
+        assert code == 1 and errors.startswith(f"error: {base}: ") and message in errors
+    code, errors = with_block("zero3", str(out), "[]")
+    assert code == 1 and errors.startswith("error: KEYS: not a JSON object")
+    code, errors = with_block("zero9", str(out), "{}")
+    assert code == 1 and errors.startswith("error: zero9: no such file; give a path, or the name of a configuration")
+    assert not out.exists()
 
 
 def test_the_readme_has_the_same_numbers():
