@@ -42,6 +42,8 @@ from sparseforge_ds.evaluate.scored_text import read_documents
 # M neighbours.
 
 Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads")
+"""Flags of a model that is made anew."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -140,6 +142,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"this script needs torch 2.9 or newer for torch.optim.Muon; found {torch.__version__}")
     if args.experts is not None and (args.continue_from is None or args.experts < 2):
         parser.error(f"--experts {args.experts} needs --continue_from, and 2 or more")
+    # Flags that nothing reads in this run, with what they need.
+    needs = {} if args.experts is not None else {"expert_learning_rate": "--experts"}
+    if args.continue_from is not None:
+        needs |= dict.fromkeys(_SIZES, "a new model: --continue_from has sizes of its own")
+    for name, needed in needs.items():
+        if (value := getattr(args, name)) != parser.get_default(name):
+            parser.error(f"--{name} {value} needs {needed}")
     if args.hold_back == 1:
         parser.error("--hold_back 1 leaves no document to read; use 2 or more")
     for name in ("hidden_size", "intermediate_size"):
