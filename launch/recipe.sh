@@ -99,9 +99,9 @@ _exported() {
 
 # WikiText-2 as the papers score it: dense and sparse in one dtype, at the same length.
 perplexity() { # MODEL SEQ_LENGTH
-    local each
-    for each in "$1" "$sparse"; do
-        python -m sparseforge_ds evaluate "$each" --text wikitext2 --seq_length "$2" --dtype bfloat16
+    local scored
+    for scored in "$1" "$sparse"; do
+        python -m sparseforge_ds evaluate "$scored" --text wikitext2 --seq_length "$2" --dtype bfloat16
     done
 }
 

@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         unread = train[:: args.hold_back]
         del train[:: args.hold_back]
         for name, documents in (("read.jsonl", train), ("unread.jsonl", unread)):
-            (args.output_dir / name).write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+            (args.output_dir / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     if args.continue_from is None:
         train_tokenizer(train, args.vocab_size, args.output_dir)
         model = build_model(args)
@@ -169,7 +169,7 @@ def positive(text: str) -> int:
 
 
 def batches(train_N: Tensor, batch_size: int, sequence_length: int, seed: int) -> Iterator[Tensor]:
-    """Endless (B, T) batches; every pass cuts the stream at another offset and shuffles the sequences."""
+    """Yield (B, T) batches without end; every pass cuts the stream at another offset and shuffles the sequences."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         offset = int(torch.randint(sequence_length, (1,), generator=generator))
@@ -244,7 +244,7 @@ def save_model(model: Model, folder: Path) -> None:
 
 
 def fit(model: Model, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespace) -> float:
-    """Train in place; the seconds that it took."""
+    """Train in place, and return the seconds that it took."""
     optimizers = build_optimizers(model, args)
     source = batches(train_N, args.batch_size, args.sequence_length, args.seed)
     start = time.perf_counter()
@@ -279,7 +279,7 @@ def fit(model: Model, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespa
 
 
 def build_optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the prunable matrices, AdamW for the embedding, the routers and the norms.
+    """Build Muon for the prunable matrices, and AdamW for the embedding, the routers and the norms.
 
     Muon's orthogonal updates use every direction of a small matrix: per step it learns more than AdamW, and it leaves
     less to prune for free.
