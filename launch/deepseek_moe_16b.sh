@@ -21,8 +21,8 @@ source "$(dirname "$0")/recipe.sh"
 gpus=16
 model="${MODEL:-deepseek-ai/deepseek-moe-16b-base}"
 folders "$name"
-train --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
-    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-4768}" \
+train "${STEPS:-4768}" --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
+    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 \
     --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 4096

@@ -19,7 +19,7 @@ Row = tuple[str, str, str]
 
 
 def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
-    """(heading, label, value) of every line; an empty heading continues the one above."""
+    """Return (heading, label, value) of every line; an empty heading continues the one above."""
     dense, one_shot, sparse = (
         float(_read(reports / f"{name}.json")["perplexity"]["perplexity"]) for name in ("dense", "one_shot", "sparse")
     )
@@ -29,11 +29,11 @@ def rows(run: Path, result: Path, reports: Path, seconds: float) -> list[Row]:
     steps, length = description["config"]["max_steps"], description["run"]["seq_length"]
     coverage = description["coverage"]
     pattern = description["config"]["pattern"]
-    above = [f"{found:.3f}   ({found / dense - 1:.1%} above dense)" for found in (one_shot, sparse)]
+    with_gap = [f"{pruned:.3f}   ({pruned / dense - 1:.1%} above dense)" for pruned in (one_shot, sparse)]
     return [
         ("held-out perplexity", "dense", f"{dense:.3f}"),
-        ("", f"one-shot magnitude {pattern}", above[0]),
-        ("", f"SparseForge {pattern}", above[1]),
+        ("", f"one-shot magnitude {pattern}", with_gap[0]),
+        ("", f"SparseForge {pattern}", with_gap[1]),
         ("under a mask", "of the linear weights", percent(coverage["masked"], coverage["linear"])),
         ("", "of all parameters", percent(coverage["masked"], coverage["total"])),
         (f"{pattern} groups", "checked", f"{verify['groups']:,}"),

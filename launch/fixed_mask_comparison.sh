@@ -54,7 +54,7 @@ logged() { # command; shows the end of the log of `name` where it fails
 }
 
 train() { # name, sparseforge block (null: the shipped one), steps
-    local name=$1 block=$2
+    local name=$1 block=$2 port
     shift 2
     python -c '
 import json, sys
@@ -62,7 +62,8 @@ content = json.load(open("ds_configs/zero3.json"))
 block = json.loads(sys.argv[1])
 content["sparseforge"] = content["sparseforge"] if block is None else block
 json.dump(content, open(sys.argv[2], "w"))' "$block" "$folder/$name.ds.json"
-    logged deepspeed --num_gpus "$ranks" --master_port $((20000 + RANDOM % 20000)) launch/train.py \
+    port="$(python -c 'from sparseforge_ds.train.launcher import free_port; print(free_port())')"
+    logged deepspeed --num_gpus "$ranks" --master_port "$port" launch/train.py \
         --deepspeed "$folder/$name.ds.json" --model "$model" --dataset "$text" --seed "$seed" \
         --output_dir "$folder/$name" "$@"
     logged python -m sparseforge_ds consolidate "$folder/$name" "$folder/${name}_2to4"

@@ -29,8 +29,8 @@ hub="openai-community/gpt2-$size" paper=(--paper "gpt2-$size")
 if [ "$size" = small ]; then hub=openai-community/gpt2 paper=(); fi
 model="${MODEL:-$hub}"
 folders "${name}_$size"
-train --deepspeed "${CONFIG:-ds_configs/zero1.json}" \
-    --seq_length 1024 --global_batch 64 --micro_batch "$micro" --max_steps "${STEPS:-20000}" \
+train "${STEPS:-20000}" --deepspeed "${CONFIG:-ds_configs/zero1.json}" \
+    --seq_length 1024 --global_batch 64 --micro_batch "$micro" \
     --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 1024

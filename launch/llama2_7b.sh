@@ -32,8 +32,8 @@ esac
 budget=$1
 shift
 folders "${name}_$budget"
-train --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
-    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 --max_steps "${STEPS:-$steps}" \
+train "${STEPS:-$steps}" --deepspeed "${CONFIG:-ds_configs/zero3.json}" \
+    --document_frame both --seq_length 4096 --global_batch 64 --micro_batch 2 \
     --activation_checkpointing --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 4096

@@ -19,8 +19,8 @@ source "$(dirname "$0")/recipe.sh"
 gpus=8
 model="${MODEL:-facebook/opt-2.7b}"
 folders "$name"
-train --deepspeed "${CONFIG:-ds_configs/zero2.json}" \
-    --seq_length 2048 --global_batch 64 --micro_batch 4 --max_steps "${STEPS:-9536}" \
+train "${STEPS:-9536}" --deepspeed "${CONFIG:-ds_configs/zero2.json}" \
+    --seq_length 2048 --global_batch 64 --micro_batch 4 \
     --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 2048

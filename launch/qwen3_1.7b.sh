@@ -19,8 +19,8 @@ source "$(dirname "$0")/recipe.sh"
 gpus=8
 model="${MODEL:-Qwen/Qwen3-1.7B}"
 folders "$name"
-train --deepspeed "${CONFIG:-ds_configs/zero2.json}" \
-    --seq_length 4096 --global_batch 64 --micro_batch 4 --max_steps "${STEPS:-4768}" --activation_checkpointing \
+train "${STEPS:-4768}" --deepspeed "${CONFIG:-ds_configs/zero2.json}" \
+    --seq_length 4096 --global_batch 64 --micro_batch 4 --activation_checkpointing \
     --learning_rate 1e-4 --warmup 0.05 --min_lr_ratio 0.1 "$@"
 export_model
 perplexity "$model" 4096

@@ -30,7 +30,7 @@ if [ $# -lt 1 ] || [ -z "${SLURM_JOB_ID:-}" ]; then
 fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR="${nodes[0]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR="${nodes[0]}" MASTER_PORT=$((20000 + SLURM_JOB_ID % 12768)) # ephemeral ports begin at 32768
 # srun of Slurm 22.05 and later does not take over --cpus-per-task, and would leave every rank one core.
 cores="${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
 export LAUNCHER="srun --kill-on-bad-exit=1 $cores bash launch/slurm.sh --rank"

@@ -42,6 +42,8 @@ from sparseforge_ds.evaluate.scored_text import read_documents
 # M neighbours.
 
 Model: TypeAlias = LlamaForCausalLM | MixtralForCausalLM
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads")
+"""Flags of a model that is made anew."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         unread = train[:: args.hold_back]
         del train[:: args.hold_back]
         for name, documents in (("read.jsonl", train), ("unread.jsonl", unread)):
-            (args.output_dir / name).write_text("".join(json.dumps({"text": each}) + "\n" for each in documents))
+            (args.output_dir / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     if args.continue_from is None:
         train_tokenizer(train, args.vocab_size, args.output_dir)
         model = build_model(args)
@@ -140,6 +142,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"this script needs torch 2.9 or newer for torch.optim.Muon; found {torch.__version__}")
     if args.experts is not None and (args.continue_from is None or args.experts < 2):
         parser.error(f"--experts {args.experts} needs --continue_from, and 2 or more")
+    # Flags that nothing reads in this run, with what they need.
+    needs = {} if args.experts is not None else {"expert_learning_rate": "--experts"}
+    if args.continue_from is not None:
+        needs |= dict.fromkeys(_SIZES, "a new model: --continue_from has sizes of its own")
+    for name, needed in needs.items():
+        if (value := getattr(args, name)) != parser.get_default(name):
+            parser.error(f"--{name} {value} needs {needed}")
     if args.hold_back == 1:
         parser.error("--hold_back 1 leaves no document to read; use 2 or more")
     for name in ("hidden_size", "intermediate_size"):
@@ -160,7 +169,7 @@ def positive(text: str) -> int:
 
 
 def batches(train_N: Tensor, batch_size: int, sequence_length: int, seed: int) -> Iterator[Tensor]:
-    """Endless (B, T) batches; every pass cuts the stream at another offset and shuffles the sequences."""
+    """Yield (B, T) batches without end; every pass cuts the stream at another offset and shuffles the sequences."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         offset = int(torch.randint(sequence_length, (1,), generator=generator))
@@ -235,7 +244,7 @@ def save_model(model: Model, folder: Path) -> None:
 
 
 def fit(model: Model, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespace) -> float:
-    """Train in place; the seconds that it took."""
+    """Train in place, and return the seconds that it took."""
     optimizers = build_optimizers(model, args)
     source = batches(train_N, args.batch_size, args.sequence_length, args.seed)
     start = time.perf_counter()
@@ -270,7 +279,7 @@ def fit(model: Model, train_N: Tensor, heldout_N: Tensor, args: argparse.Namespa
 
 
 def build_optimizers(model: Model, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
-    """Muon for the prunable matrices, AdamW for the embedding, the routers and the norms.
+    """Build Muon for the prunable matrices, and AdamW for the embedding, the routers and the norms.
 
     Muon's orthogonal updates use every direction of a small matrix: per step it learns more than AdamW, and it leaves
     less to prune for free.

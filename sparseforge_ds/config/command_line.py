@@ -136,6 +136,12 @@ def parse_arguments(command_line: Sequence[str] | None = None) -> RunArguments:
     arguments = RunArguments(**values)
     if arguments.resume_other_data and not arguments.resume:
         raise ValueError("--resume_other_data is not valid: it belongs to --resume")
+    # A file may name the project of launches with trackers; a launch without any leaves it unread.
+    if "project" in vars(given_flags) and set(arguments.report_to) <= {"tensorboard", "none"}:
+        raise ValueError(
+            f"--project {arguments.project} is not valid: no tracker of --report_to has projects; leave it out, or "
+            "give one that has, like wandb or mlflow"
+        )
     return arguments
 
 

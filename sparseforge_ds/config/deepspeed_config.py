@@ -17,7 +17,7 @@ from sparseforge_ds.config.arguments import RunArguments
 from sparseforge_ds.config.batch import BATCH, SEQUENCE, batch_arithmetic, sequence_ranks
 from sparseforge_ds.config.deepspeed_keys import check_keys, without_autos
 from sparseforge_ds.config.json_file import parse_json_file
-from sparseforge_ds.config.optimizer_settings import check_optimizer, has_weight_decay
+from sparseforge_ds.config.optimizer_settings import check_optimizer, has_rates_of_muon, has_weight_decay
 from sparseforge_ds.config.refused_settings import EXPERTS_DIVIDED, refused_setting
 from sparseforge_ds.config.run_file import BLOCK, read_run_file
 from sparseforge_ds.config.shipped import configuration_file
@@ -252,6 +252,15 @@ def _fill_optimizer(filled: dict[str, Any], arguments: RunArguments, hidden_size
         "fused": fused,
     }
     added = ("lr", "weight_decay") if has_weight_decay(filled["optimizer"]["type"]) else ("lr",)
+    # Under Muon with two rates of its own nothing trains at `lr`.
+    if has_rates_of_muon(params):
+        if (rate := arguments.learning_rate) is not None:
+            raise ValueError(
+                f"--learning_rate {rate:g} has no effect: matrices train at optimizer.params.muon_lr, and all else at "
+                "adam_lr; leave the flag out, or one of these keys"
+            )
+        params.pop("lr", None)
+        del defaults["lr"]
     for name, value in defaults.items():
         if params.get(name, "auto" if name in added else None) == "auto":
             params[name] = value

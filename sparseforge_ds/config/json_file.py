@@ -21,7 +21,7 @@ def parse_json_file(path: str | Path, name: str) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ValueError(f"{name}: no such file; give the DeepSpeed JSON, for example ds_configs/zero3.json") from None
+        raise ValueError(f"{name}: no such file; give the path of a JSON file") from None
     except IsADirectoryError:
         raise ValueError(f"{name}: not a readable JSON file (it is a folder); give the file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -32,7 +32,7 @@ def parse_json_file(path: str | Path, name: str) -> Any:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Parse the text of a JSON file; the errors are those of `read_json`."""
+    """Parse the text of a JSON file; the errors are those of `parse_json_file`."""
     # Strict JSON, with a hint where people often slip.
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse, parse_int=_integer)

@@ -20,7 +20,10 @@ from sparseforge_ds.config.strict import LARGEST, LARGEST_RATE, nearest
 
 _SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Parameters of Adam that DeepSpeed uses itself, and does not pass on."""
-_NUMBERS = ("lr", "eps", "weight_decay", "momentum")
+MUON_RATES = ("muon_lr", "adam_lr")
+"""Rates of the two kinds of weights under DeepSpeed's Muon, each in place of `lr`: matrices of blocks, and the rest."""
+_RATES = ("lr", *MUON_RATES)
+_NUMBERS = (*_RATES, "eps", "weight_decay", "momentum")
 """Parameters that must be numbers >= 0."""
 _USE = 'use {"type": "AdamW", "params": {"lr": "auto"}}'
 
@@ -43,6 +46,8 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
         raise ValueError(f'optimizer.params = {json.dumps(raw_params)}: expected an object, like {{"lr": "auto"}}')
     params = without_autos(raw_params)
     _check_values(params)
+    if name.lower() == "muon":
+        _check_muon_rates(params)
     # 2. The class that DeepSpeed would take, and the names of its parameters.
     zero = content.get("zero_optimization", {})
     stage = int(zero.get("stage", 0))
@@ -69,6 +74,11 @@ def check_optimizer(content: Mapping[str, Any]) -> None:
         )
     if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
         _check_made(name, kind, params)
+
+
+def has_rates_of_muon(params: Mapping[str, Any]) -> bool:
+    """Return True if both rates of Muon are given, so that nothing trains at `lr`."""
+    return all(key in params for key in MUON_RATES)
 
 
 def has_weight_decay(name: str) -> bool:
@@ -110,7 +120,7 @@ def _check_values(params: Mapping[str, Any]) -> None:
         value = params.get(key, 0)
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise ValueError(f'optimizer.params.{key} = {json.dumps(value)}: expected a number, or "auto"')
-        most = LARGEST_RATE if key == "lr" else LARGEST
+        most = LARGEST_RATE if key in _RATES else LARGEST
         if not 0 <= value <= most:
             raise ValueError(
                 f"optimizer.params.{key} = {json.dumps(value)} is not valid: use a number >= 0, at most {most:g}"
@@ -130,6 +140,18 @@ def _check_values(params: Mapping[str, Any]) -> None:
         value = params.get(key)
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"optimizer.params.{key} = {json.dumps(value)}: expected true or false")
+
+
+def _check_muon_rates(params: Mapping[str, Any]) -> None:
+    """Refuse an `lr` that no weight trains at, and a rate of 0 for the matrices, of which `adam_lr` is a share."""
+    if "lr" in params and has_rates_of_muon(params):
+        raise ValueError(
+            f"optimizer.params.lr = {json.dumps(params['lr'])} has no effect: matrices train at muon_lr, and all else "
+            "at adam_lr; leave one of the three out"
+        )
+    key = "muon_lr" if "muon_lr" in params else "lr"
+    if params.get(key) == 0:
+        raise ValueError(f"optimizer.params.{key} = 0: no matrix would be trained; use a number > 0")
 
 
 def _check_names(name: str, kind: type, params: Mapping[str, Any]) -> None:

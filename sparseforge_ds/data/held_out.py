@@ -12,7 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT, HELD_OUT_TEXT, RunArguments
-from sparseforge_ds.data.mixture import find_source
+from sparseforge_ds.data.mixture import find_source, require_splits
 from sparseforge_ds.data.splits import find_files
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
@@ -40,7 +40,7 @@ def find_held_out(arguments: RunArguments) -> TextSource | None:
     """Return the source of `--eval_dataset`, or None without the flag. Reads no more than `find_source`.
 
     Raises:
-        ValueError: as `find_source`.
+        ValueError: as `find_source`; or `--eval_split` names a split that the one file is not of.
     """
     name = arguments.eval_dataset
     if name is None:
@@ -48,8 +48,13 @@ def find_held_out(arguments: RunArguments) -> TextSource | None:
     options = TextOptions.from_arguments(arguments, arguments.eval_split)
     with _rename_flags_in_errors():
         if name == HELD_OUT_TEXT:
-            return LocalText(name, find_files(stdlib_file("heldout")), replace(options, text_field="text"))
-        return find_source(name, options)
+            source: TextSource = LocalText(
+                name, find_files(stdlib_file("heldout")), replace(options, text_field="text")
+            )
+        else:
+            source = find_source(name, options)
+        require_splits([source], options.split, default=RunArguments.eval_split)
+        return source
 
 
 def read_held_out(

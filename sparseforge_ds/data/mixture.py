@@ -10,7 +10,7 @@ from pathlib import Path
 from sparseforge_ds.config.arguments import EMBEDDED_TEXT
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.round_robin import integer_shares
-from sparseforge_ds.data.splits import find_files
+from sparseforge_ds.data.splits import find_files, split_named_in
 from sparseforge_ds.data.stdlib_text import stdlib_file
 from sparseforge_ds.data.text_files import DEFAULTS, LocalText, TextOptions, TextSource
 from sparseforge_ds.data.text_formats import KINDS, check_size, file_kind, is_plain_text, is_readable
@@ -43,8 +43,8 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out:
 
     Raises:
         ValueError: a source or file cannot be used or comes twice; some sources have a share and others none; a
-            share is no number above 0; or `--sample_by` is given and there is no .txt file, or `--text_field` and there
-            are no records.
+            share is no number above 0; or `--sample_by` is given and there is no .txt file, `--text_field` and there
+            are no records, or `--split` and there are only files of another split.
     """
     # 1. Names and shares.
     pairs = [source_and_share(value) for value in dataset]
@@ -77,6 +77,8 @@ def find_text(dataset: Sequence[str], options: TextOptions = DEFAULTS, held_out:
         )
     # 4. A flag about fields needs records that have some.
     require_records(everything, options.text_field)
+    # 5. A flag about splits needs a source that can be divided into them.
+    require_splits(sources, options.split)
     return Mixture(sources, parts)
 
 
@@ -92,6 +94,27 @@ def _has_records(source: TextSource) -> bool:
     if source.name == EMBEDDED_TEXT:
         return False
     return isinstance(source, HubText) or not all(is_plain_text(path.name) for path in _paths(source))
+
+
+def require_splits(sources: Sequence[TextSource], split: str, default: str = DEFAULTS.split) -> None:
+    """Raise ValueError for a `--split` other than `default` where each source is a file, of another split by its name.
+
+    A file is read whatever its name says, and belongs to train where that names no split.
+    """
+    wanted = frozenset(split.split("+"))
+    if split == default or any(_may_be_of(source, wanted) for source in sources):
+        return
+    names = " ".join(source.name for source in sources)
+    raise ValueError(
+        f"--split {split}: --dataset {names} is no folder or hub id, of which it could choose files; leave it out"
+    )
+
+
+def _may_be_of(source: TextSource, wanted: frozenset[str]) -> bool:
+    """Return whether a source is a single file that its name puts into a wanted split, or anything else."""
+    if not isinstance(source, LocalText) or source.files.paths != (source.files.root,):
+        return True
+    return bool((split_named_in(source.files.root.name) or {"train"}) & wanted)
 
 
 def find_source(dataset: str, options: TextOptions = DEFAULTS) -> TextSource:

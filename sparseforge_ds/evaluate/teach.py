@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.arguments import DocumentFrame, LossOn, SampleBy
-from sparseforge_ds.data.mixture import find_source, require_records
+from sparseforge_ds.data.mixture import find_source, require_records, require_splits
 from sparseforge_ds.data.teacher_logits import TOKENS, LogitsRecord, TeacherLogits, remove_empty, remove_unsaved
 from sparseforge_ds.data.text_files import LocalText, TextOptions, TextSource
 from sparseforge_ds.data.token_cache import TokenCache, ensure_token_cache
@@ -51,6 +51,7 @@ def find_texts(
     try:
         sources = [find_source(name, TextOptions(text_field, split, sample_by, loss_on)) for name in names]
         require_records(sources, text_field)
+        require_splits(sources, split)
     except ValueError as error:
         raise ValueError(str(error).replace("--dataset", "--text")) from None
     for source in sources:

@@ -127,7 +127,7 @@ class DivergenceWatch:
         step: int,
         rate_step: int,
         lost_at: int | None = None,
-        cure: str = "lower --learning_rate or raise --warmup",
+        cure: str | None = None,
     ) -> TrainingDivergedError:
         """Make the error of a diverged run, which names the checkpoint to go back to.
 
@@ -136,8 +136,11 @@ class DivergenceWatch:
             step: the step at which it was seen.
             rate_step: the step whose learning rate the message names.
             lost_at: the first step whose weights have a loss that is not finite; None where every saved one is good.
-            cure: advice on what to change.
+            cure: advice on what to change; None for a smaller learning rate.
         """
+        if cure is None:
+            has_own_rate = "muon_lr" in self._spec.deepspeed["optimizer"]["params"]
+            cure = f"lower {'muon_lr' if has_own_rate else '--learning_rate'} or raise --warmup"
         good, newer = self._checkpoints.newest_before(sys.maxsize if lost_at is None else lost_at)
         away = f"move {', '.join(folder.name for folder in newer)} elsewhere, and " if newer else ""
         back = "start again: there is no earlier checkpoint" if good is None else f"continue from {good} with --resume"

@@ -131,8 +131,9 @@ class RunSpec:
 
     @property
     def learning_rate(self) -> LearningRate:
-        """Return the learning rate as a function of the step."""
-        peak = float(self.deepspeed["optimizer"]["params"]["lr"])
+        """Return the learning rate as a function of the step; under Muon it is that of the matrices."""
+        params = self.deepspeed["optimizer"]["params"]
+        peak = float(params["muon_lr"] if "muon_lr" in params else params["lr"])
         arguments = self.arguments
         return LearningRate(
             peak,
@@ -144,12 +145,11 @@ class RunSpec:
         )
 
     def share_of_rate(self, param_group: dict[str, Any]) -> float:
-        """Return a param group's learning rate as a share of the run's: that of `muon_lr` or `adam_lr` under Muon."""
-        params = self.deepspeed["optimizer"]["params"]
-        if "use_muon" not in param_group or not params["lr"]:
+        """Return a param group's learning rate as a share of the run's: other than 1 for Adam's part under Muon."""
+        if param_group.get("use_muon", True):
             return 1.0
-        own_rate = params.get("muon_lr" if param_group["use_muon"] else "adam_lr", params["lr"])
-        return float(own_rate) / float(params["lr"])
+        params = self.deepspeed["optimizer"]["params"]
+        return float(params["adam_lr"] if "adam_lr" in params else params["lr"]) / self.learning_rate.peak
 
 
 def settings_of(arguments: RunArguments) -> tuple[dict[str, Any], SparseForgeConfig]:

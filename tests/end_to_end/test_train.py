@@ -300,6 +300,32 @@ def test_a_fixed_mask_without_a_teacher_is_a_plain_retrain(tmp_path):
     assert not torch.equal(early, late), "the kept weights are trained"
 
 
+def test_muon_tells_the_rate_of_its_matrices_and_goes_on_at_others(tmp_path):
+    """Two rates of its own: they stand in the log and the path, and a resumed run takes new ones."""
+
+    def content(muon: float, adam: float) -> dict[str, Any]:
+        optimizer = {"type": "Muon", "params": {"muon_lr": muon, "adam_lr": adam}}
+        block = {"method": "naive_retrain", "importance": "magnitude", "max_steps": 4}
+        return {**deepspeed_json(stage=0), "optimizer": optimizer, "sparseforge": block}
+
+    def flags(content: dict[str, Any]) -> list[str]:
+        given = flags_of(tmp_path, content, save_every=2, keep_checkpoints=0, lr_scheduler_type="constant", warmup=0.03)
+        return [flag for flag in given if not flag.startswith("--learning_rate")]
+
+    run = tmp_path / "run"
+    train(*flags(content(0.02, 3e-3)), ranks=1)
+    result = json.loads((run / "result.json").read_text())
+    assert result["last_step"]["train/learning_rate"] == 0.02
+    path = result["path"]
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    train(*flags(content(0.01, 1e-3)), "--resume", ranks=1)
+    result = json.loads((run / "result.json").read_text())
+    assert result["last_step"]["train/learning_rate"] == 0.01
+    assert result["path"] == pytest.approx(path * 3 / 4)  # two steps each at 0.02 and 0.01, not four at 0.02
+    groups = states(run / "checkpoints" / "step_000004")["mp_rank_00_model_states.pt"]["optimizer"]["param_groups"]
+    assert {group["use_muon"]: group["lr"] for group in groups} == {True: 0.01, False: pytest.approx(1e-3)}
+
+
 @pytest.mark.parametrize("learned", [False, True])
 def test_runs_with_low_rank_branches_resume_bit_by_bit(tmp_path, learned):
     block = {"importance": "hutchinson", "low_rank": {"k": 12, "learned": learned}}

@@ -176,11 +176,3 @@ def test_where_it_is_not_exact_it_is_refused(results: dict[str, Any]) -> None:
     )
     assert 'steps of method "sr_ste" with Muon' in refused["sr_ste"]
     assert 'method "cast" works on the moments of Adam' in refused["cast"]
-
-
-def test_the_launcher_keeps_its_two_rates() -> None:
-    from sparseforge_ds.train.spec import RunSpec
-
-    spec = type("Spec", (), {"deepspeed": {"optimizer": {"params": {"lr": 0.02, "adam_lr": 0.003}}}})()
-    shares = [RunSpec.share_of_rate(spec, group) for group in ({"use_muon": True}, {"use_muon": False}, {})]
-    assert shares == [1.0, pytest.approx(0.15), 1.0]

@@ -196,6 +196,14 @@ def test_gpus_are_the_launchers_unless_the_run_is_dry():
         parse_arguments(["--deepspeed", "a.json", "--gpus", "8"])
 
 
+def test_a_project_needs_a_tracker_that_has_some():
+    for trackers in ("", "--report_to tensorboard", "--report_to none"):
+        with pytest.raises(ValueError, match="--project p is not valid: no tracker of --report_to has projects"):
+            parse_arguments(f"--deepspeed a.json --project p {trackers}".split())
+    line = "--deepspeed a.json --project p --report_to tensorboard mlflow"
+    assert parse_arguments(line.split()).project == "p"
+
+
 def test_other_data_is_accepted_only_when_resuming():
     line = ["--deepspeed", "a.json", "--resume_other_data"]
     with pytest.raises(ValueError, match="--resume_other_data .*it belongs to --resume"):

@@ -89,6 +89,13 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("optimizer", {"type": "Adagrad"}, ["past the step hooks", "or stage 0"]),
     ("optimizer", {"type": "OneBitAdam"}, ["OneBitAdam communicates compressed moments", "use AdamW"]),
     ("optimizer", {"type": "Muon"}, ["reduce_scatter = true: DeepSpeed's Muon", "set it to false"]),
+    (
+        "optimizer",
+        {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 0.02, "adam_lr": 1e-3}},
+        ["optimizer.params.lr = 0.001 has no effect: matrices train at muon_lr", "leave one of the three out"],
+    ),
+    ("optimizer", {"type": "Muon", "params": {"muon_lr": "0.02"}}, ['params.muon_lr = "0.02": expected a number']),
+    ("optimizer", {"type": "Muon", "params": {"muon_lr": 0, "adam_lr": 1e-3}}, ["muon_lr = 0: no matrix would be"]),
     ("optimizer", {"type": "AdamW", "legacy_fusion": True}, ['"legacy_fusion"', "remove it"]),
     ("optimizer", {"type": "AdamW", "params": None}, ["optimizer.params = null"]),
     ("optimizer", {"type": "AdamW", "params": {"fused": "auto"}}, ["FusedAdam has no", 'add "torch_adam": true']),

@@ -53,6 +53,11 @@ def test_completions_alone_are_scored_on_request(tmp_path):
         ({"eval_dataset": "nowhere.jsonl"}, "--eval_dataset nowhere.jsonl: no such file .*, or stdlib:heldout$"),
         ({"eval_dataset": "nowhere.jsonl=0.5"}, "nowhere.jsonl=0.5: no such file .*, or stdlib:heldout$"),
         ({"text_field": "body"}, "no field 'body'"),
+        ({"eval_split": "test"}, "--eval_split test: --eval_dataset .*/text.jsonl is no folder or hub id, .* leave it"),
+        (
+            {"eval_split": "test", "eval_dataset": "stdlib:heldout"},
+            "--eval_split test: --eval_dataset stdlib:heldout is no folder or hub id",
+        ),
         ({"vocabulary": 100}, "the tokenizer gives token 256"),
     ],
 )

@@ -101,6 +101,22 @@ def test_a_field_needs_records(folder):
     find_text(["a.txt"], body, find_source("b.jsonl", body))
 
 
+def test_a_split_needs_a_source_that_has_some(folder):
+    """A file is read whatever its name says; one that names the split, or train where it names none, is of it."""
+    record = '{"text": "one"}\n'
+    for name in ("validation.jsonl", "train.jsonl", "parts/dev.jsonl"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(record)
+    validation = TextOptions(split="validation")
+    for dataset in (["a.jsonl"], ["stream:a.jsonl"], ["train.jsonl"], ["a.jsonl=1", "b.jsonl=2"]):
+        with pytest.raises(ValueError, match="--split validation: --dataset .*l is no folder or hub id, of which"):
+            find_text(dataset, validation)
+    for dataset in (["validation.jsonl"], ["parts"], ["a.jsonl", "parts"], ["owner/name", "a.jsonl"]):
+        find_text(dataset, validation)
+    find_text(["a.jsonl"], TextOptions(split="train+validation"))
+    find_text(["validation.jsonl"])
+
+
 @pytest.mark.parametrize("prefix", ["", "stream:"])
 def test_a_text_that_is_too_large_for_one_document_is_refused_at_once(folder, prefix):
     for size, name in ((2**24, "fits.txt"), (2**24 + 1, "large.txt")):

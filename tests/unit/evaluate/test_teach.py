@@ -244,6 +244,7 @@ def test_a_resumed_run_refuses_logits_of_other_weights_or_of_another_dtype(
         ({"batch_size": 0}, "--batch_size 0: use an integer >= 1"),
         ({"text": "none.jsonl"}, "none.jsonl: no such file or folder"),
         ({"text": "pipe.jsonl"}, "pipe.jsonl: is a pipe or a device; write its text into a file"),
+        ({"text": "text.jsonl", "split": "test"}, "text.jsonl is no folder or hub id, of which it could choose files"),
         ({"text": "plain.txt", "text_field": "body"}, "plain.txt has no records, whose field it could name; leave it"),
     ],
 )

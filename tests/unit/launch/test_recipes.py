@@ -48,6 +48,7 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         tool.parent.mkdir(exist_ok=True)
         tool.write_text(
             f'#!/bin/bash\n[ "$1" = show ] && {{ echo first; echo second; exit; }}\n'
+            f'case "$2" in *flag_names*) exec {sys.executable} "$@" ;; esac\n'  # reads names, and starts nothing
             f'printf "%s\\0" "{name}" "$@" >>{commands}; echo >>{commands}\n'
             f'eval "${{DOES_{name}:-}}"\n'
             f'exit "${{EXIT_{name}:-0}}"\n'
@@ -61,7 +62,12 @@ def bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process = subprocess.run(
             ["bash", *line.split()],
             cwd=cwd,
-            env={**clean, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **environment},
+            env={
+                **clean,
+                "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                **environment,
+            },
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -137,7 +143,29 @@ def test_flags_of_the_user_win(bash):
     assert commands[0][2:4] == ["--model", "/opt"] and commands[3][4] == "/opt"
 
 
-@pytest.mark.parametrize("flag", ["--model x", "--output_dir x", "--output-dir=x"])
+@pytest.mark.parametrize("alias", ["--dataset_name own.jsonl", "--train-file=own.jsonl", "--data_path own.jsonl"])
+def test_a_text_by_another_trainers_name_is_not_mixed_with_that_of_the_recipe(bash, alias):
+    _, commands, _ = bash(f"launch/gpt2.sh small {alias} --dry_run")
+    assert parse_arguments(commands[0][2:]).dataset == ["own.jsonl"]
+
+
+@pytest.mark.parametrize("flag", ["--epochs 2", "--num_train_epochs=2"])
+def test_epochs_take_the_place_of_the_recipes_own_steps(bash, flag):
+    code, commands, errors = bash(f"launch/llama2_7b.sh 5B --dataset own.jsonl {flag}")
+    assert code == 0, errors
+    arguments = parse_arguments(commands[0][2:])
+    assert (arguments.epochs, arguments.max_steps) == (2, None)
+    # Steps that the user gives as well are another length.
+    code, commands, errors = bash(f"launch/llama2_7b.sh 5B {flag}", STEPS="7")
+    assert (code, commands) == (2, []) and errors == "llama2_7b: give STEPS or --epochs, not both\n"
+    _, commands, _ = bash(f"launch/llama2_7b.sh 5B {flag} --max_steps 7")
+    with pytest.raises(ValueError, match="without --max_steps, which is 7; give one of them"):
+        parse_arguments(commands[0][2:])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model x", "--output_dir x", "--output-dir=x", "--model_name_or_path x", "--base-model=x"]
+)
 def test_what_the_rest_of_a_recipe_needs_too_is_no_flag(bash, flag):
     code, commands, errors = bash(f"launch/qwen3_8b.sh {flag}")
     assert (code, commands) == (2, [])
@@ -195,7 +223,7 @@ def test_more_gpus_than_the_recipe_is_made_for(bash, capsys, monkeypatch):
     assert "64 x 1024 tokens = 1 a rank x 1 accumulated x 64 ranks" in text
 
 
-def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
+def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash, tmp_path):
     job = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_PER_TASK": "8"}
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job)
     assert code == 0
@@ -206,6 +234,13 @@ def test_slurm_starts_the_ranks_and_queues_a_stopped_run_again(bash):
     code, commands, _ = bash("launch/slurm.sh launch/gpt2.sh large", **job, EXIT_srun="143")
     assert code == 143
     assert commands[-1] == ["scontrol", "requeue", "77"] and len(commands) == 2
+    # No job's port is one that the kernel may have given to somebody.
+    for number in (12767, 19999, 4_000_000_000):
+        job["SLURM_JOB_ID"] = str(number)
+        assert (
+            bash("launch/slurm.sh launch/gpt2.sh large", **job, DOES_srun=f"echo $MASTER_PORT >{tmp_path}/port")[0] == 0
+        )
+        assert 20_000 <= int((tmp_path / "port").read_text()) < 32_768
     rank = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
     assert bash("launch/slurm.sh --rank launch/train.py --x", **rank)[1] == [["python", "launch/train.py", "--x"]]
 
@@ -249,10 +284,41 @@ def test_the_hostfile_of_an_ablation_is_that_of_where_it_is_called(bash, tmp_pat
     assert code == 0, errors
 
 
-def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
-    command = [sys.executable, "launch/with_block.py", "ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}']
+def with_block(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "launch/with_block.py", *words]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1 and process.stderr.startswith("error: ") and not (tmp_path / "x.json").exists()
+    return process.returncode, process.stderr
+
+
+def test_a_wrong_key_is_found_before_a_recipe_starts(tmp_path):
+    code, errors = with_block("ds_configs/zero3.json", str(tmp_path / "x.json"), '{"k": 1}')
+    assert code == 1 and errors.startswith("error: ") and not (tmp_path / "x.json").exists()
+
+
+def test_a_block_is_put_into_any_json_that_the_launcher_takes(bash, tmp_path):
+    """CONFIG of an ablation as that of its recipe: a name in the package."""
+    out = tmp_path / "run.json"
+    _, commands, _ = bash("launch/llama2_ablations.sh magnitude", CONFIG="zero1", OUTPUT=str(tmp_path / "run"))
+    assert commands[0][:2] == ["python", "launch/with_block.py"]
+    assert with_block(*commands[0][2:]) == (0, "")
+    content = json.loads(out.read_text())
+    assert content["zero_optimization"]["stage"] == 1 and content["sparseforge"]["importance"] == "magnitude"
+    out.unlink()
+    for name, text, message in (
+        ("twice", '{"sparseforge": {}, "sparseforge": {}}', 'key "sparseforge" comes twice in one object'),
+        ("list", "[]", 'not a JSON object with an object "sparseforge"; give a DeepSpeed JSON'),
+        ("number", '{"sparseforge": 3}', 'not a JSON object with an object "sparseforge"; give a DeepSpeed JSON'),
+        ("broken", '{"sparseforge": {},}', "no comma may stand before"),
+    ):
+        base = tmp_path / f"{name}.json"
+        base.write_text(text)
+        code, errors = with_block(str(base), str(out), "{}")
+        assert code == 1 and errors.startswith(f"error: {base}: ") and message in errors
+    code, errors = with_block("zero3", str(out), "[]")
+    assert code == 1 and errors.startswith("error: KEYS: not a JSON object")
+    code, errors = with_block("zero9", str(out), "{}")
+    assert code == 1 and errors.startswith("error: zero9: no such file; give a path, or the name of a configuration")
+    assert not out.exists()
 
 
 def test_the_readme_has_the_same_numbers():
@@ -279,7 +345,7 @@ def test_the_comparison_of_fixed_masks_trains_and_checks(bash, tmp_path):
     code, commands, errors = bash(f"{line} org/model text.jsonl {own}/text.jsonl", cwd=own, DOES_python=broken)
     assert code == 1 and errors.splitlines()[-1] == "not 2:4"
     train = next(command for command in commands if command[0] == "deepspeed")
-    assert train[1:3] == ["--num_gpus", "4"]
+    assert train[1:5] == ["--num_gpus", "4", "--master_port", "6"], "a port that Python has found free"
     for flag, value in (("--model", "org/model"), ("--dataset", f"{own}/text.jsonl")):
         assert train[train.index(flag) + 1] == value
 

@@ -47,6 +47,26 @@ def test_experts_need_a_model_that_has_their_mlps(script: ModuleType, capsys: py
     assert "--experts 4 needs --continue_from, and 2 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--continue_from x --layers 3", "--layers 3 needs a new model: --continue_from has sizes of its own"),
+        (
+            "--continue_from x --vocab_size 512",
+            "--vocab_size 512 needs a new model: --continue_from has sizes of its own",
+        ),
+        ("--expert_learning_rate 0.1", "--expert_learning_rate 0.1 needs --experts"),
+        ("--continue_from x --expert_learning_rate 0.1", "--expert_learning_rate 0.1 needs --experts"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_refused(
+    flags: str, message: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["--output_dir", "out", *flags.split()])
+    assert message in capsys.readouterr().err
+
+
 def test_what_is_held_back_is_not_read(script: ModuleType, tmp_path: Path) -> None:
     sizes = ["--hidden_size", "16", "--intermediate_size", "16", "--layers", "1", "--heads", "1", "--kv_heads", "1"]
     lengths = ["--steps", "1", "--batch_size", "1", "--sequence_length", "8", "--warmup_steps", "1"]

@@ -97,6 +97,34 @@ def test_layers_that_cannot_be_measured_are_refused_before_weights_are_read(argu
     assert spec(**everything, exclude=["backbone.layers.*.mixer.dt_proj.weight"]).coverage.dense == dense
 
 
+@pytest.mark.parametrize(
+    ("params", "muon", "adam"),
+    [
+        ({"lr": 0.02, "adam_lr": 3e-3}, 0.02, 3e-3),
+        ({"lr": 1e-3, "muon_lr": 0.02}, 0.02, 1e-3),
+        ({"muon_lr": 0.02, "adam_lr": 3e-3}, 0.02, 3e-3),
+        ({"lr": "auto", "muon_lr": 0.02, "adam_lr": 3e-3}, 0.02, 3e-3),
+        ({"lr": 0.02}, 0.02, 0.02),
+    ],
+)
+def test_the_rate_of_a_run_of_muon_is_that_of_its_matrices(arguments, params, muon, adam):
+    content = {**deepspeed_json(stage=0), "optimizer": {"type": "Muon", "params": params}}
+    spec = make_spec(arguments(content), 1)
+    assert spec.learning_rate.peak == muon and re.search(rf"rate +{muon:g} after", banner(spec, TEXT))
+    shares = [spec.share_of_rate(group) for group in ({"use_muon": True}, {"use_muon": False})]
+    assert shares == [1.0, pytest.approx(adam / muon)]
+
+
+def test_a_rate_at_which_nothing_trains_is_refused(arguments):
+    params = {"muon_lr": 0.02, "adam_lr": 3e-3}
+    content = {**deepspeed_json(stage=0), "optimizer": {"type": "Muon", "params": params}}
+    with pytest.raises(ValueError, match=r"--learning_rate 0.001 has no effect: .* leave the flag out, or"):
+        make_spec(arguments(content, learning_rate=1e-3), 1)
+    del params["muon_lr"]
+    spec = make_spec(arguments(content, learning_rate=1e-3), 1)
+    assert spec.learning_rate.peak == 1e-3 and spec.share_of_rate({"use_muon": False}) == pytest.approx(3.0)
+
+
 TEXT = "text.jsonl: 40 documents"
 
 

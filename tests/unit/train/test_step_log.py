@@ -36,7 +36,12 @@ class Run:
             forge=SimpleNamespace(metrics={}, dials=None),
             objective=SimpleNamespace(teacher=None),
             ranks=SimpleNamespace(world_size=1),
-            spec=SimpleNamespace(learning_rate=lambda step: 0.5 / (1 + step), steps=30, dtype=torch.float32),
+            spec=SimpleNamespace(
+                learning_rate=lambda step: 0.5 / (1 + step),
+                steps=30,
+                dtype=torch.float32,
+                deepspeed={"optimizer": {"params": {}}},
+            ),
         )
         self.forge = context.forge
         checkpoints: Any = SimpleNamespace(remove_old=self._tidy, newest_before=lambda step: (None, []))

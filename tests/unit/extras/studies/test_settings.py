@@ -131,7 +131,7 @@ def test_paths_are_read_from_the_folder_of_the_file(tmp_path: Path, monkeypatch:
         ({"one_shot": {"p": {"tokens": 0}}}, "one_shot.p: sparseforge.start.tokens = 0 is not valid"),
         ({"one_shot": {"p q": {}}}, "'p q' becomes the name of a folder"),
         ({"methods": {"p": {"method": "oneshot"}}}, "sparseforge.method = 'oneshot' is not valid"),
-        ({"base": "no.json"}, "base .*/no.json: no such file"),
+        ({"base": "no.json"}, "base .*/no.json: no such file; give the path of a JSON file"),
         ({"tasks": {"names": ["piqa"], "limit": 0}}, "tasks.limit = 0: use null or an integer >= 1"),
         ({"tasks": {"names": ["piqa"], "num_fewshot": -3}}, "tasks.num_fewshot = -3: use null or an integer >= 0"),
         ({"workers": 0}, "workers = 0: use an integer >= 1"),
