@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,8 @@ EXTRAS = (
 )
 """Tests that need `sparseforge_ds/extras`, and nothing else does: they have the `extras` marker."""
 
+# pytest keeps the tests whose assertions it has rewritten, and the next run collects them in two thirds of the time.
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # What a killed process has written is there without it. Only a machine that stops loses files; no test stops one.
 os.fsync = lambda _: None

@@ -17,16 +17,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.distributed import ROOT
 from tests.fuzz.cases import Case, kind_of, plan
 from tests.fuzz.inputs import write_inputs
 
 GOOD = ("refused", "reported", "same")
 """Refused with one clear error; reported as not in order by a tool that reports; the right result all the same."""
-SUMMARY = pytest.StashKey[str]()
-"""Key of the counts, which the test leaves for the end of the test run."""
 SILENCE = 60
 """Seconds without a word from a worker after which it is dead."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fuzz.campaign import SUMMARY
+SUMMARY = pytest.StashKey[str]()
+"""Key of the counts, which the test leaves for the end of the test run."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

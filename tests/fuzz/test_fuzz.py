@@ -16,6 +16,7 @@ import pytest
 
 from tests.fuzz import campaign, worker
 from tests.fuzz.cases import MUTATIONS, Case, kind_of, plan
+from tests.fuzz.conftest import SUMMARY
 from tests.fuzz.hostile_files import Payload
 from tests.fuzz.inputs import write_inputs
 from tests.fuzz.scene import Scene
@@ -37,7 +38,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damaged_inputs_give_one_clear_error_or_a_correct_result(inputs: Path, request: pytest.FixtureRequest) -> None:
     outcomes = campaign.run_cases(plan(CASES, SEED), inputs)
     assert len(outcomes) == CASES
-    request.config.stash[campaign.SUMMARY] = f"{campaign.counts(outcomes)}\n{campaign.table(outcomes)}"
+    request.config.stash[SUMMARY] = f"{campaign.counts(outcomes)}\n{campaign.table(outcomes)}"
     bad = [str(outcome) for outcome in outcomes if not outcome.good]
     assert not bad, "\n".join(bad)
     assert {outcome.case.mutation for outcome in outcomes} == set(MUTATIONS)
