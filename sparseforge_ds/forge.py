@@ -99,6 +99,8 @@ class SparseForge:
         self.method.resume()
         if self.ready and config.is_quantized(0):
             self._republish()
+        self._begun: str | None = None
+        """Name of a call that has begun to change weights or masks, until it is over."""
         self._skipped = engine.skipped_steps
         self._micro_steps = engine.micro_steps
         """The engine's count of its `step` calls, as the newest call of `step` here found it."""
@@ -140,6 +142,7 @@ class SparseForge:
         if self.ready or self.step_count:
             return
         self.method.require_start_probe(probe)
+        self._begun = "forge.start"
         if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self.sharded)
             self._republish()  # the probe that chooses the mask must see the shifted weights
@@ -148,6 +151,7 @@ class SparseForge:
         self._switch_on_branches(0)
         self._republish()
         self._release_if_due()
+        self._begun = None
 
     def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
         """Set the divisor of a loss before its backward pass, if it is not the mean over all tokens of a micro-batch.
@@ -177,9 +181,10 @@ class SparseForge:
 
         Raises:
             ValueError: an update needs a probe, and there is none.
-            ForgeError: an engine step was not followed by this call, this call by no engine step, or the curvature of
-                a weight is missing.
+            ForgeError: an engine step was not followed by this call, this call by no engine step, a call before has
+                broken off, or the curvature of a weight is missing.
         """
+        self._require_finished()
         # Return at once if no step was made: gradients still accumulate, or fp16 overflowed.
         steps_begun = self._hooks.steps_begun
         # Refuse a call without its probe before anything is counted, so that it can be repeated with one.
@@ -201,6 +206,7 @@ class SparseForge:
                 "what this run does before its first step (masks, blocks, a shift) is not done yet: call "
                 "forge.start(probe) before the first engine.step"
             )
+        self._begun = "forge.step"
         self.sharded.step += 1
         # A loop of its own may have forgotten to say how long it is; a continued run may be meant to be longer.
         is_past_end = self.step_count == self.config.max_steps + 1
@@ -221,6 +227,7 @@ class SparseForge:
             self._republish()
         self._release_if_due()
         self._listen()
+        self._begun = None
         return metrics is not None
 
     def finish(self) -> None:
@@ -264,11 +271,11 @@ class SparseForge:
     def soft_to_hard_gap(self, probe: Closure) -> float:
         """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective."""
         losses = [self._extra_passes.loss(probe)]
-        try:
-            self._republish(hard=True)
-            losses.append(self._extra_passes.loss(probe))
-        finally:
-            self._republish()
+        self._begun = "forge.soft_to_hard_gap"
+        self._republish(hard=True)
+        losses.append(self._extra_passes.loss(probe))
+        self._republish()
+        self._begun = None
         gap = (losses[1] - losses[0]).to(self.sharded.layout.device)
         return self.sharded.layout.all_reduce(gap).item() / self.sharded.layout.world_size
 
@@ -309,6 +316,7 @@ class SparseForge:
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
         self._micro_steps = -1
+        self._begun = None
         self.ready = self.step_count > 0 or not self._needs_start or self._saved.started
         self.method.resume()
         if self.sharded.quantizer is not None:
@@ -344,8 +352,17 @@ class SparseForge:
             raise ForgeError("forge.step was called before engine.step; call it after every engine.step")
         self._micro_steps = micro_steps
 
+    def _require_finished(self) -> None:
+        """Raise ForgeError if a call has broken off between two states of the weights."""
+        if self._begun is not None:
+            raise ForgeError(
+                f"{self._begun} broke off with an error, and weights or masks may be half changed; go back to a "
+                "checkpoint by engine.load_checkpoint, or begin again"
+            )
+
     def _require_followed(self) -> None:
-        """Raise ForgeError if steps of the engine were not followed by `step`."""
+        """Raise ForgeError if steps of the engine were not followed by `step`, or it has broken off."""
+        self._require_finished()
         if steps := self._hooks.steps_begun:
             raise ForgeError(
                 f"forge.step was not called after {steps} steps of the engine; call it after every engine.step"

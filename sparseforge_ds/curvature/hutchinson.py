@@ -37,23 +37,38 @@ class Hutchinson(Estimator):
         # Each probe moves the weights by +radius and -radius along one random sign vector (eq. 2).
         radii = self._radii()
         context.expert_load.begin()
-        try:
-            for batch in range(probes):
-                keys = {name: counter_key(self.seed, step, batch, name) for name in context.shards}
-                passes = batches.passes(batch)
-                for side in (1.0, -1.0):
-                    write_masters()
-                    self._displace(keys, {name: side * radius for name, radius in radii.items()})
-                    with context.counting() if side > 0 else nullcontext():
-                        applied = self._add_side(passes, keys, radii, side / probes, total)
-                    if not applied:
-                        return False
-        finally:
-            write_masters()
-            context.layout.push()
+        applied = self._add_probes(batches, step, probes, radii, total, write_masters)
+        # Put the weights back. After an error no rank may wait here for the one that has it.
+        write_masters()
+        context.layout.push()
+        if not applied:
+            return False
         # Experts are divided by the tokens that they saw on all ranks.
         context.expert_load.agree()
         context.divide(total, context.expert_load.shares)
+        return True
+
+    def _add_probes(
+        self,
+        batches: ProbeBatches,
+        step: int,
+        probes: int,
+        radii: dict[str, Tensor],
+        total: Diagonal,
+        write_masters: Callable[[], None],
+    ) -> bool:
+        """Add all probes to `total`, and leave the weights displaced; return False on an overflow."""
+        context = self.context
+        for batch in range(probes):
+            keys = {name: counter_key(self.seed, step, batch, name) for name in context.shards}
+            passes = batches.passes(batch)
+            for side in (1.0, -1.0):
+                write_masters()
+                self._displace(keys, {name: side * radius for name, radius in radii.items()})
+                with context.counting() if side > 0 else nullcontext():
+                    applied = self._add_side(passes, keys, radii, side / probes, total)
+                if not applied:
+                    return False
         return True
 
     def _displace(self, keys: dict[str, int], radii: dict[str, Tensor]) -> None:
