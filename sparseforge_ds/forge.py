@@ -27,7 +27,7 @@ from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
 from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches
 from sparseforge_ds.zero.refuse import refuse_unsupported
-from sparseforge_ds.zero.step_hooks import StepHooks
+from sparseforge_ds.zero.step_hooks import STEP_BROKE_OFF, StepHooks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -313,6 +313,7 @@ class SparseForge:
                 ranks raise it. Nothing has changed then, except if the pattern check of a frozen run fails, which comes
                 last.
         """
+        self._hooks.put_masters_back()
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
         self._micro_steps = -1
@@ -353,7 +354,9 @@ class SparseForge:
         self._micro_steps = micro_steps
 
     def _require_finished(self) -> None:
-        """Raise ForgeError if a call has broken off between two states of the weights."""
+        """Raise ForgeError if a call, or a step of the optimizer, has broken off between two states of the weights."""
+        if self._hooks.broke_off:
+            raise ForgeError(STEP_BROKE_OFF)
         if self._begun is not None:
             raise ForgeError(
                 f"{self._begun} broke off with an error, and weights or masks may be half changed; go back to a "

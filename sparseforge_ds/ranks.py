@@ -132,5 +132,10 @@ def _attempt(work: Callable[[], T]) -> tuple[Any, str | None]:
         return work(), None
     except ValueError as error:
         return None, str(error)
-    except (OSError, torch.OutOfMemoryError) as error:
+    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
         return None, f"{type(error).__name__}: {error}"
+    except RuntimeError as error:
+        # torch has no class of its own for memory of the host.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        return None, f"MemoryError: {error}"

@@ -212,7 +212,8 @@ class ShardLayout(ABC):
             shard = self.shards[name]
             copy = self._low_precision_of(shard)
             master = shard.slice_of_flat(self.flats[shard.flat].detach())
-            if not torch.equal(master.to(copy.dtype).to(copy.device), copy):
+            rounded = master.to(copy.dtype).to(copy.device)
+            if not torch.allclose(rounded, copy, rtol=0, atol=0, equal_nan=True):
                 raise RuntimeError(
                     f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "
                     f"DeepSpeed {version('deepspeed')} lays out {type(self.optimizer).__name__} in another way. "

@@ -16,6 +16,11 @@ _ELEMENTWISE = {
     *("adagrad", "deepspeedcpuadagrad", "lion", "fusedlion", "deepspeedcpulion"),
 }
 """Lower-case names of optimizers that leave a weight at 0 if its gradient and moments are 0."""
+STEP_BROKE_OFF = (
+    "the optimizer's step broke off with an error, and some weights have moved in it and others not; go back to a "
+    "checkpoint by engine.load_checkpoint, or begin again"
+)
+"""Message about a step after which a loop went on."""
 
 
 class StepMethod(Protocol):
@@ -90,7 +95,13 @@ class StepHooks:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Put W in the place of the master, and give the optimizer the gradients that the method wants."""
+        """Put W in the place of the master, and give the optimizer the gradients that the method wants.
+
+        Raises:
+            RuntimeError: an error has ended the step before in the middle.
+        """
+        if self.broke_off:
+            raise RuntimeError(STEP_BROKE_OFF)
         prunable = set(self.state.flats)
         for index, flat, param_group in self._active():
             # A probe's step passes its gradients on and changes nothing.
@@ -110,6 +121,20 @@ class StepHooks:
                         flat.grad = gradient
             elif not self.method.trains_the_rest and flat.grad is not None:
                 self._withhold_gradient(flat)
+
+    @property
+    def broke_off(self) -> bool:
+        """True if an error has ended a step in the middle, where W stands in the master's place."""
+        return bool(self._masters)
+
+    def put_masters_back(self) -> None:
+        """Put masters and gradients of a step that broke off back in their places; values are a checkpoint's to set."""
+        for index, master in self._masters.items():
+            _swap_data(self._layout.flats[index], master)
+        for flat, gradient in self._gradients:
+            flat.grad = gradient.to(flat.dtype)
+        for kept in (self._masters, self._before, self._gradients):
+            kept.clear()
 
     def _withhold_gradient(self, flat: Tensor) -> None:
         """Take a gradient from the optimizer until the step is over, so that it leaves the flat as it is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -25,6 +26,8 @@ def _agreements():
         lambda: ranks.all_or_raise(lambda: fail(0, ValueError("first"))),
         lambda: ranks.all_or_raise(lambda: fail(1, ValueError("second"))),
         lambda: ranks.all_or_raise(lambda: fail(1, torch.OutOfMemoryError("third"))),
+        lambda: ranks.all_or_raise(lambda: torch.empty(1 << 60) if ranks.rank else None),
+        lambda: ranks.all_or_raise(lambda: fail(1, MemoryError("fifth"))),
         lambda: ranks.on_first(lambda: fail(0, OSError(28, "No space left on device"))),
     ):
         try:
@@ -38,7 +41,9 @@ def _agreements():
 def test_every_rank_gets_the_same_verdict():
     first, second = run_distributed(_agreements, 2)
     rest = [{"from": 0}, "first", "on rank 1: second", "on rank 1: OutOfMemoryError: third"]
-    rest += ["OSError: [Errno 28] No space left on device", [0, 1]]
+    assert re.match(r"on rank 1: MemoryError: .*DefaultCPUAllocator: can't allocate memory", first.pop(5))
+    assert second.pop(5).startswith("on rank 1: MemoryError: ")
+    rest += ["on rank 1: MemoryError: fifth", "OSError: [Errno 28] No space left on device", [0, 1]]
     assert first == [0, *rest]
     assert second == [10, *rest]
 

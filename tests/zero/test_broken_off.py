@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import sparseforge_ds as sf
+from sparseforge_ds.sharded_weights import DivergedError
 from tests.distributed import run_distributed
-from tests.zero.case import SHORT, Case, build, probe_of, train_step
+from tests.zero.case import MODELS, SHORT, Case, build, probe_of, train_step
 from tests.zero.test_communication import counted
 
 STAGES = (1, 2, 3)
@@ -87,6 +90,64 @@ def test_nothing_is_collective_after_an_error_in_a_probe() -> None:
             assert collectives == [], name
             call = "forge.soft_to_hard_gap" if name.endswith("gap") else "forge.step"
             assert all(f"{call} broke off" in message and "load_checkpoint" in message for message in messages), name
+
+
+def loses_a_step(stage: int, folder: str) -> list[str]:
+    """Return what is said after a step whose optimizer ran out of memory; the run then goes back and on."""
+    case = Case(stage, client=True)
+    engine, forge = build(case)
+    inner = engine.basic_optimizer
+    messages = []
+
+    def train(step: int) -> None:
+        train_step(engine, case, step)
+        forge.step(probe_of(engine, case, step))
+
+    for step in range(3):
+        train(step)
+    engine.save_checkpoint(folder, tag="before")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def run_out(*_args: Any, **_kwargs: Any) -> None:
+            raise torch.OutOfMemoryError(OUT_OF_TEXT)
+
+        patch.setattr(inner, "_init_group", run_out)
+        with pytest.raises(torch.OutOfMemoryError):
+            train_step(engine, case, 3)
+    engine.optimizer.zero_grad()
+    engine.zero_grad()
+    for call in (lambda: train_step(engine, case, 4), lambda: engine.save_checkpoint(folder, tag="after")):
+        with pytest.raises(RuntimeError) as refused:
+            call()
+        messages.append(str(refused.value))
+    engine.load_checkpoint(folder, tag="before")
+    for step in range(3, 6):
+        train(step)
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_broke_off_is_not_gone_on_from(stage: int, tmp_path: Path) -> None:
+    for messages in run_distributed(loses_a_step, 2, stage, str(tmp_path)):
+        assert all("the optimizer's step broke off" in message and "load_checkpoint" in message for message in messages)
+
+
+def attaches_to_nan() -> list[str]:
+    """Return what the first check of the weights says; the NaN lies in the part of one rank."""
+    messages = []
+    for case in (Case(stage=1), Case(stage=3, dtype="bf16")):
+        model = MODELS[case.model]()
+        model.model.layers[0].mlp.down_proj.weight.data[-1, -1] = torch.nan
+        _, forge = build(case, model)
+        with pytest.raises(DivergedError) as refused:
+            forge.require_finite()
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_a_weight_that_is_nan_is_no_other_layout() -> None:
+    first, second = run_distributed(attaches_to_nan, 2)
+    assert first == second and all("down_proj.weight" in message for message in first), first
 
 
 def fails_on_one_rank(call: str) -> None:
