@@ -13,7 +13,7 @@ The numbers are those of docs/concepts/equations.md.
 | 7 | blend | `update.blend` |
 | 8 | penalty | `update.penalize` |
 | 9 | mask | `update.move`; all of 3 to 9 in order: `update.update_mask` |
-| 10 | quench | `effective_mask.effective_mask` |
+| 10 | harden | `effective_mask.effective_mask` |
 | 11 | project | `pattern.top_n` of the mask |
 | 14 | quantization | `quantization.quantized` |
 | - | schedules | `anneal.Schedule.dials` |
