@@ -244,6 +244,15 @@ class SparseForge:
                 f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
             )
         self.require_finite()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the model and of torch.compile, after an error that ends the loop. Does not communicate.
+
+        Until then the hooks that measure in the next training step stay, and what is compiled runs in eager mode.
+        `finish` calls it. It may be called more than once.
+        """
+        self.curvature.close()
 
     def require_finite(self, cure: str = "go back to a checkpoint of before, with a lower learning rate") -> None:
         """Check that weights and their optimizer states are finite. Collective, one reduction.

@@ -177,10 +177,24 @@ class RunningCurvature:
 
     @torch.no_grad()
     def take_measured(self) -> None:
-        """Take what a training step measured into the running mean, as one refresh. Collective."""
+        """Take what a training step measured into the running mean, as one refresh. Collective.
+
+        Raises:
+            ForgeError: it was closed before this step.
+        """
         self._hooks.close()
         if self._listens:
             self._take_sums()
+        elif self.weights.config.measures_in_step(self.weights.step):
+            raise ForgeError(
+                f"forge.close was called before step {self.weights.step}, so its curvature was not measured; call it "
+                "after the last step"
+            )
+
+    def close(self) -> None:
+        """Measure in no training step any more."""
+        self._hooks.close()
+        self._listens = False
 
     # -- in passes of its own -----------------------------------------------------------------------------------------
 

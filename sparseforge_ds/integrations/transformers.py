@@ -143,7 +143,11 @@ class SparseForgeMixin(SavingMixin):
                 f"sparseforge.{key} reads examples of train_dataset before the first step, and training would miss "
                 f'them: this set can be read once; give one whose iter() begins anew, or set "{key}" to {cure}'
             )
-        result = super().train(self._resumed, *args, **kwargs)
+        try:
+            result = super().train(self._resumed, *args, **kwargs)
+        finally:
+            if self.forge is not None:
+                self.forge.close()
         # A trainer may stop early, by a callback or its own limits.
         assert self.forge is not None
         self._require_finite()

@@ -131,7 +131,7 @@ def run_training(arguments: RunArguments, preemption: Preemption, checked: RunSp
         trackers.settings(_tracked_settings(spec), description, first_step)
     engine_monitor = getattr(context.engine, "monitor", None)
     monitor = Monitor(trackers, first_step, spec.steps, spec.tokens_per_step, spec.arguments.log_every, engine_monitor)
-    with contextlib.closing(monitor):
+    with contextlib.closing(monitor), contextlib.closing(context.forge):
         try:
             result = train(context, checkpoints, monitor, preemption, evaluation)
         except PreemptedError:

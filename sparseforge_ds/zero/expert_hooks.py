@@ -74,8 +74,14 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     """Call the hook twice in every backward through one of the modules while active.
 
     Without `gradients` it is called in every forward instead.
+
+    Raises:
+        ValueError: another hook of this kind is active in one of the modules.
     """
-    assert not _listeners.keys() & set(modules.values()), "two estimators listen to one model"
+    if listened := [name for name, module in modules.items() if module in _listeners]:
+        raise ValueError(
+            f"{listened[0]}: another forge measures in this model; end it by its close() before you make a new one"
+        )
     # Experts that are not in the table of functions get a forward of their own.
     replaced = [module for module in modules.values() if sees_all_tokens(module)]
     configs: dict[int, Any] = {id(m.config): m.config for m in modules.values() if m not in replaced}

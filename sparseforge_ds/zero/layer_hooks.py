@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -20,6 +20,10 @@ from torch.nn import Module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _FLEX = "flex_attention"
+_eager_mode = ExitStack()
+"""Eager mode of the process, while anything needs it."""
+_eager_users = 0
+"""Number of blocks that need it; they may end in any order."""
 
 TokenHook = Callable[[str, Tensor, Tensor], None]
 """Function of a module's name, dL/dy (T, out) and x (T, in)."""
@@ -33,12 +37,30 @@ DisplacementHook = Callable[[str, Tensor], Tensor]
 def uncompiled() -> Iterator[None]:
     """Run what torch.compile has compiled in eager mode while active, since compiled code does not see new hooks.
 
-    Flex attention stays compiled: no hook looks into it, and in eager mode it forms all scores of a layer. Without the
-    compiler loaded, which takes seconds, nothing is compiled and nothing is done.
+    Without the compiler loaded, which takes seconds, nothing is compiled and nothing is done.
     """
+    global _eager_users
     if "torch._dynamo" not in sys.modules:
         yield
         return
+    # Whoever comes first switches it on, and whoever is left last off.
+    if not _eager_users:
+        _eager_mode.enter_context(_eager())
+    _eager_users += 1
+    try:
+        yield
+    finally:
+        _eager_users -= 1
+        if not _eager_users:
+            _eager_mode.close()
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Run all but flex attention in eager mode.
+
+    No hook looks into flex attention, and in eager mode it forms all scores of a layer.
+    """
     flex = ALL_ATTENTION_FUNCTIONS[_FLEX]
 
     @wraps(flex)

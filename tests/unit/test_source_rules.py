@@ -12,8 +12,8 @@ from sparseforge_ds.transformers_internals import WHERE
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = {path: ast.parse(path.read_text()) for path in (ROOT / "sparseforge_ds").rglob("*.py")}
 TESTS = {path: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
-NAMES_OF_OTHERS = {"_config", "_model_generate", "_prepare_inputs", "_save", *WHERE}
-"""Private names that others have too: engines of DeepSpeed, models of lm_eval, trainers and modules of
+NAMES_OF_OTHERS = {"_config", "_forward_hooks", "_model_generate", "_prepare_inputs", "_save", *WHERE}
+"""Private names that others have too: modules of torch, engines of DeepSpeed, models of lm_eval, trainers and models of
 transformers."""
 PATCHES = {"delattr", "getattr", "object", "patch", "setattr"}
 """Functions that take the name of what they read, replace or remove."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.eval_frame
 import torch.distributed as dist
 
 import sparseforge_ds as sf
@@ -164,3 +165,57 @@ def fails_on_one_rank(call: str) -> None:
 def test_the_error_of_one_rank_ends_all(call: str) -> None:
     with pytest.raises(ValueError, match=OUT_OF_TEXT):
         run_distributed(fails_on_one_rank, 2, call)
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def left_behind(model: Any) -> tuple[Any, ...]:
+    """Return what measuring in a training step changes."""
+    return (
+        torch._dynamo.eval_frame._stance.stance,
+        bool(model.model.layers[0].self_attn.q_proj._forward_hooks),
+        getattr(model.config, "_experts_implementation", None),
+    )
+
+
+def begins_again(name: str) -> tuple[str, list[bool]]:
+    """Return why a second forge is refused, and whether nothing is left behind at four points of two runs."""
+    case = Case(stage=2, model=name, config={"method": SHORT, "curvature": {"source": "training", "first_probes": 1}})
+    model = sf.prepare(MODELS[name](), case.sparseforge)
+    before = left_behind(model)
+    engine, forge = build(case, model)
+    clean = [left_behind(model) == before]
+    # The loop ends here, by an error, and another one begins beside it.
+    refused = ""
+    try:
+        second = build(case, model)[1]
+        forge.close()
+        clean.append(left_behind(model) == before)
+        second.close()
+    except ValueError as error:
+        refused = str(error)
+        clean.append(left_behind(model) == before)
+        forge.close()
+    forge.close()
+    clean.append(left_behind(model) == before)
+    train_step(engine, case, 0)
+    with pytest.raises(sf.ForgeError, match=r"forge.close was called before step 1"):
+        forge.step()
+    # A whole run in the same process.
+    engine, forge = build(case, model)
+    for step in range(5):
+        train_step(engine, case, step)
+        forge.step()
+    forge.finish()
+    return refused, [*clean, left_behind(model) == before]
+
+
+def both_begin_again() -> list[tuple[str, list[bool]]]:
+    return [begins_again(name) for name in ("llama", "qwen3_moe")]
+
+
+def test_another_loop_may_begin_once_a_forge_is_closed() -> None:
+    plain, mixture = run_distributed(both_begin_again, 1)[0]
+    assert plain[1] == mixture[1] == [False, False, True, True]
+    assert plain[0] == "" and "another forge measures in this model; end it by its close()" in mixture[0]

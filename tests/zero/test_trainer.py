@@ -466,17 +466,19 @@ class Lose(TrainerCallback):
             next(more["model"].parameters()).data.view(-1)[0] = torch.nan
 
 
-def lost(folder: str) -> str:
+def lost(folder: str) -> tuple[str, int]:
+    """Return the message, and the hooks that a layer has afterwards."""
     config = deepspeed_json(0)
     trainer = trainer_of(Path(folder), config, 3, callbacks=[Lose()], save_steps=1, save_total_limit=1)
     with pytest.raises(sf.ForgeError) as refused:
         trainer.train()
-    return str(refused.value)
+    return str(refused.value), len(trainer.model.model.layers[0].mlp.up_proj._forward_hooks)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     good = tmp_path / "checkpoint-1"
-    message = run_distributed(lost, 1, str(tmp_path))[0]
+    message, hooks = run_distributed(lost, 1, str(tmp_path))[0]
+    assert hooks == 0, "the next step would have measured"
     assert "are infinite, NaN or beyond their dtype after step 2" in message
     assert f"go back to {good} by resume_from_checkpoint, with a lower learning rate" in message
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]

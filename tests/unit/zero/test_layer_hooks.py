@@ -42,6 +42,19 @@ def test_flex_attention_stays_compiled(flex: list[str]) -> None:
     assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is stored
 
 
+def test_blocks_in_eager_mode_may_end_in_any_order(flex: list[str]) -> None:
+    stored = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert stance() == "force_eager"
+    ALL_ATTENTION_FUNCTIONS["flex_attention"]()
+    second.__exit__(None, None, None)
+    assert stance() == "default" and flex == ["default"]
+    assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is stored
+
+
 def test_settings_of_the_compiler_are_made_once() -> None:
     assert fusing.compiler_settings() is fusing.compiler_settings()
 
