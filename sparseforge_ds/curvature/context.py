@@ -80,7 +80,7 @@ class EstimatorContext:
             input_first: weights that are stored as (..., in, out).
 
         Raises:
-            ValueError: the tokens of fused experts cannot be seen, because they are not those of transformers.
+            ValueError: the experts of some module cannot be hooked.
         """
         self.input_first = frozenset(input_first)
         self.extra_passes = extra_passes

@@ -133,8 +133,8 @@ class RunningCurvature:
         if probes > 1 and not self._noted_single_micro_batch and self.weights.layout.rank == 0:
             key = "probes" if self.refreshes else "first_probes"
             _LOG.warning(
-                "curvature.%s = %d, and the probe is a function, which is measured once as one micro-batch: give an "
-                "object whose passes(n) returns the micro-batches of batch n",
+                "curvature.%s = %d, but the probe is a function, so only one micro-batch is measured. Pass an object "
+                "with `passes(n)` to measure more.",
                 key,
                 probes,
             )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sparseforge_ds.model.coverage import shorten_lines
+from sparseforge_ds.model.coverage import percent, shorten_lines
 from sparseforge_ds.model.rules import name_pattern
 
 TOLERANCE = 0.02
@@ -39,7 +39,11 @@ class Uncovered:
     @property
     def share(self) -> float:
         """Share of the elements of linear weights that is undecided."""
-        return sum(map(math.prod, self.shapes.values())) / max(1, self.linear)
+        return self._elements / max(1, self.linear)
+
+    @property
+    def _elements(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
 
     def lines(self) -> list[str]:
         """Describe the undecided weights: a line for every pattern of names, with count, elements and share."""
@@ -49,7 +53,7 @@ class Uncovered:
         sizes = {pattern: sum(map(math.prod, shapes)) for pattern, shapes in shapes_of_pattern.items()}
         return [
             f"{pattern} ({len(shapes)} of shape {shapes[0]}{' and others' * (len(set(shapes)) > 1)}, "
-            f"{sizes[pattern]:,} elements, {sizes[pattern] / max(1, self.linear):.1%})"
+            f"{sizes[pattern]:,} elements, {percent(sizes[pattern], self.linear)})"
             for pattern, shapes in sorted(shapes_of_pattern.items(), key=lambda item: -sizes[item[0]])
         ]
 
@@ -57,10 +61,10 @@ class Uncovered:
         """Raise ValueError if more than `TOLERANCE` of the linear weights is undecided."""
         if self.share <= TOLERANCE:
             return
+        advice, block = (self._advice_with_rows(), "") if self.layers is None else self._advice_without_rows()
         raise ValueError(
-            f"{self.share:.1%} of the linear weights of this {self.model_type} model are not covered: "
-            + (self._advice_without_rows() if self.layers is not None else self._advice_with_rows())
-            + "".join(f"; allow_dense {line}" for line in self.unneeded)
+            f"{percent(self._elements, self.linear)} of the linear weights of this {self.model_type} model are not "
+            f"covered: {advice}" + "".join(f"; allow_dense {line}" for line in self.unneeded) + block
         )
 
     def _advice_with_rows(self) -> str:
@@ -89,19 +93,21 @@ class Uncovered:
         pruned = dict.fromkeys(name_pattern(name) for name in chosen)
         return [pattern for pattern in pruned if pattern not in rest], list(rest)
 
-    def _advice_without_rows(self) -> str:
-        """Say what to paste into the block for a family without rows."""
+    def _advice_without_rows(self) -> tuple[str, str]:
+        """Return advice for a family without rows, and the JSON to paste, each key on a line of its own."""
         pruned, rest = self.proposal()
         block = [f'"include": {json.dumps(pruned)}'] if pruned else []
         block += [self._allowing(rest)] if rest else []
         elements = sum(math.prod(shape) for name, shape in self.shapes.items() if name_pattern(name) in pruned)
-        effect = "keep the others dense"
+        effect = "keep the undecided weights dense"
         if pruned:
-            effect = f"prune {elements / max(1, self.linear):.1%} of them, less what you move to allow_dense"
-        return (
+            share = percent(elements, self.linear)
+            effect = f"prune {share} of the linear weights; move to allow_dense what should stay dense"
+        advice = (
             f"the family table has no rows for {self.model_type!r}. Give --any_family, or paste what it stands for "
-            f"into the sparseforge block to {effect}: " + ", ".join(block)
+            f"into the sparseforge block. These globs {effect}"
         )
+        return advice, "\n" + ",\n".join(block)
 
     def _allowing(self, patterns: list[str]) -> str:
         """Return the line `"allow_dense": [...]` with these patterns added."""

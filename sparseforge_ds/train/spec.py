@@ -81,6 +81,8 @@ class RunSpec:
     """Linear weights that nobody has decided about, as lines for people; too few of them to stop."""
     unneeded: tuple[str, ...]
     """Globs of `allow_dense` that allow nothing, as lines for people."""
+    has_own_globs: bool
+    """True if the user, not `--any_family` alone, says which weights are pruned or stay dense."""
     sizes: Architecture
     """Sizes of the model's parts, for plans of memory."""
     teacher_sizes: Architecture | None
@@ -267,6 +269,7 @@ def make_spec(
     empty_teacher = None if teacher is None or teacher is model else bare_model(teacher.config)
     if teacher is not None and empty_teacher is not None:
         check_shapes(teacher, "--teacher", empty_teacher)
+    has_own_globs = bool(config.include or config.exclude or config.allow_dense)
     if arguments.any_family:
         config = any_family(empty, config)
     check_measurable(empty, prunable_weights(empty, config), config)
@@ -307,6 +310,7 @@ def make_spec(
         coverage=coverage(empty, weights),
         uncovered=uncovered.lines(),
         unneeded=uncovered.unneeded,
+        has_own_globs=has_own_globs,
         text=text,
         held_out=held_out,
         steps=config.max_steps,

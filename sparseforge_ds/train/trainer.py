@@ -279,8 +279,8 @@ def closing_lines(folder: Path, result: dict[str, Any], has_tensorboard: bool) -
     log, run, model = (shlex.quote(str(path)) for path in (folder / "tensorboard", folder, folder / "export"))
     return (
         f"done: {result['steps']} steps, {result['tokens']:,} tokens in all, {result['seconds']:.0f} s\n"
-        + (f"  tensorboard --logdir {log}\n" if has_tensorboard else "")
-        + f"  sparseforge consolidate {run} {model}"
+        + (f"  curves: tensorboard --logdir {log}\n" if has_tensorboard else "")
+        + f"  next: sparseforge consolidate {run} {model}"
     )
 
 

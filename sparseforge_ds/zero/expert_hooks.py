@@ -61,7 +61,7 @@ def why_unhookable(module: Module) -> str | None:
     if sees_all_tokens(module):
         return None
     if not isinstance(getattr(module, "gate_up_proj", None), Tensor) or not hasattr(module, "_apply_gate"):
-        return "is no fused experts module of transformers"
+        return "has no `gate_up_proj` and `_apply_gate`, the interface of transformers' fused experts"
     if getattr(module, "has_post_expert_norm", False):
         return "has norms behind its experts"
     if getattr(module, "_is_expert_parallel", False):

@@ -258,7 +258,7 @@ def test_a_probe_that_repeats_is_measured_once(capfd: pytest.CaptureFixture[str]
     expected = {"a function": 1, "batches that repeat": 1, "batches": 4}
     for counts in run_distributed(counted_passes, 2):
         assert counts == {f"{kind}, {name}": n for kind, n in expected.items() for name in ("wanda", "fisher")}
-    assert "".join(capfd.readouterr()).count("curvature.first_probes = 4, and the probe is a function") == 2
+    assert "".join(capfd.readouterr()).count("curvature.first_probes = 4, but the probe is a function") == 2
 
 
 def singular(stage: int) -> str:

@@ -61,7 +61,8 @@ def dry_run(arguments: RunArguments) -> Iterator[str]:
         spec = with_more_steps(spec, scheduled)
 
     # Describe the run; each section may end it with an error.
-    yield f"dry run for {spec.world_size} GPUs: nothing is loaded, allocated or written"
+    ranks = "1 rank" if spec.world_size == 1 else f"{spec.world_size} ranks"
+    yield f"dry run for {ranks}: nothing is loaded, allocated or written"
     yield layout_rows(row for row in spec_rows(spec) if row[0] != "memory")
     yield "text\n" + layout_rows(_text(arguments, spec, unchecked))
     yield "output\n" + layout_rows(_output(spec, elsewhere, unchecked))

@@ -109,7 +109,6 @@ def pasted_until_accepted(config: Any, block: SparseForgeConfig) -> SparseForgeC
         try:
             weights_to_prune(bare_model(config), block)
         except ValueError as error:
-            assert "\n" not in str(error)
             block = replace(block, **pasted(str(error)))
     return block
 
@@ -117,9 +116,8 @@ def pasted_until_accepted(config: Any, block: SparseForgeConfig) -> SparseForgeC
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_what_is_proposed_can_be_measured_and_nothing_else_could(family: str) -> None:
     config = tiny_config(family)
-    with pytest.raises(ValueError, match="are not covered: ") as raised:
+    with pytest.raises(ValueError, match="are not covered: "):
         weights_to_prune(bare_model(config), SparseForgeConfig())
-    assert "\n" not in str(raised.value)
     block = pasted_until_accepted(config, SparseForgeConfig())
     weights = weights_to_prune(bare_model(config), block)
     torch.manual_seed(0)

@@ -11,9 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from sparseforge_ds.config.arguments import RunArguments
+from sparseforge_ds.config.block_sections import CurvatureConfig
+from sparseforge_ds.config.method_config import MethodConfig
 from sparseforge_ds.extras.basis.permutation.record import Permutation
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.pretrained import find_model, load_pretrained
@@ -251,6 +260,29 @@ def test_the_banner_names_what_is_not_covered(arguments):
     spec = dataclasses.replace(make_spec(arguments(), world_size=1), uncovered=["model.odd.weight (1, 1.2%)"])
     text = banner(spec, TEXT)
     assert "not covered  model.odd.weight (1, 1.2%): stays dense; no row of the family table names it\n" in text
+
+
+def test_the_banner_names_the_choice_of_methods_that_choose_by_it(arguments):
+    spec = make_spec(arguments(deepspeed_json(method="ast"), max_steps=20), world_size=1)
+    assert "method ast, starting mask by magnitude, chosen anew" in banner(spec, TEXT)
+    config = dataclasses.replace(spec.config, method=MethodConfig("new"), curvature=CurvatureConfig())
+    text = banner(dataclasses.replace(spec, config=config), TEXT)
+    assert re.search(r"^ *mask +method new$", text, re.MULTILINE)
+
+
+def test_a_family_whose_experts_cannot_be_seen_is_warned_about(arguments, tmp_path):
+    """JetMoe keeps its experts, and the projections of its attention, in a class of its own."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, "kv_channels": 8}
+    config = JetMoeConfig(vocab_size=BYTE_VOCABULARY, **sizes, intermediate_size=64, num_local_experts=4)
+    folder = str(write_model(tmp_path / "jetmoe", JetMoeForCausalLM(config)))
+
+    def warning(content=None, **flags):
+        spec = make_spec(arguments(content, model=folder, any_family=True, **flags), world_size=1)
+        return re.search(r"^ *warning +(.*)$", banner(spec, TEXT), re.MULTILINE)
+
+    assert re.match(r"only \d\.\d% of the linear weights will be pruned: .*; add rows .*register_family", warning()[1])
+    assert warning(allow_dense=["*.experts.*"]) is None, "the user has decided"
+    assert warning(deepspeed_json(include=["*.kv_proj.weight"])) is None
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(arguments, tmp_path):

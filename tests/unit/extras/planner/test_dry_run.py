@@ -41,7 +41,7 @@ def test_it_describes_the_run(dry):
     code, text, errors = dry(content, gpus=4, max_steps=100, global_batch=8)
     assert (code, errors) == (0, "")
     for part in (
-        "dry run for 4 GPUs",
+        "dry run for 4 ranks",
         "ZeRO-3, bfloat16",  # of the GPUs that are meant, not of this machine
         "8 x 32 tokens = 2 a rank x 1 accumulated x 4 ranks",
         "heating 0-25, hardening 25-75, frozen 75-100",
