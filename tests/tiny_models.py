@@ -210,6 +210,13 @@ BUILDERS: dict[str, Callable[..., PreTrainedModel]] = {
 """A tiny model of every family by `model_type`; keywords `seed` and whatever its config class takes."""
 MIXTURES = tuple(sorted(config.model_type for config in _MIXTURES))
 """Those with experts."""
+ROUTERS = (".mlp.gate.weight", ".shared_expert_gate.weight", ".router.weight")
+"""Ends of the names of routers, and of gates over whole outputs."""
+LEFT_DENSE = (
+    *ROUTERS,
+    *(f".{layer}.weight" for layer in ("conv1d", "in_proj_a", "in_proj_b", "in_proj_ba", "project_in", "project_out")),
+)
+"""Ends of the names of all matrices between embedding and head that rows keep dense."""
 SCALED = ("cohere2", "gemma2", "granite")
 """Those that scale or cap what their head returns."""
 

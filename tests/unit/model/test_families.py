@@ -29,7 +29,7 @@ from sparseforge_ds.model.families import (
 )
 from sparseforge_ds.model.family_table import Family, Row
 from sparseforge_ds.model.rules import fits_row
-from tests.tiny_models import BUILDERS, MIXTURES, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
+from tests.tiny_models import BUILDERS, LEFT_DENSE, MIXTURES, ROUTERS, tiny_gpt2, tiny_llama, tiny_qwen3, token_batch
 
 PER_MODEL = {
     "cohere2": 14,
@@ -71,16 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"deepseek_v2": {"q_lora_rank": None}, "de
 """Settings that swap some matrices for others."""
 OLD_ROWS = {"h.*.attn.bias", "h.*.attn.attention.bias", "layers.*.attention.bias"}
 """Rows for what present models do not have."""
-DENSE_LINEAR = (
-    "lm_head",
-    "project_in",
-    "project_out",
-    "shared_expert_gate",
-    "router",
-    "in_proj_ba",
-    "in_proj_a",
-    "in_proj_b",
-)
+DENSE_LINEAR = ("lm_head", *(end.split(".")[-2] for end in LEFT_DENSE))
 """nn.Linear modules that stay dense."""
 LISTED = [name for name in MIXTURES if FAMILIES[name].saved_as]
 """Those in whose files every expert has weights of its own; others are saved as they are in memory."""
@@ -147,11 +138,8 @@ def test_only_routers_embeddings_and_heads_stay_dense(family: str) -> None:
     dense = {name for name, parameter in model.named_parameters() if parameter.ndim > 1 and name not in masked}
     dense = {name for name in dense if not name.endswith("_bias")}  # of all experts of a layer
     parts = ("embed_tokens", "embed_positions", "embed_in", "word_embeddings", "wte", "wpe", "lm_head")
-    parts += ("project_in", "project_out", "conv1d", "in_proj_ba", "in_proj_a", "in_proj_b")
-    endings = ("mlp.gate.weight", "mlp.shared_expert_gate.weight", ".router.weight")
-    routers = {name for name in dense if name.endswith(endings)}
-    assert {name for name in dense if name.split(".")[-2] in parts} == dense - routers
-    assert (family in MIXTURES) == bool(routers)
+    assert [name for name in dense if name.split(".")[-2] not in parts and not name.endswith(LEFT_DENSE)] == []
+    assert (family in MIXTURES) == any(name.endswith(ROUTERS) for name in dense)
 
 
 def _prune(model: nn.Module, weight: PrunableWeight, pattern: Pattern) -> None:
@@ -253,13 +241,10 @@ def test_the_matrices_of_fused_experts_are_consecutive(family: str) -> None:
             assert weight.matrices == 1
             continue
         runs = model.get_parameter(weight.name).detach().reshape(weight.matrices, -1)
-        mixtral = family == "mixtral"
-        names = {1: ("w2",), 2: ("w1", "w3")} if mixtral else {1: ("down_proj",), 2: ("gate_proj", "up_proj")}
-        block = weight.module.replace(".mlp.", ".block_sparse_moe.") if mixtral else weight.module
+        (row,) = (row for row in FAMILIES[family].saved_as if weight.name.endswith(row.name))
+        prefix = weight.name.removesuffix(row.name)
         expected = [
-            saved[f"{block}.{expert}.{part}.weight"]
-            for expert in range(weight.experts)
-            for part in names[weight.stacked]
+            saved[prefix + part.replace("*", str(expert))] for expert in range(weight.experts) for part in row.parts
         ]
         assert len(expected) == len(runs)
         assert all(torch.equal(run, part.reshape(-1)) for run, part in zip(runs, expected, strict=True))
