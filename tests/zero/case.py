@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import FalconConfig, Llama4TextConfig, Qwen3MoeConfig
 
 import sparseforge_ds as sf
+from sparseforge_ds.config import METHODS
 from sparseforge_ds.config.block import method_name
 from tests import tiny_models
 
@@ -90,7 +91,7 @@ class Case:
         # Masks that stay as a start has left them measure no curvature.
         hardening = block["method"].get("hardening") if isinstance(block.get("method"), dict) else None
         stays = method_name(block) == "naive_retrain" or hardening in ([0, 0], [0.0, 0.0])
-        if block.get("start") is None or not stays:
+        if "curvature" in METHODS[method_name(block)].reads and (block.get("start") is None or not stays):
             block["curvature"] = {"first_probes": 2, "source": "probe", **self.config.get("curvature", {})}
         return sf.SparseForgeConfig.from_dict(block)
 
