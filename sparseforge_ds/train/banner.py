@@ -101,7 +101,7 @@ def _mask_line(spec: RunSpec) -> str:
         masks = "" if block_start.mask is None else f" by {block_start.mask}"
         moves = "" if config.soft is None else f", then an update every {config.resolved_schedule.update_every} steps"
         return (
-            f"method {method.name}, a start block by block{masks}, every block trained {passes} times on "
+            f"method {method.name}, a block-wise start{masks}, every block trained {passes} times on "
             f"{tokens:,} tokens{moves}"
         )
     if method.name == "sparseforge":

@@ -56,5 +56,5 @@ def test_a_plan_says_how_long_it_takes(tmp_path: Path, capsys: pytest.CaptureFix
     assert plan("--model", "stdlib_llama", "--gpus", "2", "--deepspeed", path) == 0
     text = capsys.readouterr().out
     # A step of one rank has a sequence, and one of two ranks two: both take as many steps.
-    assert "a start block by block, every block trained 8 times on 65,536 tokens" in text
+    assert "a block-wise start, every block trained 8 times on 65,536 tokens" in text
     assert "+ start" in text and "minutes: 65,536 tokens, block by block" in text
