@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 from sparseforge_ds.config import BlockStartConfig
 from sparseforge_ds.data.micro_batch import IGNORED, MicroBatch
@@ -265,6 +266,18 @@ class StartBatches:
         """Return the inputs of this rank's part of the examples, `size` of them."""
         inputs: dict[str, Any] = self._collate(examples[self._rank * size :][:size])
         return inputs
+
+
+def is_read_once(dataset: Any) -> bool:
+    """Return whether reading a set takes its examples away, as from a generator."""
+    return isinstance(dataset, Iterator) and iter(dataset) is dataset
+
+
+def has_plain_examples(trainer: Any) -> bool:
+    """Return whether a trainer's loader collates examples of its set as they are, and the set can be read once more."""
+    is_own_loader = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
+    can_be_read = trainer.train_dataset is not None and not is_read_once(trainer.train_dataset)
+    return is_own_loader and can_be_read and trainer.get_sp_size() == 1
 
 
 def endless_examples(dataset: Any) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, new
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.run_state import RunState
+from sparseforge_ds.integrations.trainer_batches import is_read_once
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
 from sparseforge_ds.model.low_rank import would_lose
@@ -314,6 +315,23 @@ def _are_equal(block: SparseForgeConfig | dict[str, Any] | None, in_json: Any) -
         return config == SparseForgeConfig.from_dict(in_json)
     except ValueError:
         return False
+
+
+def refuse_block_start(trainer: Any, config: SparseForgeConfig, resumes: bool) -> None:
+    """Raise ValueError if the start of a run cannot read what it needs of a trainer's set."""
+    if config.block_start is None:
+        return
+    key, cure = ("importance", '"fisher"') if config.start is None else ("start", "null")
+    if (parts := trainer.get_sp_size()) > 1:
+        raise ValueError(
+            f"sparseforge.{key} reads whole sequences, and parallelism_config.sp_size = {parts} ranks share one; "
+            f'train with the launcher, or set "{key}" to {cure}'
+        )
+    if not resumes and is_read_once(trainer.train_dataset):
+        raise ValueError(
+            f"sparseforge.{key} reads examples of train_dataset before the first step, and training would miss "
+            f'them: this set can be read once; give one whose iter() begins anew, or set "{key}" to {cure}'
+        )
 
 
 def resolve_block(

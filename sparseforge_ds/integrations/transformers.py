@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from sparseforge_ds.integrations.trainer_batches import (
     LabelWatch,
     StartBatches,
     StepBatches,
+    has_plain_examples,
     trained_tokens,
     trainer_micro_batch,
 )
@@ -39,6 +40,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     intact_checkpoint,
     let_ranks_share_sequences,
     refuse_arguments,
+    refuse_block_start,
     refuse_generation_config,
     refuse_length,
     refuse_settings,
@@ -137,12 +139,7 @@ class SparseForgeMixin(SavingMixin):
                 "resume_from_checkpoint to go on where this one is"
             )
         self._resumed = intact_checkpoint(resume_from_checkpoint, self.args.output_dir)
-        if self._config.block_start is not None and not self._resumed and self._is_set_read_once:
-            key, cure = ("importance", '"fisher"') if self._config.start is None else ("start", "null")
-            raise ValueError(
-                f"sparseforge.{key} reads examples of train_dataset before the first step, and training would miss "
-                f'them: this set can be read once; give one whose iter() begins anew, or set "{key}" to {cure}'
-            )
+        refuse_block_start(self, self._config, bool(self._resumed))
         try:
             result = super().train(self._resumed, *args, **kwargs)
         finally:
@@ -204,12 +201,6 @@ class SparseForgeMixin(SavingMixin):
     def _attach(self, engine: Any) -> None:
         """Attach a forge to the engine, and load the teacher."""
         config = self._config
-        if config.block_start is not None and (parts := self.get_sp_size()) > 1:
-            key, cure = ("importance", '"fisher"') if config.start is None else ("start", "null")
-            raise ValueError(
-                f"sparseforge.{key} reads whole sequences, and parallelism_config.sp_size = {parts} ranks share one; "
-                f'train with the launcher, or set "{key}" to {cure}'
-            )
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
 
@@ -373,21 +364,9 @@ class SparseForgeMixin(SavingMixin):
         loader, they are those of the first step.
         """
         block_start = self._config.block_start
-        if self._task is None or (block_start is None and not self._has_plain_examples):
+        if self._task is None or (block_start is None and not has_plain_examples(self)):
             return self._step_batches()
         return StartBatches(self, block_start, self._task)
-
-    @property
-    def _has_plain_examples(self) -> bool:
-        """True if the trainer's loader collates examples of its set as they are, and the set can be read once more."""
-        is_own_loader = type(self).get_train_dataloader is Trainer.get_train_dataloader
-        can_be_read = self.train_dataset is not None and not self._is_set_read_once
-        return is_own_loader and can_be_read and self.get_sp_size() == 1
-
-    @property
-    def _is_set_read_once(self) -> bool:
-        """True if reading the train set takes its examples away, as from a generator."""
-        return isinstance(self.train_dataset, Iterator) and iter(self.train_dataset) is self.train_dataset
 
     def _step_batches(self) -> StepBatches:
         return StepBatches(self._step_inputs, self._prepare_inputs, self._task, self._trained_inputs)
