@@ -23,11 +23,12 @@ from sparseforge_ds.model.expert_modules import expert_lists, refuse_unprepared
 from sparseforge_ds.model.families import Coverage, PrunableWeight, coverage
 from sparseforge_ds.model.low_rank import require_prepared
 from sparseforge_ds.saved_state import SavedState
-from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.engine_checkpoints import carry_state
 from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.refuse import refuse_unsupported
-from sparseforge_ds.zero.step_hooks import STEP_BROKE_OFF, StepHooks
+from sparseforge_ds.zero.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -321,8 +322,9 @@ class SparseForge:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
                 ranks raise it. Nothing has changed then, except if the pattern check of a frozen run fails, which comes
                 last.
+            ForgeError: the last optimizer step broke off, and has left DeepSpeed's optimizer as it is in a step.
         """
-        self._hooks.put_masters_back()
+        self._hooks.require_finished()
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
         self._micro_steps = -1
@@ -364,8 +366,7 @@ class SparseForge:
 
     def _require_finished(self) -> None:
         """Raise ForgeError if a call, or a step of the optimizer, has broken off between two states of the weights."""
-        if self._hooks.broke_off:
-            raise ForgeError(STEP_BROKE_OFF)
+        self._hooks.require_finished()
         if self._begun is not None:
             raise ForgeError(
                 f"{self._begun} broke off with an error, and weights or masks may be half changed; go back to a "

@@ -16,6 +16,7 @@ from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.mask_metrics import MaskMetrics
 from sparseforge_ds.model.families import PrunableWeight, prunable_weights
 from sparseforge_ds.zero.deepspeed_layouts import layout_of
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.halo import Halo, HaloExchange, Span
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.quantized_masters import QuantizedMasters
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 """Classes of torch and DeepSpeed with the moments and the step of Adam; relatives have the same settings."""
-
-
-class ForgeError(RuntimeError):
-    """The run cannot go on as it is: a call is missing, or a mask would be formed without its curvature."""
 
 
 class DivergedError(ForgeError):

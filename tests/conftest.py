@@ -120,5 +120,5 @@ def stories(assets: Path) -> str:
     """Folder of a real model of 260,000 weights."""
     folder = assets / "models" / "stories260K"
     if not folder.is_dir():
-        pytest.skip(f"no model in {folder}")
+        pytest.skip(f"no model in {folder}, which SPARSEFORGE_ASSETS names; give a folder with models/stories260K")
     return str(folder)

@@ -15,7 +15,8 @@ from sparseforge_ds.curvature.tiled_shards import TiledShards
 from sparseforge_ds.mask.factored import vanishes
 from sparseforge_ds.mask.importance import MOMENTS, magnitude_moments
 from sparseforge_ds.mask.kernels.scores import Curvature, RankOne, scalings, score_moments, standardized_score
-from sparseforge_ds.sharded_weights import DivergedError, ForgeError
+from sparseforge_ds.sharded_weights import DivergedError
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.halo import Span
 from sparseforge_ds.zero.matrices import Matrices
 from sparseforge_ds.zero.shard import Shard

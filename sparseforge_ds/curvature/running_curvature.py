@@ -32,8 +32,9 @@ from sparseforge_ds.mask.factored import rank_one
 from sparseforge_ds.mask.kernels.chunks import chunks
 from sparseforge_ds.model.measurable import refuse_unmeasurable
 from sparseforge_ds.model.shared_weights import refuse_shared
-from sparseforge_ds.sharded_weights import ForgeError, ShardedWeights
+from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.extra_passes import Closure, ExtraPasses, ProbeBatches, batches_of
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.shard import Shard
 
 _LOG = logging.getLogger(__name__)

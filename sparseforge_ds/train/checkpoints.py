@@ -33,8 +33,8 @@ from sparseforge_ds.checkpoint.folder import (
 )
 from sparseforge_ds.checkpoint.manifest import Manifest, check_pt_file, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks
-from sparseforge_ds.sharded_weights import ForgeError
 from sparseforge_ds.train.random_state import random_state
+from sparseforge_ds.zero.forge_error import ForgeError
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sparseforge_ds.checkpoint.zero_partitions import is_prunable_group
+from sparseforge_ds.ranks import all_or_raise
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -203,22 +204,39 @@ class ShardLayout(ABC):
         return prunable
 
     def check(self, names: Iterable[str]) -> None:
-        """Compare the masters of weights with their low-precision copies, element by element.
+        """Compare the masters of weights with their low-precision copies, element by element. Collective.
+
+        All ranks raise the same error.
 
         Raises:
+            AgreedError: some weight is infinite or NaN, which equals nothing; the loaded model is damaged.
             RuntimeError: some shard is not what its copy is; the installed DeepSpeed has another layout.
         """
-        for name in names:
-            shard = self.shards[name]
-            copy = self._low_precision_of(shard)
-            master = shard.slice_of_flat(self.flats[shard.flat].detach())
-            rounded = master.to(copy.dtype).to(copy.device)
-            if not torch.allclose(rounded, copy, rtol=0, atol=0, equal_nan=True):
+        shards = [self.shards[name] for name in names]
+        all_or_raise(lambda: self._require_finite(shards), self.all_gather_object)
+        differing = next((shard for shard in shards if not self._equals_copy(shard)), None)
+        for rank, shard in enumerate(self.all_gather_object(differing)):
+            if shard is not None:
                 raise RuntimeError(
-                    f"{name}: elements {shard.start}..{shard.stop} are not where the shard map expects them; "
-                    f"DeepSpeed {version('deepspeed')} lays out {type(self.optimizer).__name__} in another way. "
-                    "Install a version in the range of pyproject.toml, and report this"
+                    f"{shard.name}: elements {shard.start}..{shard.stop} on rank {rank} are not where the shard map "
+                    f"expects them; DeepSpeed {version('deepspeed')} lays out {type(self.optimizer).__name__} in "
+                    "another way. Install a version in the range of pyproject.toml, and report this"
                 )
+
+    def _require_finite(self, shards: Iterable[Shard]) -> None:
+        """Raise ValueError for a shard whose masters are infinite or NaN."""
+        for shard in shards:
+            if not shard.slice_of_flat(self.flats[shard.flat].detach()).isfinite().all():
+                raise ValueError(
+                    f"{shard.name} holds infinity or NaN in {self.compute_dtype}: the model that was loaded is "
+                    "damaged; give a sound one, or one that fits the run's dtype"
+                )
+
+    def _equals_copy(self, shard: Shard) -> bool:
+        """Return True if the master of a shard rounds to the weight that the forward sees."""
+        copy = self._low_precision_of(shard)
+        master = shard.slice_of_flat(self.flats[shard.flat].detach())
+        return torch.equal(master.to(copy.dtype).to(copy.device), copy)
 
     def _low_precision_of(self, shard: Shard) -> Tensor:
         """Return a (numel of the shard,) view of the weight that the forward sees."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparseforge_ds.zero.extra_passes import ExtraPasses
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.state import ShardState
 
 _ELEMENTWISE = {
@@ -16,11 +17,6 @@ _ELEMENTWISE = {
     *("adagrad", "deepspeedcpuadagrad", "lion", "fusedlion", "deepspeedcpulion"),
 }
 """Lower-case names of optimizers that leave a weight at 0 if its gradient and moments are 0."""
-STEP_BROKE_OFF = (
-    "the optimizer's step broke off with an error, and some weights have moved in it and others not; go back to a "
-    "checkpoint by engine.load_checkpoint, or begin again"
-)
-"""Message about a step after which a loop went on."""
 
 
 class StepMethod(Protocol):
@@ -95,13 +91,8 @@ class StepHooks:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Put W in the place of the master, and give the optimizer the gradients that the method wants.
-
-        Raises:
-            RuntimeError: an error has ended the step before in the middle.
-        """
-        if self.broke_off:
-            raise RuntimeError(STEP_BROKE_OFF)
+        """Put W in the place of the master, and give the optimizer the gradients that the method wants."""
+        self.require_finished()
         prunable = set(self.state.flats)
         for index, flat, param_group in self._active():
             # A probe's step passes its gradients on and changes nothing.
@@ -121,20 +112,6 @@ class StepHooks:
                         flat.grad = gradient
             elif not self.method.trains_the_rest and flat.grad is not None:
                 self._withhold_gradient(flat)
-
-    @property
-    def broke_off(self) -> bool:
-        """True if an error has ended a step in the middle, where W stands in the master's place."""
-        return bool(self._masters)
-
-    def put_masters_back(self) -> None:
-        """Put masters and gradients of a step that broke off back in their places; values are a checkpoint's to set."""
-        for index, master in self._masters.items():
-            _swap_data(self._layout.flats[index], master)
-        for flat, gradient in self._gradients:
-            flat.grad = gradient.to(flat.dtype)
-        for kept in (self._masters, self._before, self._gradients):
-            kept.clear()
 
     def _withhold_gradient(self, flat: Tensor) -> None:
         """Take a gradient from the optimizer until the step is over, so that it leaves the flat as it is."""
@@ -172,10 +149,11 @@ class StepHooks:
             # Some optimizers move weights without gradient and moments.
             if self.state.released and not self._is_elementwise:
                 self.state.zero_pruned(index, flat.data)
-            if (master := self._masters.pop(index, None)) is not None:
+            if (master := self._masters.get(index)) is not None:
                 dense = flat.data
                 _swap_data(flat, master)
                 self.method.write_master(index, dense, before, self.method.next_step)
+                del self._masters[index]
             # ZeRO-3 calls once for each sub-group; one of them counts the step.
             if index == self.state.flats[0]:
                 self.steps_begun += 1
@@ -183,6 +161,14 @@ class StepHooks:
         for flat, gradient in self._gradients:
             flat.grad = gradient.to(flat.dtype)
         self._gradients.clear()
+
+    def require_finished(self) -> None:
+        """Raise ForgeError if W still stands in for some master, because an optimizer step has broken off."""
+        if self._masters:
+            raise ForgeError(
+                "the last optimizer step broke off with an error, so that some weights may be stepped and others not; "
+                "make a new engine, and go back to a checkpoint by engine.load_checkpoint"
+            )
 
 
 def _swap_data(flat: Tensor, data: Tensor) -> None:

@@ -309,8 +309,8 @@ def test_muon_tells_the_rate_of_its_matrices_and_goes_on_at_others(tmp_path):
         return {**deepspeed_json(stage=0), "optimizer": optimizer, "sparseforge": block}
 
     def flags(content: dict[str, Any]) -> list[str]:
-        given = flags_of(tmp_path, content, save_every=2, keep_checkpoints=0, lr_scheduler_type="constant", warmup=0.03)
-        return [flag for flag in given if not flag.startswith("--learning_rate")]
+        words = flags_of(tmp_path, content, save_every=2, keep_checkpoints=0, lr_scheduler_type="constant", warmup=0.03)
+        return [word for word in words if not word.startswith("--learning_rate")]
 
     run = tmp_path / "run"
     train(*flags(content(0.02, 3e-3)), ranks=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch._dynamo.eval_frame
 import torch.distributed as dist
 
 import sparseforge_ds as sf
-from sparseforge_ds.sharded_weights import DivergedError
 from tests.distributed import run_distributed
 from tests.zero.case import MODELS, SHORT, Case, build, probe_of, train_step
 from tests.zero.test_communication import counted
@@ -25,6 +25,7 @@ CURVATURES: dict[str, dict[str, Any]] = {
     "wanda": {"importance": "wanda"},
 }
 OUT_OF_TEXT = "the text has come to its end"
+OUT_OF_MEMORY = "CUDA out of memory, in AdamW.step"
 
 
 class FailingProbe:
@@ -93,64 +94,6 @@ def test_nothing_is_collective_after_an_error_in_a_probe() -> None:
             assert all(f"{call} broke off" in message and "load_checkpoint" in message for message in messages), name
 
 
-def loses_a_step(stage: int, folder: str) -> list[str]:
-    """Return what is said after a step whose optimizer ran out of memory; the run then goes back and on."""
-    case = Case(stage, client=True)
-    engine, forge = build(case)
-    inner = engine.basic_optimizer
-    messages = []
-
-    def train(step: int) -> None:
-        train_step(engine, case, step)
-        forge.step(probe_of(engine, case, step))
-
-    for step in range(3):
-        train(step)
-    engine.save_checkpoint(folder, tag="before")
-    with pytest.MonkeyPatch.context() as patch:
-
-        def run_out(*_args: Any, **_kwargs: Any) -> None:
-            raise torch.OutOfMemoryError(OUT_OF_TEXT)
-
-        patch.setattr(inner, "_init_group", run_out)
-        with pytest.raises(torch.OutOfMemoryError):
-            train_step(engine, case, 3)
-    engine.optimizer.zero_grad()
-    engine.zero_grad()
-    for call in (lambda: train_step(engine, case, 4), lambda: engine.save_checkpoint(folder, tag="after")):
-        with pytest.raises(RuntimeError) as refused:
-            call()
-        messages.append(str(refused.value))
-    engine.load_checkpoint(folder, tag="before")
-    for step in range(3, 6):
-        train(step)
-    return messages
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_step_that_broke_off_is_not_gone_on_from(stage: int, tmp_path: Path) -> None:
-    for messages in run_distributed(loses_a_step, 2, stage, str(tmp_path)):
-        assert all("the optimizer's step broke off" in message and "load_checkpoint" in message for message in messages)
-
-
-def attaches_to_nan() -> list[str]:
-    """Return what the first check of the weights says; the NaN lies in the part of one rank."""
-    messages = []
-    for case in (Case(stage=1), Case(stage=3, dtype="bf16")):
-        model = MODELS[case.model]()
-        model.model.layers[0].mlp.down_proj.weight.data[-1, -1] = torch.nan
-        _, forge = build(case, model)
-        with pytest.raises(DivergedError) as refused:
-            forge.require_finite()
-        messages.append(str(refused.value))
-    return messages
-
-
-def test_a_weight_that_is_nan_is_no_other_layout() -> None:
-    first, second = run_distributed(attaches_to_nan, 2)
-    assert first == second and all("down_proj.weight" in message for message in first), first
-
-
 def fails_on_one_rank(call: str) -> None:
     case = Case(stage=3, config={**CURVATURES["hutchinson of weights"], "method": SHORT})
     engine, forge = build(case)
@@ -165,6 +108,64 @@ def fails_on_one_rank(call: str) -> None:
 def test_the_error_of_one_rank_ends_all(call: str) -> None:
     with pytest.raises(ValueError, match=OUT_OF_TEXT):
         run_distributed(fails_on_one_rank, 2, call)
+
+
+# -- the optimizer's step ---------------------------------------------------------------------------------------------
+
+
+def out_of_memory(*_args: Any) -> None:
+    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+def optimizer_breaks_off(case: Case, folder: str) -> list[str]:
+    """Return the messages of a loop that goes on after an error of the optimizer."""
+    engine, forge = build(case)
+    forge.start(probe_of(engine, case, 0))
+    train_step(engine, case, 0)
+    forge.step()
+    engine.save_checkpoint(folder, tag="good")
+    # A loop that lives through the error, and skips the batch.
+    inner = engine.basic_optimizer
+    inner._init_group = out_of_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        train_step(engine, case, 1)
+    del inner._init_group
+    engine.optimizer.zero_grad()
+    engine.zero_grad()
+    load = partial(engine.load_checkpoint, folder, tag="good")
+    calls = [partial(engine.save_checkpoint, folder, tag="bad"), forge.step, forge.finish, load]
+    if case.stage not in (1, 2):  # where DeepSpeed has lost its param groups, and says so in the backward pass
+        calls.append(partial(train_step, engine, case, 2))
+    messages = []
+    for call in calls:
+        with pytest.raises(sf.ForgeError) as refused:
+            call()
+        messages.append(str(refused.value))
+    # What the message advises.
+    forge.close()
+    engine, forge = build(case)
+    engine.load_checkpoint(folder, tag="good")
+    train_step(engine, case, 1)
+    forge.step(probe_of(engine, case, 1))
+    assert forge.step_count == 2
+    return messages
+
+
+def optimizers_break_off(cases: dict[str, Case], folder: str) -> dict[str, list[str]]:
+    return {name: optimizer_breaks_off(case, f"{folder}/{name}") for name, case in cases.items()}
+
+
+OPTIMIZERS: dict[str, Case] = {
+    **{str(stage): Case(stage, client=True) for stage in (0, 2)},
+    "3 in bf16": Case(3, "bf16", client=True, zero={"sub_group_size": 300}),
+    "2 offload": Case(2, client=True, zero={"offload_optimizer": {"device": "cpu"}}),
+}
+
+
+def test_a_loop_that_lives_through_an_error_of_its_optimizer_is_told_to_go_back(tmp_path: Path) -> None:
+    for rank in run_distributed(optimizers_break_off, 2, OPTIMIZERS, str(tmp_path)):
+        for name, messages in rank.items():
+            assert all("the last optimizer step broke off" in m and "load_checkpoint" in m for m in messages), name
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------

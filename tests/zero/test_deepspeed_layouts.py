@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sparseforge_ds.forge import SparseForge
+from sparseforge_ds.ranks import AgreedError
 from sparseforge_ds.zero import deepspeed_layouts
 from tests.distributed import run_distributed
 from tests.zero.case import MODELS, Case, build, build_engine, probe_of, train_step
@@ -147,3 +150,37 @@ def refused() -> str:
 
 def test_another_optimizer_is_refused_by_name() -> None:
     assert "DeepSpeed optimizer object has a layout that is not supported" in run_distributed(refused, 1)[0]
+
+
+def damaged(stage: int, dtype: str) -> str:
+    """Return why a model with one NaN is refused: its last element, which one rank has."""
+    case = Case(stage=stage, dtype=dtype)
+    model = MODELS[case.model]()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[-1, -1] = torch.nan
+    with pytest.raises(AgreedError) as error:
+        build(case, model)
+    return str(error.value)
+
+
+def another_layout() -> str:
+    """Return the error where one rank's masters are not where they are expected."""
+    engine = build_engine(Case(stage=1))
+    if dist.get_rank() == 1:
+        engine.optimizer.single_partition_of_fp32_groups[0].data[0] += 1
+    with pytest.raises(RuntimeError) as error:
+        SparseForge(engine, Case().sparseforge)
+    return str(error.value)
+
+
+def refused_by_check() -> list[str]:
+    layouts = ((0, "fp32"), (1, "fp32"), (2, "bf16"), (3, "bf16"))
+    return [*(damaged(stage, dtype) for stage, dtype in layouts), another_layout()]
+
+
+def test_all_ranks_name_a_damaged_weight_and_another_layout() -> None:
+    for *messages, layout in run_distributed(refused_by_check, 2):
+        assert len(messages) == 4
+        for message in messages:
+            assert "mlp.down_proj.weight holds infinity or NaN" in message and "model that was loaded" in message
+        assert "on rank 1 are not where the shard map expects them" in layout

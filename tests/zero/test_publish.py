@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparseforge_ds.curvature.axis_sums import AxisSums
-from sparseforge_ds.sharded_weights import ForgeError
+from sparseforge_ds.zero.forge_error import ForgeError
 from tests.distributed import run_distributed
 from tests.zero.case import Case, build, train_step
 from tests.zero.test_resume import BF16_MASTERS, one_step

@@ -16,8 +16,8 @@ from sparseforge_ds.checkpoint.disk import write_json
 from sparseforge_ds.checkpoint.folder import random_file
 from sparseforge_ds.checkpoint.manifest import Manifest, fingerprint
 from sparseforge_ds.ranks import AgreedError, Ranks, all_or_raise
-from sparseforge_ds.sharded_weights import ForgeError
 from sparseforge_ds.train.checkpoints import Checkpoints
+from sparseforge_ds.zero.forge_error import ForgeError
 
 
 class TwoRanks(Ranks):
