@@ -100,7 +100,7 @@ class SparseForge:
         self.method.resume()
         if self.ready and config.is_quantized(0):
             self._republish()
-        self._begun: str | None = None
+        self._call_in_progress: str | None = None
         """Name of a call that has begun to change weights or masks, until it is over."""
         self._skipped = engine.skipped_steps
         self._micro_steps = engine.micro_steps
@@ -142,8 +142,9 @@ class SparseForge:
         """
         if self.ready or self.step_count:
             return
+        self._require_finished()
         self.method.require_start_probe(probe)
-        self._begun = "forge.start"
+        self._call_in_progress = "forge.start"
         if self.config.moves_weights_into_branches:
             move_into_branches(self.engine.module, self.sharded)
             self._republish()  # the probe that chooses the mask must see the shifted weights
@@ -152,7 +153,7 @@ class SparseForge:
         self._switch_on_branches(0)
         self._republish()
         self._release_if_due()
-        self._begun = None
+        self._call_in_progress = None
 
     def loss_divided_by(self, divisor: float, micro_batches: int | None = None) -> None:
         """Set the divisor of a loss before its backward pass, if it is not the mean over all tokens of a micro-batch.
@@ -188,7 +189,9 @@ class SparseForge:
         self._require_finished()
         # Return at once if no step was made: gradients still accumulate, or fp16 overflowed.
         steps_begun = self._hooks.steps_begun
-        # Refuse a call without its probe before anything is counted, so that it can be repeated with one.
+        # Refuse a call behind `close`, or without its probe, before anything is counted.
+        if steps_begun == 1:
+            self.curvature.require_open()
         if steps_begun == 1 and self.ready and self.method.measures(self.step_count + 1):
             self.curvature.require_probe(probe, "step")
         self._hooks.steps_begun = 0
@@ -207,7 +210,7 @@ class SparseForge:
                 "what this run does before its first step (masks, blocks, a shift) is not done yet: call "
                 "forge.start(probe) before the first engine.step"
             )
-        self._begun = "forge.step"
+        self._call_in_progress = "forge.step"
         self.sharded.step += 1
         # A loop of its own may have forgotten to say how long it is; a continued run may be meant to be longer.
         is_past_end = self.step_count == self.config.max_steps + 1
@@ -228,7 +231,7 @@ class SparseForge:
             self._republish()
         self._release_if_due()
         self._listen()
-        self._begun = None
+        self._call_in_progress = None
         return metrics is not None
 
     def finish(self) -> None:
@@ -279,13 +282,18 @@ class SparseForge:
         return self.schedule.phase(self.step_count)
 
     def soft_to_hard_gap(self, probe: Closure) -> float:
-        """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective."""
+        """Return the loss with the mask hardened now minus the loss as it is. Two forwards; collective.
+
+        Raises:
+            ForgeError: a call before has broken off.
+        """
+        self._require_finished()
         losses = [self._extra_passes.loss(probe)]
-        self._begun = "forge.soft_to_hard_gap"
+        self._call_in_progress = "forge.soft_to_hard_gap"
         self._republish(hard=True)
         losses.append(self._extra_passes.loss(probe))
         self._republish()
-        self._begun = None
+        self._call_in_progress = None
         gap = (losses[1] - losses[0]).to(self.sharded.layout.device)
         return self.sharded.layout.all_reduce(gap).item() / self.sharded.layout.world_size
 
@@ -322,13 +330,13 @@ class SparseForge:
             ValueError: the checkpoint was made with another configuration, model or optimizer, or cannot be read; all
                 ranks raise it. Nothing has changed then, except if the pattern check of a frozen run fails, which comes
                 last.
-            ForgeError: the last optimizer step broke off, and has left DeepSpeed's optimizer as it is in a step.
+            ForgeError: a step of the optimizer or a probe broke off, and the engine holds a part of it.
         """
-        self._hooks.require_finished()
+        self._require_sound_engine()
         self._saved.load(checkpoint)
         self._hooks.steps_begun = 0
         self._micro_steps = -1
-        self._begun = None
+        self._call_in_progress = None
         self.ready = self.step_count > 0 or not self._needs_start or self._saved.started
         self.method.resume()
         if self.sharded.quantizer is not None:
@@ -365,13 +373,18 @@ class SparseForge:
         self._micro_steps = micro_steps
 
     def _require_finished(self) -> None:
-        """Raise ForgeError if a call, or a step of the optimizer, has broken off between two states of the weights."""
-        self._hooks.require_finished()
-        if self._begun is not None:
+        """Raise ForgeError if a call has broken off between two states of the weights."""
+        self._require_sound_engine()
+        if self._call_in_progress is not None:
             raise ForgeError(
-                f"{self._begun} broke off with an error, and weights or masks may be half changed; go back to a "
-                "checkpoint by engine.load_checkpoint, or begin again"
+                f"{self._call_in_progress} broke off with an error, and weights or masks may be half changed; go back "
+                "to a checkpoint by engine.load_checkpoint, or begin again"
             )
+
+    def _require_sound_engine(self) -> None:
+        """Raise ForgeError if a step of the optimizer or a probe has broken off inside of the engine."""
+        self._hooks.require_finished()
+        self._extra_passes.require_finished()
 
     def _require_followed(self) -> None:
         """Raise ForgeError if steps of the engine were not followed by `step`, or it has broken off."""

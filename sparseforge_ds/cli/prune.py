@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         from sparseforge_ds.evaluate.finished_model import load_tokenizer
         from sparseforge_ds.evaluate.scored_text import require_text_field, text_file
         from sparseforge_ds.export.writer import parse_size, require_free
+        from sparseforge_ds.model.any_family import few_pruned
+        from sparseforge_ds.model.families import coverage
         from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.block_by_block import PruneSettings, open_dense, prune
         from sparseforge_ds.prune.sequences import read_sequences
@@ -111,7 +113,10 @@ def run(args: argparse.Namespace) -> int:
     require_model(args.model, hub=False)
     device = _device(args.device, torch)
     settings = PruneSettings(config, block_start, args.any_family, args.text)
-    open_dense(args.model, settings)  # is refused, where it cannot be pruned, before a long text is read
+    # Refuse what cannot be pruned before a long text is read.
+    dense, _, pruned_weights, _ = open_dense(args.model, settings)
+    if args.any_family and not args.exclude and (warning := few_pruned(coverage(dense.module, pruned_weights))):
+        print(f"warning: {warning}")
 
     # Read the text.
     text = read_sequences(

@@ -12,7 +12,7 @@ from sparseforge_ds.config.block_sections import CurvatureConfig
 from sparseforge_ds.config.method_config import OPTIONAL
 from sparseforge_ds.config.methods import METHODS, MOST_CHOICES
 from sparseforge_ds.config.strict import require
-from sparseforge_ds.mask.pattern import NM, Block
+from sparseforge_ds.mask.pattern import NM, Block, require_removing
 from sparseforge_ds.mask.quantization import scale_group
 
 if TYPE_CHECKING:
@@ -60,13 +60,15 @@ def check_method(config: SparseForgeConfig) -> None:
 
 def check_removes(config: SparseForgeConfig) -> None:
     """Raise ValueError if the pattern keeps everything, unless the run is the dense control of a comparison."""
-    pattern = config.parsed_pattern
-    is_control = config.method.name == "naive_retrain" and config.importance == "magnitude"
-    if pattern.kept_count == pattern.members and not is_control:
+    if config.method.name == "naive_retrain" and config.importance == "magnitude":
+        return
+    try:
+        require_removing(config.parsed_pattern)
+    except ValueError as error:
         raise ValueError(
-            f"sparseforge.pattern = {config.pattern} keeps everything; a pattern n:m needs n < m, for example 2:4. The "
-            'dense control of a comparison has it, with "method": "naive_retrain" and "importance": "magnitude"'
-        )
+            f"sparseforge.pattern: {error}. The dense control of a comparison has it, with "
+            '"method": "naive_retrain" and "importance": "magnitude"'
+        ) from None
 
 
 def check_quantization_start(config: SparseForgeConfig) -> None:

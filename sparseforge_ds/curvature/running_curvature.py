@@ -73,6 +73,7 @@ class RunningCurvature:
         """True if the loss had no gradient at any matrix in the steps that the newest scores are made of."""
         self._hooks = ExitStack()
         self._listens = False
+        self._is_closed = False
         self._noted_without_gradient = False
         self._noted_single_micro_batch = False
         if not config.keeps_curvature:
@@ -163,7 +164,7 @@ class RunningCurvature:
         Measurements that were not taken, such as those of an overflowed step, are dropped.
         """
         self._hooks.close()
-        self._listens = self.weights.config.measures_in_step(self.weights.step + 1)
+        self._listens = not self._is_closed and self.weights.config.measures_in_step(self.weights.step + 1)
         if self._listens:
             assert isinstance(self.sums, FisherSums)
             self.sums.begin()
@@ -178,24 +179,25 @@ class RunningCurvature:
 
     @torch.no_grad()
     def take_measured(self) -> None:
-        """Take what a training step measured into the running mean, as one refresh. Collective.
-
-        Raises:
-            ForgeError: it was closed before this step.
-        """
+        """Take what a training step measured into the running mean, as one refresh. Collective."""
         self._hooks.close()
         if self._listens:
             self._take_sums()
-        elif self.weights.config.measures_in_step(self.weights.step):
-            raise ForgeError(
-                f"forge.close was called before step {self.weights.step}, so its curvature was not measured; call it "
-                "after the last step"
-            )
 
     def close(self) -> None:
         """Measure in no training step any more."""
         self._hooks.close()
         self._listens = False
+        self._is_closed = True
+
+    def require_open(self) -> None:
+        """Raise ForgeError after `close`, where a training step that is due should have been measured."""
+        step = self.weights.step + 1
+        if self._is_closed and self.weights.config.measures_in_step(step):
+            raise ForgeError(
+                f"forge.close was called before step {step}, so its curvature was not measured; call it after the last "
+                "step"
+            )
 
     # -- in passes of its own -----------------------------------------------------------------------------------------
 

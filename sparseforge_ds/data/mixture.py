@@ -111,7 +111,7 @@ def require_splits(sources: Sequence[TextSource], split: str, default: str = DEF
 
 
 def _may_be_of(source: TextSource, wanted: frozenset[str]) -> bool:
-    """Return whether a source is a single file that its name puts into a wanted split, or anything else."""
+    """Return False for a single file whose name puts it into other splits than the wanted ones."""
     if not isinstance(source, LocalText) or source.files.paths != (source.files.root,):
         return True
     return bool((split_named_in(source.files.root.name) or {"train"}) & wanted)

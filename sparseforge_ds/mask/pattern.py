@@ -182,7 +182,7 @@ def parse_pattern(text: str) -> Pattern:
 
 
 def require_removing(pattern: Pattern) -> Pattern:
-    """Return a pattern that removes something as it is; ValueError for one like 4:4, which dense weights have."""
+    """Return `pattern` unchanged; raise ValueError if it keeps everything, like 4:4."""
     if pattern.kept_count == pattern.members:
         raise ValueError(f"pattern {pattern} keeps everything; a pattern n:m needs n < m, for example 2:4")
     return pattern

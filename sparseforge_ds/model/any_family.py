@@ -8,6 +8,7 @@ import json
 from torch import nn
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.model.coverage import Coverage, percent
 from sparseforge_ds.model.families import uncovered_weights
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.rules import model_type_of
@@ -31,6 +32,17 @@ def any_family(model: nn.Module, config: SparseForgeConfig) -> SparseForgeConfig
         return config
     pruned, dense = uncovered_weights(model, config).proposal()
     return dataclasses.replace(config, include=(*config.include, *pruned)).allowing_dense(dense)
+
+
+def few_pruned(coverage: Coverage) -> str | None:
+    """Return a warning if less than half of a model's linear weights are pruned, or None."""
+    if 2 * coverage.masked >= coverage.linear:
+        return None
+    return (
+        f"only {percent(coverage.masked, coverage.linear)} of the linear weights will be pruned: --any_family leaves "
+        "dense what the pattern does not divide, and layers that do not say how they are stored; for these add rows by "
+        "sparseforge_ds.register_family"
+    )
 
 
 def pasteable(config: SparseForgeConfig) -> str:

@@ -51,11 +51,11 @@ def prepare(model: nn.Module, config: SparseForgeConfig) -> nn.Module:
         ValueError: a branch for a routed expert; a model that was prepared or compiled before; the errors of
             `prunable_weights`.
     """
-    compiled = next((name for name, module in model.named_modules() if hasattr(module, "_orig_mod")), None)
-    if compiled is not None:
+    compiled_name = next((name for name, module in model.named_modules() if hasattr(module, "_orig_mod")), None)
+    if compiled_name is not None:
         raise ValueError(
-            f"{compiled or type(model).__name__} is compiled already, under names that no checkpoint or export has; "
-            "prepare the model as it is, and compile it after deepspeed.initialize, by engine.compile()"
+            f"{compiled_name or type(model).__name__} is compiled already, under names that no checkpoint or export "
+            "has; prepare the model as it is, and compile it after deepspeed.initialize, by engine.compile()"
         )
     if not any(parameter.is_meta for parameter in model.parameters()):  # a model on meta is planned, not trained
         clear_before_training()

@@ -35,18 +35,19 @@ def mask_for(settings: BlockStartConfig, weights: Sequence[PrunableWeight], patt
         ValueError: these weights, or this pattern, cannot have such a mask, or it does not use `settings.damping`.
     """
     fused = next((weight.name for weight in weights if len(weight.shape) == 3), None)
-    default: BlockStartMask = "sparsegpt" if fused is None and isinstance(pattern, NM) else "wanda"
-    kind = settings.mask or default
-    cause = f"{fused} is of fused experts" if fused is not None else f"pattern {pattern} is not n:m"
-    if kind == "sparsegpt" and default != "sparsegpt":
+    # Why SparseGPT's masks are impossible, if they are.
+    obstacle = None if isinstance(pattern, NM) else f"pattern {pattern} is not n:m"
+    obstacle = obstacle if fused is None else f"{fused} is of fused experts"
+    kind = settings.mask or ("sparsegpt" if obstacle is None else "wanda")
+    if kind == "sparsegpt" and obstacle is not None:
         raise ValueError(
             f'start.mask "sparsegpt" (--mask of prune) needs an n:m pattern and the inputs of a linear layer for every '
-            f'weight, and {cause}; use "wanda" or "magnitude"'
+            f'weight, and {obstacle}; use "wanda" or "magnitude"'
         )
     if kind == "wanda" and settings.mask is None and settings.damping != BlockStartConfig.damping:
         raise ValueError(
             f"start.damping = {settings.damping:g}: the first masks are Wanda's here, which do not use it, because "
-            f"{cause}; leave it out"
+            f"{obstacle}; leave it out"
         )
     return kind
 

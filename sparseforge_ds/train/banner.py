@@ -9,8 +9,7 @@ from sparseforge_ds.config.batch import batch_line
 from sparseforge_ds.config.methods import RefreshedMaskConfig
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.tokenization import frame_tokens
-from sparseforge_ds.model.any_family import pasteable
-from sparseforge_ds.model.coverage import Coverage, percent
+from sparseforge_ds.model.any_family import few_pruned, pasteable
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.train.lasting_memory import lasting
 from sparseforge_ds.train.spec import RunSpec
@@ -46,7 +45,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
     schedule = config.resolved_schedule
     batch = spec.deepspeed
     by_layers = arguments.any_family and spec.model.config.model_type not in FAMILIES
-    is_unexpected = by_layers and not spec.has_own_globs and 2 * coverage.masked < coverage.linear
+    warning = few_pruned(coverage) if by_layers and not spec.has_own_globs else None
     memory = memory_per_rank(spec)
     kinds = ", ".join(f"{name} {readable_bytes(size)}" for name, size in memory.items())
     # A row in a starred list is there only where the run has such a thing.
@@ -57,7 +56,7 @@ def spec_rows(spec: RunSpec) -> list[Row]:
             "pruned",
             f"{config.pattern} in {coverage.weights} weights: {coverage}",
         ),
-        *([("warning", _few_pruned_line(coverage))] if is_unexpected else []),
+        *([] if warning is None else [("warning", warning)]),
         *([("any_family", pasteable(config))] if by_layers else []),
         *(("left dense", line) for line in coverage.lines(but={line.partition(" (")[0] for line in spec.uncovered})),
         *(("not covered", f"{line}: stays dense; no row of the family table names it") for line in spec.uncovered),
@@ -112,13 +111,6 @@ def _mask_line(spec: RunSpec) -> str:
     if isinstance(method, RefreshedMaskConfig):
         line += f", chosen anew every {method.every} steps, decay {method.decay:g}"
     return line
-
-
-def _few_pruned_line(coverage: Coverage) -> str:
-    return (
-        f"only {percent(coverage.masked, coverage.linear)} of the linear weights will be pruned: --any_family cannot "
-        "tell how the layers of the others are stored; add rows with sparseforge_ds.register_family"
-    )
 
 
 def _longer_line(spec: RunSpec) -> list[Row]:

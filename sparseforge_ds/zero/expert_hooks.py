@@ -78,9 +78,9 @@ def expert_tokens(modules: dict[str, Module], hook: ExpertHook, gradients: bool 
     Raises:
         ValueError: another hook of this kind is active in one of the modules.
     """
-    if listened := [name for name, module in modules.items() if module in _listeners]:
+    if busy_modules := [name for name, module in modules.items() if module in _listeners]:
         raise ValueError(
-            f"{listened[0]}: another forge measures in this model; end it by its close() before you make a new one"
+            f"{busy_modules[0]}: another forge measures in this model; end it by its close() before you make a new one"
         )
     # Experts that are not in the table of functions get a forward of their own.
     replaced = [module for module in modules.values() if sees_all_tokens(module)]

@@ -17,6 +17,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from sparseforge_ds.zero.forge_error import ForgeError
 from sparseforge_ds.zero.shard import Shard, ShardLayout
 
 Closure = Callable[[], Tensor]
@@ -71,6 +72,8 @@ class ExtraPasses:
         self.layout = layout
         self.harvest: Harvest | None = None
         """While set, a step of the optimizer passes its gradients to this function and changes nothing."""
+        self._holds_gradients = False
+        """True while DeepSpeed holds gradients of extra passes: for good, if one of them has raised."""
 
     @property
     def accumulation(self) -> int:
@@ -104,6 +107,7 @@ class ExtraPasses:
 
         with self._untraced():
             self.forget_gradients()
+            self._holds_gradients = True
             # The engine divides by the accumulation steps, so that a probe overflows no sooner than training. It may
             # have another number of passes: `on_gradient` forms the mean over them.
             self._backward(passes)
@@ -116,7 +120,16 @@ class ExtraPasses:
             if optimizer is self.layout.inner:
                 engine.zero_grad()
             self.forget_gradients()
+            self._holds_gradients = False
         return harvested
+
+    def require_finished(self) -> None:
+        """Raise ForgeError if DeepSpeed still holds gradients of passes that an error has ended."""
+        if self._holds_gradients:
+            raise ForgeError(
+                "a probe broke off with an error, and the engine holds gradients of it; make a new engine, and go back "
+                "to a checkpoint by engine.load_checkpoint"
+            )
 
     def activations(self, passes: Sequence[Closure]) -> None:
         """Run forward and backward of every pass with gradients of activations alone.

@@ -57,9 +57,10 @@ class Passes:
         return [self._closure, self._closure]
 
 
-def breaks_off(case: Case, is_gap: bool) -> tuple[list[str], list[str]]:
-    """Return the collectives after the error of a probe, and the messages of what is called then."""
+def breaks_off(case: Case, is_gap: bool, folder: str) -> tuple[list[str], list[str], str]:
+    """Return the collectives after the error of a probe, the messages of what is called then, and that of a load."""
     engine, forge = build(case)
+    engine.save_checkpoint(folder, tag="begin")
     train_step(engine, case, 0)
     with counted() as calls:
         probe = FailingProbe(engine, case, calls)
@@ -70,28 +71,47 @@ def breaks_off(case: Case, is_gap: bool) -> tuple[list[str], list[str]]:
                 forge.step(Passes(probe))
     messages = []
     train_step(engine, case, 1)
-    for call in (lambda: forge.step(probe_of(engine, case, 1)), forge.state_dict, forge.finish):
+    attempts = (
+        lambda: forge.step(probe_of(engine, case, 1)),
+        lambda: forge.soft_to_hard_gap(probe_of(engine, case, 1)),
+        forge.state_dict,
+        forge.finish,
+    )
+    collectives = [name for name, _ in calls[probe.before :]]
+    for attempt in attempts:
         with pytest.raises(sf.ForgeError) as refused:
-            call()
+            attempt()
         messages.append(str(refused.value))
-    return [name for name, _ in calls[probe.before :]], messages
+    # A load goes back, unless the engine holds gradients of the probe.
+    try:
+        engine.load_checkpoint(folder, tag="begin")
+        train_step(engine, case, 0)
+        forge.step(probe_of(engine, case, 0))
+        loaded = f"step {forge.step_count}"
+    except sf.ForgeError as error:
+        loaded = str(error)
+    return collectives, messages, loaded
 
 
-def all_break_off() -> dict[str, tuple[list[str], list[str]]]:
+def all_break_off(folder: str) -> dict[str, tuple[list[str], list[str], str]]:
     results = {}
     for stage in STAGES:
         for name, config in CURVATURES.items():
-            results[f"{stage} {name}"] = breaks_off(Case(stage, config={**config, "method": SHORT}), is_gap=False)
-        results[f"{stage} gap"] = breaks_off(Case(stage), is_gap=True)
+            case = Case(stage, config={**config, "method": SHORT})
+            results[f"{stage} {name}"] = breaks_off(case, False, f"{folder}/{stage} {name}")
+        results[f"{stage} gap"] = breaks_off(Case(stage), True, f"{folder}/{stage} gap")
     return results
 
 
-def test_nothing_is_collective_after_an_error_in_a_probe() -> None:
-    for rank in run_distributed(all_break_off, 2):
-        for name, (collectives, messages) in rank.items():
+def test_nothing_is_collective_after_an_error_in_a_probe(tmp_path: Path) -> None:
+    """Nothing goes on from what is half done, either."""
+    for rank in run_distributed(all_break_off, 2, str(tmp_path)):
+        for name, (collectives, messages, loaded) in rank.items():
             assert collectives == [], name
-            call = "forge.soft_to_hard_gap" if name.endswith("gap") else "forge.step"
-            assert all(f"{call} broke off" in message and "load_checkpoint" in message for message in messages), name
+            holds_gradients = name.endswith("of weights")
+            what = "a probe" if holds_gradients else "forge.soft_to_hard_gap" if name.endswith("gap") else "forge.step"
+            assert all(f"{what} broke off" in message and "load_checkpoint" in message for message in messages), name
+            assert ("make a new engine" in loaded) if holds_gradients else (loaded == "step 1"), (name, loaded)
 
 
 def fails_on_one_rank(call: str) -> None:

@@ -16,6 +16,7 @@ from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.extras.studies.runs import Pruning, Run
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import content_hash
+from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import bare_model
 from sparseforge_ds.model.families import prunable_weights
@@ -88,7 +89,7 @@ def check_prunings(config: CompareConfig) -> None:
             empty = bare_model(dense.config)
             block = SparseForgeConfig.from_dict(config.one_shot_block(entry))
             weights = prunable_weights(empty, any_family(empty, block) if entry.any_family else block)
-            mask_for(entry.start, weights, block.parsed_pattern)
+            mask_for(entry.start, weights, require_removing(block.parsed_pattern))
             decoder_blocks(empty, weights)
             next(iter_texts(Pruning(entry, 0).text(config), config.text_field))
         except ValueError as error:

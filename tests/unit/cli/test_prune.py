@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, JetMoeConfig, JetMoeForCausalLM
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.export.verification import check_folder
@@ -324,3 +325,21 @@ def test_what_cannot_be_pruned_is_refused_before_a_folder_is_written(
     assert "exists and is not an empty folder" in capsys.readouterr().err
     assert main(["prune", str(out), str(tmp_path / "again"), "--text", str(text), *_QUICK]) == 2
     assert "is sparse already" in capsys.readouterr().err
+
+
+def test_a_family_of_which_little_is_pruned_is_warned_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1, "kv_channels": 8}
+    config = JetMoeConfig(vocab_size=BYTE_VOCABULARY, **sizes, intermediate_size=64, num_local_experts=4)
+    model = write_model(tmp_path / "jetmoe", JetMoeForCausalLM(config))
+    words = [
+        "prune",
+        str(model),
+        str(tmp_path / "out"),
+        "--text",
+        "stdlib:train",
+        "--any_family",
+        "--mask",
+        "magnitude",
+    ]
+    assert main([*words, "--epochs", "0", "--tokens", "256", "--seq_length", "32"]) == 0
+    assert re.search(r"warning: only \d\.\d% of the linear weights will be pruned: .*register", capsys.readouterr().out)

@@ -267,6 +267,18 @@ def test_an_ablation_is_the_recipe_with_another_block(which, bash, tmp_path):
     assert f"    {which}) block=" in head and bash("launch/llama2_ablations.sh")[0] == 2
 
 
+@pytest.mark.parametrize("recipe", ["gpt2.sh small", "llama2_ablations.sh full"])
+def test_other_paths_than_the_hostfiles_are_seen_from_the_checkout(bash, tmp_path, recipe):
+    own = tmp_path / "own"
+    own.mkdir()
+    paths = {"MODEL": "some/model", "OUTPUT": "some/run", "DATASET": "some/text.jsonl"}
+    working_folder = {"DOES_deepspeed": f"pwd >{tmp_path}/folder", "EXIT_deepspeed": "3"}
+    code, commands, errors = bash(f"../launch/{recipe}", cwd=own, **paths, **working_folder)
+    assert code == 3, errors
+    assert (tmp_path / "folder").read_text().strip() == str(tmp_path)
+    assert {"some/model", "some/text.jsonl"} <= set(commands[-1]) and any("some/run" in word for word in commands[-1])
+
+
 def test_the_hostfile_of_an_ablation_is_that_of_where_it_is_called(bash, tmp_path):
     own = tmp_path / "own"
     own.mkdir()

@@ -120,8 +120,8 @@ def test_the_rate_of_a_run_of_muon_is_that_of_its_matrices(arguments, params, mu
     content = {**deepspeed_json(stage=0), "optimizer": {"type": "Muon", "params": params}}
     spec = make_spec(arguments(content), 1)
     assert spec.learning_rate.peak == muon and re.search(rf"rate +{muon:g} after", banner(spec, TEXT))
-    shares = [spec.share_of_rate(group) for group in ({"use_muon": True}, {"use_muon": False})]
-    assert shares == [1.0, pytest.approx(adam / muon)]
+    shares = [spec.share_of_rate(group) for group in ({"use_muon": True}, {"use_muon": False}, {})]
+    assert shares == [1.0, pytest.approx(adam / muon), 1.0]
 
 
 def test_a_rate_at_which_nothing_trains_is_refused(arguments):
@@ -280,7 +280,9 @@ def test_a_family_whose_experts_cannot_be_seen_is_warned_about(arguments, tmp_pa
         spec = make_spec(arguments(content, model=folder, any_family=True, **flags), world_size=1)
         return re.search(r"^ *warning +(.*)$", banner(spec, TEXT), re.MULTILINE)
 
-    assert re.match(r"only \d\.\d% of the linear weights will be pruned: .*; add rows .*register_family", warning()[1])
+    assert re.match(
+        r"only \d\.\d% of the linear weights will be pruned: .*; for these add rows .*register_family", warning()[1]
+    )
     assert warning(allow_dense=["*.experts.*"]) is None, "the user has decided"
     assert warning(deepspeed_json(include=["*.kv_proj.weight"])) is None
 

@@ -26,7 +26,7 @@ _KL = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.flo
 
 
 def require_nm(pattern: Pattern) -> NM:
-    """Return an n:m pattern that removes something as it is; ValueError for any other: the search needs its groups."""
+    """Return an n:m pattern unchanged; raise ValueError for any other, and for one that keeps everything."""
     if not isinstance(pattern, NM):
         raise ValueError(f"rotate: {pattern} is no n:m pattern, and the search needs one; use one like 2:4")
     require_removing(pattern)

@@ -73,6 +73,7 @@ def test_peft_is_missed_before_hours_of_training(
             {"one_shot": {"once": {"mask": "sparsegpt"}}},
             r'one_shot.once: start.mask "sparsegpt" .--mask of prune. needs',
         ),
+        ({"one_shot": {"once": {"pattern": "4:4"}}}, "one_shot.once: pattern 4:4 keeps everything"),
         ({"one_shot": {"once": {}}, "train_text": "owner/set"}, "one_shot.once: .*owner/set"),
         (
             {"methods": {"ours": {**OURS, "flags": {"teacher": "nothing"}}}},
