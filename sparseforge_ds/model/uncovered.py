@@ -64,7 +64,7 @@ class Uncovered:
         advice, block = (self._advice_with_rows(), "") if self.layers is None else self._advice_without_rows()
         raise ValueError(
             f"{percent(self._elements, self.linear)} of the linear weights of this {self.model_type} model are not "
-            f"covered: " + "".join(f"allow_dense {line}; " for line in self.unneeded) + advice + block
+            f"covered: {advice}" + "".join(f"; allow_dense {line}" for line in self.unneeded) + block
         )
 
     def _advice_with_rows(self) -> str:

@@ -262,12 +262,13 @@ def refused() -> dict[str, str]:
 
     messages["function"] = message_of(lambda: forge.start(Text(engine).passes(0)[0]))
     messages["uneven"] = message_of(lambda: forge.start(Uneven(engine)))
-    handle = engine.module.model.layers[1].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
+    messages["again"] = message_of(lambda: forge.start(Text(engine)))
+    engine, forge = build(CASE)
+    engine.module.model.layers[1].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
     messages["no chain"] = message_of(lambda: forge.start(Text(engine)))
-    handle.remove()
-    handle = engine.module.model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
+    engine, forge = build(CASE)
+    engine.module.model.layers[1].register_forward_hook(lambda _module, _args, output: 2 * output)
     messages["not alone"] = message_of(lambda: forge.start(Text(engine)))
-    handle.remove()
     # Every handover is compared, not the first alone.
     engine, forge = build(CASE, tiny_models.tiny_llama(vocab_size=40, num_hidden_layers=3))
     engine.module.model.layers[2].register_forward_pre_hook(lambda _module, args: (2 * args[0], *args[1:]))
@@ -280,6 +281,7 @@ def test_starts_that_cannot_work_are_refused_on_all_ranks() -> None:
         assert "sparseforge.start needs calibration batches: call forge.start(probe)" in messages["no text"], messages
         assert "would train every block on the one micro-batch of a function" in messages["function"], messages
         assert "1 micro-batches at first and 2 in batch 1; give as many in every one" in messages["uneven"], messages
+        assert "forge.start broke off with an error, and weights or masks may be half changed" in messages["again"]
         for case in ("no chain", "no chain later"):
             assert "does not hand its hidden states from block to block as they are" in messages[case], messages
         assert "model.layers.1 computes something else alone than in its model" in messages["not alone"], messages
