@@ -105,6 +105,11 @@ class RunSpec:
         return training_dtype(self.deepspeed)
 
     @property
+    def device(self) -> str:
+        """Return the kind of device that the run computes on here, like "cuda"."""
+        return str(get_accelerator().device_name())
+
+    @property
     def stage(self) -> int:
         """Return the ZeRO stage."""
         return zero_stage(self.deepspeed)

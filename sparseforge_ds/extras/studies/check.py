@@ -37,6 +37,8 @@ class MethodCheck:
     """The method's block, with the globs that `--any_family` has chosen."""
     files: dict[str, str]
     """Hashes of the contents of the files that its runs read."""
+    hardware: dict[str, str]
+    """Dtype that its runs compute in here, where "auto" is decided, and the kind of device."""
 
 
 def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
@@ -65,7 +67,7 @@ def check_methods(config: CompareConfig) -> dict[str, MethodCheck]:
             try:
                 spec = make_spec(parse_arguments(run.arguments(config, run_folder)), config.ranks)
                 if run.method.name not in checks:
-                    checks[run.method.name] = MethodCheck(spec.config, _file_hashes(spec))
+                    checks[run.method.name] = _check_of(spec)
             except ValueError as error:
                 message = str(error).replace(str(settings), "base")
                 raise ValueError(f"methods.{run.method.name} with {run.steps} steps: {message}") from None
@@ -94,6 +96,11 @@ def check_prunings(config: CompareConfig) -> None:
             next(iter_texts(Pruning(entry, 0).text(config), config.text_field))
         except ValueError as error:
             raise ValueError(f"one_shot.{entry.name}: {error}") from None
+
+
+def _check_of(spec: RunSpec) -> MethodCheck:
+    hardware = {"dtype": str(spec.dtype).removeprefix("torch."), "device": spec.device}
+    return MethodCheck(spec.config, _file_hashes(spec), hardware)
 
 
 def _file_hashes(spec: RunSpec) -> dict[str, str]:

@@ -18,6 +18,8 @@ _OUTCOMES = ("diverged", "sparsity", "seconds", "resumed", "start", "path")
 """Keys of a record that a row repeats, besides the measurements."""
 
 
+_SINCE = ("hardware",)
+"""Settings that records of earlier versions lack. Such a record goes on on any hardware, as it did."""
 _PATHS = ("model", "teacher", "teacher_logits", "dataset", "text", "eval_dataset")
 """Keys of settings that may name files and folders."""
 
@@ -46,8 +48,15 @@ class Records:
             record = {"wanted": wanted, "resolved": resolved}
             self.write(name, record)
         before = record["wanted"]
+        unknown = [key for key in _SINCE if key not in before]
+        wanted = {key: value for key, value in wanted.items() if key not in unknown}
+        resolved = {key: value for key, value in resolved.items() if key not in unknown}
         if before != wanted and record.get("resolved") != resolved:
-            differing = [key for key in sorted(set(before) | set(wanted)) if before.get(key) != wanted.get(key)]
+            differing = [
+                _describe(key, before.get(key), wanted.get(key))
+                for key in sorted(set(before) | set(wanted))
+                if before.get(key) != wanted.get(key)
+            ]
             raise ValueError(
                 f"{self.folder.parent}: the run {name} was started with other settings ({', '.join(differing)}); give "
                 "another --out, or remove this folder. Methods, seeds, budgets and learning rates may be added to a "
@@ -69,6 +78,14 @@ class Records:
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Write the record of a run."""
         write_text(self.folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+
+def _describe(key: str, before: Any, now: Any) -> str:
+    """Return the name of a setting that differs; for the hardware, what it was and is, which CONFIG does not say."""
+    if key != "hardware":
+        return key
+    words = [" on ".join(hardware.values()) for hardware in (before, now)]
+    return f"hardware: {words[0]}, and here {words[1]}; continue on hardware like the first"
 
 
 def _resolved(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +132,7 @@ def write_rows(
             row = {"kind": "one_shot", "method": pruning.method.name, "run": pruning.name, "seed": pruning.seed}
             row |= {"steps": 0, "tokens": 0, "learning_rate": None, "decides": False, "chosen": False}
             row |= {key: record.get(key) for key in (*measured, *_OUTCOMES)} | _all_tokens(0, record)
+            row |= _hardware_of(record)
             settings = {key: value for key, value in asdict(pruning.method).items() if key != "name"}
             rows.append(
                 {**row, "settings": settings, "command": pruning.command(config, out / "models" / pruning.name)}
@@ -142,6 +160,7 @@ def write_rows(
             "decay_at_the_edge": at_the_edge(run.method.decays, run.decay),
             **{key: record.get(key) for key in (*measured, *_OUTCOMES)},
             **_all_tokens(tokens, record),
+            **_hardware_of(record),
             "settings": run.method.block,
             "flags": run.method.flags,
             "command": run.command(config, out / "runs" / run.name),
@@ -149,6 +168,12 @@ def write_rows(
         rows.append(row)
     write_text(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return rows
+
+
+def _hardware_of(record: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the dtype and the kind of device that a run computed in; None if its record does not say it."""
+    hardware = record.get("wanted", {}).get("hardware", {})
+    return {key: hardware.get(key) for key in ("dtype", "device")}
 
 
 def _all_tokens(tokens: int, record: Mapping[str, Any]) -> dict[str, float | None]:

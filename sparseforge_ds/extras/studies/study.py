@@ -107,13 +107,18 @@ class Study:
             self._do_all(counting, names)
             return write_pages(self.out, config, self._write_rows(), self.texts.notes)
 
+    @property
+    def _device(self) -> dict[str, str]:
+        """Kind of device here, which models are pruned and measured on."""
+        return {"device": self.checks[self.config.compared_with].hardware["device"]}
+
     def _measure_baselines(self) -> dict[str, Any]:
         """Measure the dense and the magnitude-pruned model, or read the record of an earlier launch."""
         pruned = self.evaluator.pruned
         files = self.checks[self.config.compared_with].files["model_files"]
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
         wanted = {"model": self.config.model, "model_files": files, **wanted, **self.evaluator.conditions}
-        record = self.records.open(_BASELINES, wanted)
+        record = self.records.open(_BASELINES, {**wanted, "hardware": self._device})
         measured = self.evaluator.baselines(record.get("found", {}))
         self.records.write(_BASELINES, {**record, "found": measured})
         return measured
@@ -227,7 +232,7 @@ class Study:
         if isinstance(run, Pruning):
             files = self.checks[self.config.compared_with].files
             files = {name: files[name] for name in ("dataset_files", "model_files")}
-            return {**run.settings(self.config), **files, "measured": conditions}
+            return {**run.settings(self.config), **files, "measured": conditions, "hardware": self._device}
         content = run.deepspeed(self.config)
         # The parsed block too: defaults may change between two releases that continue one study.
         block = json.loads(json.dumps(SparseForgeConfig.from_dict(content["sparseforge"]).comparable()))
@@ -238,6 +243,7 @@ class Study:
             "meant": block,
             "ranks": self.config.ranks,
             "measured": conditions,
+            "hardware": self.checks[run.method.name].hardware,
         }
 
     def _write_rows(self) -> list[dict[str, Any]]:

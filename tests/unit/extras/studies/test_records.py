@@ -25,18 +25,22 @@ def test_a_run_is_what_it_was_begun_as(tmp_path: Path) -> None:
         records.open("a", {"steps": 3})
 
 
-def test_tokens_of_a_start_count_once_an_epoch(tmp_path: Path) -> None:
+def test_rows_say_what_runs_cost_and_where_they_computed(tmp_path: Path) -> None:
     config = read_comparison(write(tmp_path, seeds=[0], budgets=[40], one_shot={}))
     records = Records(tmp_path / "records")
     measured = {"validation_perplexity": 3.0, "path": 0.6, "start": {"tokens": 1000, "epochs": 4, "seconds": 1.0}}
     runs = {(name, 40): Run(method, 0.5, 0, 40) for name, method in config.methods.items()}
     for run, sparsity in zip(runs.values(), ({"elements": 2000}, None), strict=True):
-        records.write(run.name, {**measured, "start": measured["start"] if sparsity else None, "sparsity": sparsity})
+        hardware = {"hardware": {"dtype": "bfloat16", "device": "cuda"}} if sparsity else {}
+        record = {**measured, "wanted": hardware}
+        records.write(run.name, {**record, "start": measured["start"] if sparsity else None, "sparsity": sparsity})
     baselines = {f"{kind}_{text}": 3.0 for kind in ("dense", "magnitude") for text in ("validation", "test")}
     with_start, without = write_rows(tmp_path, config, baselines, records, runs)[2:]
     tokens = 40 * 8 * 256
     assert (with_start["tokens"], with_start["all_tokens"]) == (tokens, tokens + 4000)
     assert with_start["tokens_a_weight"] == (tokens + 4000) / 2000 and with_start["path"] == 0.6
+    assert (with_start["dtype"], with_start["device"]) == ("bfloat16", "cuda")
+    assert without["dtype"] is without["device"] is None, "records of earlier versions do not say it"
     assert (without["tokens"], without["all_tokens"], without["tokens_a_weight"]) == (tokens, None, None)
 
 

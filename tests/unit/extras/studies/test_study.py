@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.records import settled
 from sparseforge_ds.extras.studies.settings import read_comparison
 from sparseforge_ds.extras.studies.study import Study, threads_of_environment
-from sparseforge_ds.extras.studies.training import StoppedError
+from sparseforge_ds.extras.studies.training import StoppedError, Trainer
+from sparseforge_ds.train.spec import Hardware
+from tests.tiny_folders import deepspeed_json, write_model, write_text
 from tests.unit.extras.studies.test_settings import write
 
 
@@ -74,3 +78,53 @@ def test_threads_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(ValueError, match="OMP_NUM_THREADS=many: use an integer >= 1"):
         threads_of_environment()
+
+
+def stop_at_once(*_: Any) -> None:
+    raise StoppedError
+
+
+def test_a_study_goes_on_only_where_it_computes_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows in fp32 of a CPU, and others in bf16 of a GPU, are no comparison of methods."""
+    monkeypatch.setattr(Trainer, "train", stop_at_once)
+    base = {key: value for key, value in deepspeed_json(stage=1).items() if key != "sparseforge"}
+    content = {
+        "model": str(write_model(tmp_path / "model")),
+        "train_text": str(write_text(tmp_path / "train.jsonl")),
+        "test_text": {"path": str(write_text(tmp_path / "heldout.jsonl")), "documents": [4, 6]},
+        "base": {**base, "bf16": {"enabled": "auto"}},
+        "methods": {"fixed": {"method": "naive_retrain", "importance": "magnitude"}},
+        "one_shot": {},
+        "seeds": [0],
+        "budgets": [2],
+        "learning_rates": [1e-3],
+        "seq_length": 32,
+        "batch": 4,
+        "threads": 1,
+    }
+    command = ["compare", write(tmp_path, **content), "--out", str(tmp_path / "out")]
+    records = tmp_path / "out" / "records"
+    run = records / "fixed-lr0.001-seed0-steps2.json"
+
+    def said() -> str:
+        assert main(command) == 2
+        return capsys.readouterr().err
+
+    # A record says what it was made on.
+    assert "the same command goes on" in said()
+    assert json.loads(run.read_text())["wanted"]["hardware"] == {"dtype": "float32", "device": "cpu"}
+    # Where "auto" means bf16, or models are on a GPU, the study is refused, and goes on where it was.
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(Hardware, "here", classmethod(lambda cls: cls(bf16=True, fp16=True, fused=False)))
+        assert "hardware: float32 on cpu, and here bfloat16 on cpu; continue on hardware like the first" in said()
+        # Records of earlier versions do not say it, and go on as they did.
+        record = json.loads(run.read_text())
+        for settings in (record["wanted"], record["resolved"]):
+            del settings["hardware"]
+        run.write_text(json.dumps(record))
+        assert "the same command goes on" in said()
+    baselines = records / "baselines.json"
+    baselines.write_text(baselines.read_text().replace('"cpu"', '"cuda"'))
+    assert "the run baselines was started with other settings (hardware: cuda, and here cpu" in said()
