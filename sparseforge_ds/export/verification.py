@@ -31,11 +31,12 @@ from sparseforge_ds.export.stored import Size, StoredWeights, listed_weights, re
 from sparseforge_ds.export.workers import each
 from sparseforge_ds.mask.pattern import Pattern, parse_pattern
 from sparseforge_ds.model.families import FAMILIES, prunable_names
+from sparseforge_ds.model.family_table import BRANCH, LOW_RANK
 from sparseforge_ds.model.loading_error import describe_lost_parts
 from sparseforge_ds.model.registration import build_model, load_config
 from sparseforge_ds.model.rules import check_globs, matches
 from sparseforge_ds.model.saved_names import Placement, saved_tensors
-from sparseforge_ds.model.stored_config import config_sha256, configured_dtype, is_only_pruned
+from sparseforge_ds.model.stored_config import config_sha256, configured_dtype, is_only_pruned, is_packed_config
 from sparseforge_ds.packed_format.packed_values import Grid
 
 _LAYER = re.compile(r"\.\d+\.")
@@ -154,7 +155,8 @@ def check_folder(
     with bar:
         results = dict(zip(names, each(check, names, workers), strict=True))
     rows = [report for name in axes if (report := results[name][0]) is not None]
-    missing = [name for name in listed if name not in tensors.specs]
+    needed = dict.fromkeys([*listed, *_branches_of_config(folder, config)])
+    missing = [name for name in needed if name not in tensors.specs]
     changed = [name for name, (_, as_listed) in results.items() if not as_listed]
     if sparsity:
         changed += [f"{name}, which sparsity.json does not list" for name in tensors.specs if name not in listed]
@@ -194,6 +196,18 @@ def check_folder(
         errors,
         tuple(exclude),
     )
+
+
+def _branches_of_config(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Return the names of the branch tensors that the config.json of a packed folder makes transformers load."""
+    if not is_packed_config(config):
+        return []
+    settings = config["quantization_config"]
+    low_rank = settings.get("low_rank") or {}
+    if not isinstance(low_rank, dict):
+        raise ValueError(f"{folder / 'config.json'}: low_rank {low_rank!r} is damaged; export again")
+    stored = BRANCH if settings.get("low_rank_learned") else (LOW_RANK,)
+    return [f"{module}.{part}" for module in low_rank for part in stored]
 
 
 def _compare_with_model(folder: Path, config: dict[str, Any], tensors: StoredWeights) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
+from sparseforge_ds.model.family_table import BRANCH
 from sparseforge_ds.model.loading_targets import Targets
 from sparseforge_ds.packed_format.packed_values import SCALE, Grid, values_per_element
 from sparseforge_ds.packed_format.packing import (
@@ -53,9 +54,16 @@ def check_headers(model: Any, headers: dict[str, Header], targets: Targets, grid
         grid: of the model's quantization_config.
 
     Raises:
-        ValueError: a dtype or shape is wrong, or one of values, positions and scales is missing.
+        ValueError: a dtype or shape is wrong, or one of values, positions and scales, or of a branch, is missing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    # transformers warns of a missing tensor alone, and the branch would be memory that nobody has written.
+    in_files = {targets.find(key)[0] for key in headers}
+    expected_branches = {name for name in parameters if name.rpartition(".")[2] in BRANCH}
+    if missing := sorted(expected_branches - in_files):
+        raise ValueError(
+            f"{missing[0]} is missing, and config.json names its layer in low_rank; export or download it again"
+        )
     packed = {key.removesuffix(POSITIONS) for key in headers if key.endswith(POSITIONS)}
     packed = {weight for weight in packed if targets.find(weight)[0] in parameters}  # others only have such a name
     merges = {target: weight for weight in sorted(packed) if (target := targets.find(weight))[1] is not None}

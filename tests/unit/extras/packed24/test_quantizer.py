@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, Trainer, TrainingA
 import sparseforge_ds.extras.packed24  # noqa: F401  registers the format, as users do
 from sparseforge_ds import keep_mask
 from sparseforge_ds.checkpoint.tensors import TensorFolder
+from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.finished_model import share_of_zeros
 from sparseforge_ds.export.formats import export
@@ -303,6 +304,28 @@ def test_an_adapter_trains_on_top_of_a_branch(folders: FOLDERS, tmp_path: Path) 
     assert (logits(adapted.eval()) - before).abs().max() > 1e-3
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), before)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_branch_that_the_files_lack_is_missed(
+    folders: FOLDERS, tmp_path: Path, learned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would warn, and compute with memory that nobody has written."""
+    folder = shutil.copytree(folders["llama-odd"][1], tmp_path / "branched")
+    module = "model.layers.0.self_attn.q_proj"
+    lacking = f"{module}.low_rank_p" if learned else f"{module}.low_rank_b"
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"low_rank": {module: 8}, "low_rank_learned": learned}
+    (folder / "config.json").write_text(json.dumps(config))
+    if learned:  # one of the two is there
+        tensors = load_file(folder / "model.safetensors")
+        tensors[f"{module}.low_rank_b"] = torch.zeros(len(tensors[f"{module}.weight"]), 1)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{lacking} is missing, and config.json names its layer in low_rank"):
+        load(folder)
+    assert main(["verify", str(folder)]) == 1
+    printed = capsys.readouterr().out
+    assert f"missing: {lacking}\n" in printed and printed.endswith("NOT OK\n")
 
 
 def test_the_trainer_of_this_package_refuses(folders: FOLDERS) -> None:
