@@ -21,8 +21,10 @@ from sparseforge_ds.zero.expert_hooks import sees_all_tokens
 
 _ATTENTION = "sparseforge_planned"
 """Our `attn_implementation` of a transformers model."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json for the number of routed experts."""
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""Keys of config.json for the number of experts that a router chooses, or for a list of it by layer."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,11 @@ def share_of_experts(model: PreTrainedModel) -> float:
 def chosen_share(text: PretrainedConfig) -> float:
     """Return the share of its routed experts that a router chooses for a token; 1 where there are none."""
     experts = next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), None)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    return 1.0 if experts is None or chosen is None else min(float(chosen / experts), 1.0)
+    chosen = next((getattr(text, name) for name in _CHOSEN if getattr(text, name, None)), None)
+    if experts is None or chosen is None:
+        return 1.0
+    by_layer = chosen if isinstance(chosen, list) else [chosen]
+    return min(float(sum(by_layer) / len(by_layer) / experts), 1.0)
 
 
 def architecture_of(

@@ -15,7 +15,7 @@ import torch
 from transformers import PretrainedConfig
 
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.extras.planner.flops import attention_kinds
+from sparseforge_ds.extras.planner.flops import AttentionLayer, attention_layers
 from sparseforge_ds.extras.planner.machine import GPUS, Gpu
 from sparseforge_ds.model.architecture import bare_model, chosen_share
 from sparseforge_ds.model.families import prunable_weights
@@ -252,16 +252,19 @@ def lines(advices: list[Advice], batch: int, gpu: Gpu) -> Iterator[str]:
 
 def cache_of_sequence(text: PretrainedConfig, context: int) -> int:
     """Return the bytes of keys and values of one sequence; layers without a growing cache count nothing."""
-    heads = getattr(text, "num_attention_heads", None)
-    if heads is None:
-        return 0
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+    return int(sum(_numbers_of_layer(layer, context) for layer in attention_layers(text)) * _HALF / 8)
+
+
+def _numbers_of_layer(layer: AttentionLayer, context: int) -> int:
+    """Return how many numbers of keys and values one sequence has in a layer."""
+    config, heads = layer.config, layer.heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_value_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         key_value_heads = 1  # GPT BigCode, and Falcon's first models
     numbers = 2 * key_value_heads * width
-    if getattr(text, "qk_nope_head_dim", None):  # latent attention, whose cache transformers keeps expanded
-        numbers = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention, whose cache transformers keeps expanded
+        numbers = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
     reach = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-    tokens = sum(min(getattr(text, reach.get(kind, ""), None) or context, context) for kind in attention_kinds(text))
-    return int(tokens * numbers * _HALF / 8)
+    tokens = min(getattr(config, reach.get(layer.kind, ""), None) or context, context)
+    return int(tokens * numbers)

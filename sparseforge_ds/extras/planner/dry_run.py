@@ -17,6 +17,7 @@ from sparseforge_ds.config.arguments import EMBEDDED_MODEL, DocumentFrame, RunAr
 from sparseforge_ds.data.hub_text import HubText
 from sparseforge_ds.data.mixture import file_lines
 from sparseforge_ds.data.tokenization import check_frame
+from sparseforge_ds.extras.planner.flops import attention_layers
 from sparseforge_ds.extras.planner.machine import GIB, Machine
 from sparseforge_ds.extras.planner.plan import Plan, make_plan
 from sparseforge_ds.model.model_config import read_model_config
@@ -153,7 +154,7 @@ def _memory_of_unfused_attention(spec: RunSpec) -> Iterator[str]:
     config = spec.model.config
     attention = spec.arguments.attn_implementation or default_attention(config)
     pairs = settings.micro_batch * settings.seq_length**2
-    heads = getattr(config.get_text_config(), "num_attention_heads", 0)
+    heads = max((layer.heads for layer in attention_layers(config.get_text_config())), default=0)
     if attention == "eager" and heads:
         scores = readable_bytes(pairs * heads * settings.low)
         yield f"memory: eager attention's scores of all pairs of tokens, {scores} a layer, several times"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from transformers import PretrainedConfig
 
 from sparseforge_ds.model.architecture import Architecture
@@ -17,13 +19,7 @@ def forward_flops(config: PretrainedConfig, model: Architecture, seq_length: int
     """
     text = config.get_text_config()
     of_weights = 2.0 * (model.active - model.looked_up)
-    heads = getattr(text, "num_attention_heads", None)
-    if heads is None:
-        return of_weights
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if getattr(text, "qk_nope_head_dim", None):  # latent attention: head_dim is only the part with rotary positions
-        width = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) / 2
-    return of_weights + 4 * heads * width * _keys(text, seq_length)
+    return of_weights + sum(_attention_flops(layer, seq_length) for layer in attention_layers(text))
 
 
 def head_flops(model: Architecture) -> float:
@@ -46,24 +42,43 @@ def training_flops(forward: float, model: Architecture, checkpointing: bool) -> 
     return (3 + checkpointing) * (forward - head) + 4 * head
 
 
-def attention_kinds(text: PretrainedConfig) -> list[str]:
-    """Return the kind of every layer that has attention over the sequence, in the words of `layer_types`."""
-    kinds = getattr(text, "layer_types", None)
-    if kinds is None:
-        window = getattr(text, "sliding_window", None)
-        kinds = [f"{'sliding' if window else 'full'}_attention"] * int(text.num_hidden_layers)
-    return [kind for kind in kinds if kind not in _NO_ATTENTION]
+class AttentionLayer(NamedTuple):
+    """A layer that has attention over the sequence."""
+
+    kind: str
+    """Its attention, in the words of `layer_types`."""
+    config: PretrainedConfig
+    """Config with its own sizes."""
+    heads: int
 
 
-def _keys(text: PretrainedConfig, seq_length: int) -> float:
-    """Return the mean number of tokens that one attends to, summed over layers; unknown kinds attend to all before."""
-    window = getattr(text, "sliding_window", None)
-    chunk = getattr(text, "attention_chunk_size", None)
-    keys = 0.0
-    for kind in attention_kinds(text):
-        if kind == "chunked_attention":
-            keys += min(chunk or seq_length, seq_length) / 2
-        else:
-            reach = min((kind == "sliding_attention" and window) or seq_length, seq_length)
-            keys += reach * (1 - reach / (2 * seq_length))
-    return keys
+def attention_layers(text: PretrainedConfig) -> list[AttentionLayer]:
+    """Return the layers that have attention over the sequence."""
+    # Sizes of heads may be each layer's own, as in Gemma 4: the model's config refuses to say them then.
+    has_own_sizes = getattr(text, "is_heterogeneous", False)
+    if not has_own_sizes and getattr(text, "num_attention_heads", None) is None:
+        return []
+    kinds = getattr(text, "layer_types", None) or [None] * int(text.num_hidden_layers)
+    configs = list(text.per_layer_config) if has_own_sizes else [text] * len(kinds)
+    layers = []
+    for kind, config in zip(kinds, configs, strict=True):
+        if kind is None:
+            kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        if kind not in _NO_ATTENTION:
+            layers.append(AttentionLayer(kind, config, config.num_attention_heads))
+    return layers
+
+
+def _attention_flops(layer: AttentionLayer, seq_length: int) -> float:
+    """Return the FLOPs of one token's attention in a layer, over the mean number of tokens that it attends to."""
+    config = layer.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // layer.heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention: head_dim is only the part with rotary positions
+        width = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    if layer.kind == "chunked_attention":
+        keys = min(getattr(config, "attention_chunk_size", None) or seq_length, seq_length) / 2
+    else:  # unknown kinds attend to all tokens before
+        window = getattr(config, "sliding_window", None) if layer.kind == "sliding_attention" else None
+        reach = min(window or seq_length, seq_length)
+        keys = reach * (1 - reach / (2 * seq_length))
+    return 4 * layer.heads * width * keys

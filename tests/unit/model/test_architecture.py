@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.model.architecture import Architecture, architecture_of, bare_model, empty_model
@@ -74,6 +74,24 @@ def test_a_token_uses_some_of_the_experts() -> None:
     assert unused > 0
     assert result.active == result.total - unused
     assert result.largest_module == experts // (config.num_hidden_layers - len(config.mlp_only_layers))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("gemma4_text", {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 32}),
+        ("aria_text", {"moe_num_experts": 8, "moe_topk": 2}),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "head_dim": 8}),
+        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": [1, 3], "head_dim": 8}),
+    ],
+)
+def test_the_number_of_chosen_experts_has_several_names(kind: str, keys: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = bare_model(AutoConfig.for_model(kind, **sizes, **heads, **keys))
+    result = architecture_of(model, ())
+    experts = sum(parameter.numel for parameter in result.parameters if ".experts." in f".{parameter.name}")
+    assert experts > 0 and result.active == result.total - experts * 3 // 4
 
 
 def test_every_expert_of_llama4_is_given_all_tokens() -> None:

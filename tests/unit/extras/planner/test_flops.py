@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from sparseforge_ds.config import DistillationConfig
+from sparseforge_ds.extras.planner.advice import cache_of_sequence
 from sparseforge_ds.extras.planner.flops import forward_flops, head_flops, training_flops
 from sparseforge_ds.model.architecture import architecture_of, bare_model
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, loss_in_head
@@ -62,6 +63,15 @@ def test_a_long_sequence_costs_almost_half_as_much_again() -> None:
 def test_layers_that_see_less_cost_less(kind: str, changes: dict[str, Any], expected: float) -> None:
     config = AutoConfig.for_model(kind, **SIZES, **changes)
     assert of_attention(config) == pytest.approx(4 * 4 * 8 * expected, rel=0.05)
+
+
+def test_layers_may_have_heads_of_their_own_sizes() -> None:
+    """Gemma 4: heads of full attention are wider, and its config refuses to say one size for all layers."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    heads = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "layer_types": kinds}
+    config = AutoConfig.for_model("gemma4_text", **SIZES, **heads, sliding_window=16, vocab_size_per_layer_input=40)
+    assert of_attention(config) == pytest.approx(4 * 4 * (3 * 8 * seen(16) + 16 * seen(LENGTH)), rel=0.05)
+    assert cache_of_sequence(config, LENGTH) == 2 * 2 * 2 * (3 * 8 * 16 + 16 * LENGTH)
 
 
 def test_latent_attention_is_counted_and_none_costs_nothing() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, FalconConfig, PhimoeConfig, Qwen3MoeConfig, ViTConfig
+from transformers import BloomConfig, FalconConfig, Gemma4TextConfig, PhimoeConfig, Qwen3MoeConfig, ViTConfig
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.extras.planner.machine import GPUS
@@ -330,6 +330,17 @@ def test_any_family_prints_what_can_be_pasted(tmp_path: Path, capsys: pytest.Cap
     pasted = str(write_json(tmp_path / "ds.json", deepspeed_json(**block)))
     assert plan(*arguments, pasted) == 0
     assert "2:4 in 8 weights: 100.0% of the linear weights" in capsys.readouterr().out
+
+
+def test_a_family_with_sizes_of_each_layer_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 4, a mixture whose config has one head size for sliding and another for full attention."""
+    sizes = {**EXPERTS, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16, "enable_moe_block": True}
+    per_layer = {"global_head_dim": 16, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    del sizes["num_local_experts"], sizes["num_experts_per_tok"]
+    Gemma4TextConfig(**sizes, **per_layer).save_pretrained(tmp_path)
+    arguments = ("--model", str(tmp_path), "--gpus", "2", "--seq_length", "32", "--any_family", "--deepspeed")
+    assert plan(*arguments, str(write_json(tmp_path / "ds.json", deepspeed_json()))) == 0
+    assert re.search(r"pruned +2:4 in \d+ weights: \d\d\.\d% of the linear weights", capsys.readouterr().out)
 
 
 def test_a_family_without_rows_needs_allow_dense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
