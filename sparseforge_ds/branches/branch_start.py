@@ -18,7 +18,7 @@ from sparseforge_ds.branches.branch_masters import as_forward_dtype, forget_mome
 from sparseforge_ds.branches.decompose import decompose_into_branches
 from sparseforge_ds.mask.pattern import NM
 from sparseforge_ds.mask.shift import best_shift
-from sparseforge_ds.model.branch import branches
+from sparseforge_ds.model.branch import branches, run_length
 from sparseforge_ds.model.families import LOW_RANK
 from sparseforge_ds.sharded_weights import ShardedWeights
 from sparseforge_ds.zero.halo import HaloExchange
@@ -64,8 +64,8 @@ def switch_on_branches(weights: ShardedWeights, publish: Publish | None) -> None
     for name, branch in added.items():
         weight = weights.prunable[name]
         shard = layout.shards[name]
-        k = branch.k
         inputs = weight.shape[weight.input_axis]
+        k = run_length(inputs, branch.k)
         outputs = weight.numel // inputs
         segments = math.ceil(inputs / k)
         unit, per_unit = _unit(inputs, k)
@@ -110,7 +110,9 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     assert isinstance(weights.pattern, NM)
     shards = {name: weights.shards[name] for name in added}
     inputs_of = {name: weight.shape[weight.input_axis] for name, weight in weights.prunable.items() if name in added}
-    unit_of = {name: NM(1, _unit(inputs_of[name], branch.k)[0]) for name, branch in added.items()}
+    unit_of = {
+        name: NM(1, _unit(inputs_of[name], run_length(inputs_of[name], branch.k))[0]) for name, branch in added.items()
+    }
     periods = {
         name: unit_of[name].period(shard.shape, weights.prunable[name].input_axis) for name, shard in shards.items()
     }
@@ -119,8 +121,8 @@ def shift_into_branches(model: nn.Module, weights: ShardedWeights) -> None:
     halo = unit_halo.exchange(weights.reader(weights.dense))
     for name, branch in added.items():
         weight = weights.prunable[name]
-        k = branch.k
         inputs = inputs_of[name]
+        k = run_length(inputs, branch.k)
         outputs = weight.numel // inputs
         segments = math.ceil(inputs / k)
         unit, per_unit = _unit(inputs, k)

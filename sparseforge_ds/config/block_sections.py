@@ -81,7 +81,7 @@ class LowRankConfig:
 
     k: int = 16
     """Weights of the layer per number of the branch. With a fixed P it is the number of inputs that share a column of
-    B; the last run is shorter where k does not divide the inputs."""
+    B; the last run is shorter where k does not divide the inputs, and the only one where k is more than all of them."""
     learned: bool = False
     """Train P too, which makes the branch a LoRA adapter. B and P together have as many numbers as B has with a fixed
     P: their rank is out * in / (k * (out + in)), rounded. `shift` is true then: before the first step, the low-rank

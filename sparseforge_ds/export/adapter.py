@@ -21,6 +21,7 @@ from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import TensorSpec
 from sparseforge_ds.export.source import Source
 from sparseforge_ds.export.writer import write_tensors
+from sparseforge_ds.model.branch import run_length
 from sparseforge_ds.model.families import LOW_RANK, PROJECTION
 
 ADAPTER_STEM = "adapter_model"
@@ -49,6 +50,7 @@ def reject_foreign_adapter(folder: Path, sparsity: dict[str, Any]) -> None:
 
 def block_sum(inputs: int, k: int, dtype: torch.dtype) -> Tensor:
     """Return a fixed P, (ceil(inputs / k), inputs): row j has ones for the j-th run of at most k inputs."""
+    k = run_length(inputs, k)
     return torch.eye(math.ceil(inputs / k), dtype=dtype).repeat_interleave(k, dim=1)[:, :inputs].contiguous()
 
 

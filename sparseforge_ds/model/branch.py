@@ -10,8 +10,6 @@ stay the same.
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -58,9 +56,15 @@ def sums_of_runs(input: Tensor, k: int) -> Tensor:
 
     `sum` accumulates 16-bit inputs in fp32 and rounds once.
     """
+    k = run_length(input.shape[-1], k)
     if rest := -input.shape[-1] % k:
         input = F.pad(input, (0, rest))
     return input.reshape(*input.shape[:-1], input.shape[-1] // k, k).sum(-1)
+
+
+def run_length(inputs: int, k: int) -> int:
+    """Return the inputs that share a column of B where P is fixed: k, or all of a layer that has fewer."""
+    return min(k, inputs)
 
 
 def branch_rank(outputs: int, inputs: int, k: int, learned: bool) -> int:
@@ -69,7 +73,7 @@ def branch_rank(outputs: int, inputs: int, k: int, learned: bool) -> int:
     A fixed P gives one rank to each run of `k` inputs. With a learned P, B and P together have one number for `k`
     weights, rounded to the nearest rank of at least 1.
     """
-    return max(1, round(outputs * inputs / (k * (outputs + inputs)))) if learned else math.ceil(inputs / k)
+    return max(1, round(outputs * inputs / (k * (outputs + inputs)))) if learned else -(-inputs // k)
 
 
 def add_branch(layer: nn.Linear | Conv1D, k: int, learned: bool = False, like: Branch | None = None) -> Branch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 import sparseforge_ds as sf
@@ -165,6 +166,18 @@ def one_shot(low_rank: dict[str, Any] | None) -> float:
     """Return how far one-shot pruning moves the logits of a model with weights as they come."""
     case = Case(stage=2, model="llama_24", config={"method": "naive_retrain", "low_rank": low_rank})
     return moved_by_pruning(case)
+
+
+def with_long_runs() -> list[tuple[float, float]]:
+    """Return the same with one run of all 40 or 24 inputs of a layer, and with k far above that."""
+    published_start = {"shift": False}
+    return [tuple(one_shot({"k": k, **more}) for k in (40, 4 * 10**12)) for more in ({}, published_start)]
+
+
+def test_a_k_above_the_inputs_of_a_layer_is_one_run_of_all_of_them() -> None:
+    """It takes no memory for inputs that are not there, in a start and in the forward."""
+    for inputs, far_above in run_distributed(with_long_runs, 2)[0]:
+        assert far_above == pytest.approx(inputs, rel=1e-5)
 
 
 def one_shots() -> list[float]:

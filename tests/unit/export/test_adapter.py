@@ -49,6 +49,7 @@ def branches_of(
 def test_block_sum_has_ones_for_each_run() -> None:
     assert block_sum(6, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]]
     assert block_sum(5, 3, torch.float32).tolist() == [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]
+    assert block_sum(3, 10**12, torch.float32).tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize("learned", [False, True])
