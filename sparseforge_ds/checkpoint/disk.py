@@ -162,6 +162,22 @@ def take_lock(path: Path, refusal: str, remedy: str) -> int:
     return lock
 
 
+def require_unlocked(path: Path, refusal: str, remedy: str) -> None:
+    """Raise the ValueError of `take_lock` if a process has the lock. Nothing is written, and nothing stays locked."""
+    try:
+        file = path.open()
+    except FileNotFoundError:
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{refusal} ({file.read(200).strip() or 'of an unknown process'}); {remedy}") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+
+
 @contextlib.contextmanager
 def locked(path: Path, refusal: str, remedy: str) -> Iterator[None]:
     """Hold a lock in the block; see `take_lock`."""

@@ -86,14 +86,11 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         from sparseforge_ds.config import BlockStartConfig, SparseForgeConfig
-        from sparseforge_ds.evaluate.finished_model import load_tokenizer
         from sparseforge_ds.evaluate.scored_text import require_text_field, text_file
         from sparseforge_ds.export.writer import parse_size, require_free
         from sparseforge_ds.model.any_family import few_pruned
         from sparseforge_ds.model.families import coverage
-        from sparseforge_ds.model.registration import load_config
         from sparseforge_ds.prune.block_by_block import PruneSettings, open_dense, prune
-        from sparseforge_ds.prune.sequences import read_sequences
 
     rate = BlockStartConfig.rate if args.rate is None else args.rate
     soft = BlockStartConfig.soft if args.soft is None else args.soft
@@ -101,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         mask=args.mask, soft=soft, tokens=args.tokens, epochs=args.epochs, rate=rate, batch=args.batch
     )
     block = {"method": "naive_retrain", "pattern": args.pattern, "exclude": args.exclude, "seed": args.seed or 0}
-    config = SparseForgeConfig.from_dict(block)
+    settings = PruneSettings(SparseForgeConfig.from_dict(block), block_start, args.any_family, args.text)
     shard_bytes = parse_size(args.max_shard_size)
     _require_dry_run(args)
     require_free(args.out)
@@ -109,24 +106,16 @@ def run(args: argparse.Namespace) -> int:
         text_file(args.text)
         require_text_field([args.text], args.text_field)
     if args.dry_run:
-        return _plan(args, config, block_start)
+        return _plan(args, settings)
     require_model(args.model, hub=False)
     device = _device(args.device, torch)
-    settings = PruneSettings(config, block_start, args.any_family, args.text)
     # Refuse what cannot be pruned before a long text is read.
     dense, _, pruned_weights, _ = open_dense(args.model, settings)
     if args.any_family and not args.exclude and (warning := few_pruned(coverage(dense.module, pruned_weights))):
         print(f"warning: {warning}")
 
     # Read the text.
-    text = read_sequences(
-        load_tokenizer(args.model),
-        load_config(args.model, args.model),
-        args.text,
-        args.tokens,
-        args.seq_length,
-        args.text_field or "text",
-    )
+    text = _read_text(args)
     if args.tokens - text.numel() >= text.shape[1]:
         print(f"note: {args.text} has {text.numel():,} of the {args.tokens:,} tokens that were asked for")
 
@@ -138,6 +127,22 @@ def run(args: argparse.Namespace) -> int:
         f"{sum(row['groups'] for row in weights):,} groups, verified; {result.seconds:.0f} s"
     )
     return 0
+
+
+def _read_text(args: argparse.Namespace) -> Any:
+    """Return the sequences of token ids that the model is pruned on."""
+    from sparseforge_ds.evaluate.finished_model import load_tokenizer
+    from sparseforge_ds.model.registration import load_config
+    from sparseforge_ds.prune.sequences import read_sequences
+
+    return read_sequences(
+        load_tokenizer(args.model),
+        load_config(args.model, args.model),
+        args.text,
+        args.tokens,
+        args.seq_length,
+        args.text_field or "text",
+    )
 
 
 def _require_dry_run(args: argparse.Namespace) -> None:
@@ -153,7 +158,7 @@ def _require_dry_run(args: argparse.Namespace) -> None:
         raise ValueError(f"--mfu {args.mfu}: use a share from 0.001 to 1")
 
 
-def _plan(args: argparse.Namespace, config: Any, block_start: Any) -> int:
+def _plan(args: argparse.Namespace, settings: Any) -> int:
     """Print memory, disk and time, and return 1 where the memory is too small."""
     with large_imports():
         import torch
@@ -165,6 +170,7 @@ def _plan(args: argparse.Namespace, config: Any, block_start: Any) -> int:
         from sparseforge_ds.model.architecture import bare_model
         from sparseforge_ds.model.families import prunable_weights
         from sparseforge_ds.model.model_config import read_model_config
+        from sparseforge_ds.prune.block_by_block import finished_blocks, folder_of_blocks
         from sparseforge_ds.prune.dense_model import DenseModel
         from sparseforge_ds.prune.sequences import length_of
         from sparseforge_ds.train.banner import layout_rows
@@ -174,21 +180,23 @@ def _plan(args: argparse.Namespace, config: Any, block_start: Any) -> int:
     # Without files of weights, the config says what the model is.
     dense = DenseModel(args.model) if any(Path(args.model).glob("*.safetensors")) else None
     model: Any = bare_model(read_model_config(args.model, "MODEL")) if dense is None else dense.module
+    config, block_start = settings.config, settings.block_start
     config = any_family(model, config) if args.any_family else config
     names = [weight.name for weight in prunable_weights(model, config)]
     dtype = (model.config.dtype or torch.bfloat16) if dense is None else dense.dtype(names)
     length = length_of(args.seq_length, max_positions(model.config))
     if args.tokens < length:
         raise ValueError(f"--tokens {args.tokens}: less than one sequence of {length}; use more")
-    plan = plan_prune(
-        model,
-        config,
-        block_start,
-        dtype,
-        (args.tokens // length, length),
-        Path(args.out),
-        _device(args.device, torch) if args.gpu is None else (args.gpu.lower(), args.mfu or 0.4),
-    )
+    shape = args.tokens // length, length
+    # Only this machine goes on from what is here, and the text says whether it is the same prune.
+    device = _device(args.device, torch) if args.gpu is None else None
+    done: set[int] = set()
+    if device is not None and dense is not None and folder_of_blocks(Path(args.out)).exists():
+        sequences_NS = _read_text(args)
+        shape = tuple(sequences_NS.shape)
+        done = finished_blocks(args.model, Path(args.out), sequences_NS, settings, device)
+    hardware = (args.gpu.lower(), args.mfu or 0.4) if device is None else device
+    plan = plan_prune(model, config, block_start, dtype, shape, Path(args.out), hardware, done)
     print(layout_rows(plan.lines()))
     return 0 if plan.fits else 1
 

@@ -27,7 +27,7 @@ from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.families import PrunableWeight, coverage, prunable_weights
 from sparseforge_ds.model.hub_access import public_name
-from sparseforge_ds.prune.block_files import BlockFiles
+from sparseforge_ds.prune.block_files import BlockFiles, finished_before
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.prune.hidden_streams import HiddenStream, make_streams
 from sparseforge_ds.prune.pruned_source import PrunedSource
@@ -155,6 +155,17 @@ def prune(
         write_card(unfinished)
     progress.remove()
     return Pruned(tuple(solved), tokens, time.monotonic() - began, written)
+
+
+def finished_blocks(
+    folder: str | Path, out: Path, sequences_NS: Tensor, settings: PruneSettings, device: torch.device
+) -> set[int]:
+    """Return the numbers of the blocks from which `prune` with the same arguments would go on. Nothing is written.
+
+    Raises:
+        ValueError: an earlier call has begun `out` with other arguments, or `prune` would not go on from there.
+    """
+    return finished_before(folder_of_blocks(out), lambda: _identity(DenseModel(folder), sequences_NS, settings, device))
 
 
 def micro_batches(sequences: int, length: int, hidden: int, block_start: BlockStartConfig) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,17 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from sparseforge_ds.checkpoint.disk import atomic_file, take_lock, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, require_unlocked, take_lock, write_json
 from sparseforge_ds.checkpoint.folder import read_json_object
 from sparseforge_ds.checkpoint.tensors import hash_tensor
 from sparseforge_ds.config.run_state import differences, shorten
 from sparseforge_ds.prune.dense_model import DenseModel
 from sparseforge_ds.start.solve import SolvedBlock
+
+_SETTINGS = "settings.json"
+"""File of the settings that decide the result."""
+_AT_WORK = "another process is at work in it"
+_WAIT = "wait for it, or give another OUT"
 
 
 class BlockFiles:
@@ -38,31 +43,18 @@ class BlockFiles:
             ValueError: the folder was begun with other settings, has other files, or another process is at work in it.
         """
         self.folder = folder
-        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-            raise ValueError(f"{folder}: is a link or a file, and unfinished blocks go there; move it")
-        path = folder / "settings.json"
-        # A prune that has not written its settings yet has written nothing else but its lock.
-        known = {folder / "lock", *folder.glob("settings.json*")}
-        if not path.is_file() and (others := sorted(set(folder.glob("*")) - known)):
-            raise ValueError(
-                f"{folder}: has files that no prune has written ({others[0].name}), and would take unfinished results; "
-                "move it, or give another OUT"
-            )
+        _refuse_foreign(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # The lock ends with the process.
-        refusal = f"{folder}: another process is at work in it"
-        self._lock = os.fdopen(take_lock(folder / "lock", refusal, "wait for it, or give another OUT"))
-        # Results of other settings are not mixed with those of this run.
+        self._lock = os.fdopen(take_lock(folder / "lock", f"{folder}: {_AT_WORK}", _WAIT))
+        path = folder / _SETTINGS
         if path.is_file():
-            if changed := differences(read_json_object(path), identity, "prune"):
-                raise ValueError(
-                    f"{folder}: was begun with other settings ({shorten(changed)}); give the same, or remove the folder"
-                )
+            _refuse_other_settings(folder, identity)
         else:
             write_json(path, identity)
         for stale in (*folder.glob("block_?????.safetensors.*.tmp"), *folder.glob("*.stream")):
             stale.unlink()
-        self.done = {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_?????.safetensors")}
+        self.done = _finished(folder)
 
     def require_room(self, blocks: int, model: int) -> None:
         """Raise ValueError unless the disk has room for the bytes of further blocks and of the finished model."""
@@ -121,6 +113,53 @@ class BlockFiles:
         path = self.done[number]
         names, _ = _contents(path)
         return lambda name: read_result(path, name) if name in names else dense.tensors.read(name)
+
+
+def finished_before(folder: Path, identity: Callable[[], dict[str, Any]]) -> set[int]:
+    """Return the numbers of the blocks that `BlockFiles` would find done. Nothing is written.
+
+    Args:
+        folder: of the blocks; need not exist.
+        identity: gives the settings that decide the result; is called if the folder was begun.
+
+    Raises:
+        ValueError: as `BlockFiles`; or the file of a block is damaged.
+    """
+    _refuse_foreign(folder)
+    require_unlocked(folder / "lock", f"{folder}: {_AT_WORK}", _WAIT)
+    if not (folder / _SETTINGS).is_file():
+        return set()
+    _refuse_other_settings(folder, identity())
+    finished = _finished(folder)
+    for path in finished.values():
+        _contents(path)
+    return set(finished)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise ValueError for a place where somebody else has something."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ValueError(f"{folder}: is a link or a file, and unfinished blocks go there; move it")
+    # A prune that has not written its settings yet has written nothing else but its lock.
+    known = {folder / "lock", *folder.glob(f"{_SETTINGS}*")}
+    if not (folder / _SETTINGS).is_file() and (others := sorted(set(folder.glob("*")) - known)):
+        raise ValueError(
+            f"{folder}: has files that no prune has written ({others[0].name}), and would take unfinished results; "
+            "move it, or give another OUT"
+        )
+
+
+def _refuse_other_settings(folder: Path, identity: dict[str, Any]) -> None:
+    """Raise ValueError if a folder was begun with other settings: results are not mixed with those of another run."""
+    if changed := differences(read_json_object(folder / _SETTINGS), identity, "prune"):
+        raise ValueError(
+            f"{folder}: was begun with other settings ({shorten(changed)}); give the same, or remove the folder"
+        )
+
+
+def _finished(folder: Path) -> dict[int, Path]:
+    """Return the file of every block that is done, by its number."""
+    return {int(file.stem.removeprefix("block_")): file for file in folder.glob("block_?????.safetensors")}
 
 
 def _contents(path: Path) -> tuple[set[str], dict[str, str]]:

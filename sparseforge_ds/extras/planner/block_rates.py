@@ -64,7 +64,7 @@ class BlockRates:
     """Seconds that soft masks add to an optimizer step; their updates only where every step has one."""
 
     def seconds(self, work: PruneWork, copied: bool) -> dict[str, float]:
-        """Return the seconds of all blocks, by part of the work.
+        """Return the seconds of all blocks, by part of the work; those that are done are only passed.
 
         Args:
             work: sizes of the prune.
@@ -83,7 +83,15 @@ class BlockRates:
             "training": training,
             "copies of streams": copies,
         }
-        return {name: work.blocks * seconds for name, seconds in parts.items()}
+        # A block that is done moves both streams, and no more.
+        passing = {
+            "forward passes": work.tokens * self.forward * 2,
+            "copies of streams": 4 * work.streams / 2 / _COPIED if copied else 0.0,
+        }
+        return {
+            name: work.blocks_to_do * seconds + work.blocks_passed * passing.get(name, 0.0)
+            for name, seconds in parts.items()
+        }
 
 
 def assumed_rates(work: PruneWork, gpu: Gpu, mfu: float) -> BlockRates:

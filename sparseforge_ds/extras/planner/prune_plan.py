@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from sparseforge_ds.extras.planner.prune_work import PruneWork
 from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.architecture import share_of_experts
 from sparseforge_ds.model.families import prunable_weights
-from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, folder_of_blocks
+from sparseforge_ds.prune.block_by_block import BYTES_A_CHANNEL, elements_of
 from sparseforge_ds.prune.hidden_streams import SHARE, storage_for
 from sparseforge_ds.start.blocks import body_of, decoder_blocks
 from sparseforge_ds.start.first_mask import mask_for
@@ -89,7 +89,9 @@ class PrunePlan:
         # Time, where a block was measured or a GPU is known.
         if self.seconds:
             parts = ", ".join(f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items() if seconds)
-            yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {work.blocks} blocks: {parts}"
+            count = f"{work.blocks_to_do} of {work.blocks}" if work.done else f"{work.blocks}"
+            parts = parts or "all of them are done"
+            yield "time", f"{sum(self.seconds.values()) / 60:,.1f} minutes for {count} blocks: {parts}"
             yield "", self.rate
         # Whether that fits, and what to do where it does not.
         room = f"{self.available / GIB:.1f} GiB"
@@ -126,6 +128,7 @@ def plan_prune(
     shape: tuple[int, int],
     out: Path,
     hardware: torch.device | tuple[str, float],
+    done: Collection[int] = (),
 ) -> PrunePlan:
     """Plan a prune.
 
@@ -138,6 +141,7 @@ def plan_prune(
         out: folder to write; its disk may get the streams.
         hardware: device of this machine, whose rates are measured; or name of a GPU in `GPUS`, and the share of its
             peak that is reached.
+        done: numbers of the blocks that an earlier call has finished.
 
     Raises:
         ValueError: the model or the settings cannot be used, or the streams fit nowhere.
@@ -163,10 +167,10 @@ def plan_prune(
         sequences=shape[0],
         seq_length=shape[1],
         expert_share=share_of_experts(model),
+        done=frozenset(done),
     )
     # Blocks that an earlier call has finished are on the disk already.
-    finished = sum(file.stat().st_size for file in folder_of_blocks(out).glob("block_?????.safetensors"))
-    block_files = max(0, dtype.itemsize * sum(sizes.values()) - finished)
+    block_files = dtype.itemsize * elements_of(model, blocks, work.done)
     # A GPU that is not here has its data sheet.
     if not isinstance(hardware, torch.device):
         name, mfu = hardware

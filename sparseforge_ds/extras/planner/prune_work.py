@@ -38,11 +38,23 @@ class PruneWork:
     seq_length: int
     expert_share: float
     """Share of the routed experts that a token passes."""
+    done: frozenset[int] = frozenset()
+    """Numbers of the blocks that an earlier call has finished."""
 
     @property
     def blocks(self) -> int:
         """Number of blocks with a mask."""
         return sum(bool(block.weights) for block in self.all_blocks)
+
+    @property
+    def blocks_to_do(self) -> int:
+        """Number of blocks with a mask that are not done."""
+        return sum(bool(block.weights) for number, block in enumerate(self.all_blocks) if number not in self.done)
+
+    @property
+    def blocks_passed(self) -> int:
+        """Number of blocks with a mask that are done, and move the streams on; none does if all blocks are done."""
+        return 0 if len(self.done) == len(self.all_blocks) else self.blocks - self.blocks_to_do
 
     @property
     def tokens(self) -> int:

@@ -88,28 +88,35 @@ def test_what_was_stopped_goes_on_to_the_same_bytes(
         assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 130
     assert not (tmp_path / "out").exists() and (tmp_path / "out.part").is_dir()
     assert "out.part: 1 of 3 blocks are done; the same command goes on from there" in capsys.readouterr().out
-    # Two at a time would overwrite each other's streams; and another run does not take over what it finds.
+    # Two at a time would overwrite each other's streams; and another run does not take over what it finds. A plan says
+    # the same, and changes nothing.
+    again = [*words[:2], str(tmp_path / "out"), *words[2:]]
+
+    def is_refused(message: str, *flags: str) -> None:
+        files = {path: path.read_bytes() for path in (tmp_path / "out.part").iterdir()}
+        assert main([*again, *flags, "--dry_run"]) == 2 and message in capsys.readouterr().err
+        assert files == {path: path.read_bytes() for path in (tmp_path / "out.part").iterdir()}
+        assert main([*again, *flags]) == 2 and message in capsys.readouterr().err
+
     with (tmp_path / "out.part" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
-    assert "another process is at work" in capsys.readouterr().err
-    assert main([*words[:2], str(tmp_path / "out"), *words[2:], "--rate", "0.5"]) == 2
-    assert "begun with other settings (prune.start.rate was" in capsys.readouterr().err
+        is_refused("another process is at work")
+    is_refused("begun with other settings (prune.start.rate was", "--rate", "0.5")
     weights = folder / "model.safetensors"
     dense = weights.read_bytes()
     weights.write_bytes(dense[:-2] + b"\0\0")  # another model with files as large
-    assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
-    assert "begun with other settings (prune.model was" in capsys.readouterr().err
+    is_refused("begun with other settings (prune.model was")
     weights.write_bytes(dense)
     block_file = tmp_path / "out.part" / "block_00000.safetensors"
     content = block_file.read_bytes()
     block_file.write_bytes(content[: len(content) // 2])
-    assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
-    assert "block_00000.safetensors: is damaged" in capsys.readouterr().err
+    is_refused("block_00000.safetensors: is damaged")
     block_file.write_bytes(content[:-2] + bytes([content[-2], content[-1] ^ 0x80]))  # the sign of a weight
     assert main([*words[:2], str(tmp_path / "out"), *words[2:]]) == 2
     assert "is damaged (other bytes of model.layers.0" in capsys.readouterr().err
     block_file.write_bytes(content)
+    assert main([*again, "--dry_run"]) == 0
+    assert " minutes for 2 of 3 blocks: forward passes" in capsys.readouterr().out
 
     def note(module: Any, *inputs: Any) -> Any:
         solved.append(f"block {module.self_attn.layer_idx}")

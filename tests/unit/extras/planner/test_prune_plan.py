@@ -48,6 +48,25 @@ def test_14b_fits_into_24_gb() -> None:
     assert "training" not in alone.memory and alone.peak < plan.peak and alone.streams_in == "on the GPU"
 
 
+def test_blocks_that_are_done_take_two_passes_alone() -> None:
+    config = qwen3_14b()
+    model = bare_model(config)
+    settings = BlockStartConfig()
+    of_all, of_half, of_none = (
+        plan_prune(
+            model, SparseForgeConfig(), settings, torch.bfloat16, (1024, 2048), Path("out"), ("h100", 0.4), range(done)
+        )
+        for done in (0, 20, 40)
+    )
+    assert of_half.seconds["training"] == of_all.seconds["training"] / 2
+    assert of_all.seconds["forward passes"] / 2 < of_half.seconds["forward passes"] < of_all.seconds["forward passes"]
+    assert of_half.block_files == of_all.block_files / 2 and of_none.block_files == 0
+    assert sum(of_none.seconds.values()) == 0, "nothing but the export is left"
+    times = [dict(plan.lines())["time"] for plan in (of_all, of_half, of_none)]
+    assert "for 40 blocks: " in times[0] and "for 20 of 40 blocks: " in times[1]
+    assert times[2] == "0.0 minutes for 0 of 40 blocks: all of them are done"
+
+
 def test_a_block_that_does_not_fit_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
