@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -196,4 +197,21 @@ def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> N
 
 def json_bytes(content: dict[str, Any], indent: int | None = 2) -> bytes:
     """Return the bytes that `write_json` writes."""
-    return (json.dumps(content, indent=indent) + "\n").encode()
+    return (json_text(content, indent) + "\n").encode()
+
+
+def json_text(content: Any, indent: int | None = None) -> str:
+    """Return content as JSON, in which a float that is not finite is null: JSON has no NaN and no Infinity."""
+    try:
+        return json.dumps(content, indent=indent, allow_nan=False)
+    except ValueError:
+        return json.dumps(_only_finite(content), indent=indent, allow_nan=False)
+
+
+def _only_finite(content: Any) -> Any:
+    """Return content with None in place of every float that is not finite."""
+    if isinstance(content, dict):
+        return {key: _only_finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_only_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

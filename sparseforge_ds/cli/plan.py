@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
+from sparseforge_ds.checkpoint.disk import json_text
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.config.strict import LARGEST
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Print.
     if args.json:
-        print(json.dumps([_to_dict(spec, plan) for spec, plan in plans.values()], indent=2))
+        print(json_text([_to_dict(spec, plan) for spec, plan in plans.values()], indent=2))
     else:
         for spec, plan in plans.values():
             rows = [row for row in spec_rows(spec) if row[0] not in ("memory", "output")]

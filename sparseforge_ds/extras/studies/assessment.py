@@ -70,7 +70,8 @@ class Evaluator:
 
         Returns:
             Perplexities `dense_<text>` and `magnitude_<text>`, KL divergences `magnitude_<text>_kl`, and the dtype that
-            all models are measured in.
+            all models are measured in. Where the pruned model has no finite loss, both are None, and
+            `magnitude_diverged` says why.
         """
         if not known:
             # The dense model first: it must compute a finite loss.
@@ -92,12 +93,13 @@ class Evaluator:
         self._dtype = known["dtype"]
         return known
 
-    def _score_of_magnitude(self, pruned: PreTrainedModel, text: str, dense: PreTrainedModel) -> dict[str, float]:
-        """Return perplexity and KL of the magnitude-pruned model on a text; infinite where fp16 overflows in it."""
+    def _score_of_magnitude(self, pruned: PreTrainedModel, text: str, dense: PreTrainedModel) -> dict[str, Any]:
+        """Return perplexity and KL of the magnitude-pruned model on a text; None where fp16 overflows in it."""
         try:
             score = self._score(pruned, text, dense)
-        except NotFiniteError:
-            return {f"magnitude_{text}": math.inf, f"magnitude_{text}_kl": math.inf}
+        except NotFiniteError as error:
+            diverged = {"magnitude_diverged": f"{text} text: {error}"}
+            return {f"magnitude_{text}": None, f"magnitude_{text}_kl": None, **diverged}
         assert score.kl is not None
         return {f"magnitude_{text}": score.perplexity, f"magnitude_{text}_kl": score.kl}
 
@@ -146,8 +148,15 @@ class Evaluator:
         return self._dense
 
     def _score(self, model: PreTrainedModel, text: str, dense: PreTrainedModel | None) -> Perplexity:
-        """Measure perplexity on one text, and the KL divergence to `dense` if it is not None."""
+        """Measure perplexity on one text, and the KL divergence to `dense` if it is not None.
+
+        Raises:
+            NotFiniteError: the loss or the perplexity is not finite.
+        """
         protocol = self._held_out[text].protocol
         assert protocol is not None  # `read_config` has decided it
         scoring = Scoring(protocol, self.config.evaluation_length, batch_size=self.config.evaluation_batch)
-        return measure(model, self.tokenizer, self._documents[text], scoring, dense=dense)
+        score = measure(model, self.tokenizer, self._documents[text], scoring, dense=dense)
+        if not math.isfinite(score.perplexity):
+            raise NotFiniteError(f"{model.name_or_path}: the loss is {score.nll:.4g} nats, too much for a perplexity")
+        return score

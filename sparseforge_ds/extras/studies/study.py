@@ -97,7 +97,8 @@ class Study:
             # Then choose by the validation text alone.
             records = {run.name: self.records.read(run.name) or {} for run in deciding}
             criterion = f"validation_{config.choose_by}"
-            validation = {name: record.get(criterion, math.inf) for name, record in records.items()}
+            measured = {name: record.get(criterion) for name, record in records.items()}
+            validation = {name: math.inf if value is None else value for name, value in measured.items()}
             self.chosen = choose_rates(config, validation)
             counting = result_runs(config, self.chosen)
             # Models of candidates that lost are not needed; the others are measured on the test text.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 from sparseforge_ds.checkpoint import disk
-from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder
+from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder, json_text, write_json
 from sparseforge_ds.cli import inspect
 from sparseforge_ds.cli.main import main
 from tests.tiny_folders import file_size_limit
@@ -106,3 +108,13 @@ def test_a_folder_that_cannot_be_synced_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(disk.os, "fsync", fail)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'"):
         disk.sync(tmp_path)
+
+
+def test_json_has_no_numbers_that_others_cannot_read(tmp_path: Path) -> None:
+    content = {"a": [1.5, math.inf, {"b": math.nan}], "c": (-math.inf, "Infinity", 2, True)}
+    write_json(tmp_path / "file.json", content)
+    for text in ((tmp_path / "file.json").read_text(), json_text(content)):
+        assert json.loads(text, parse_constant=pytest.fail) == {
+            "a": [1.5, None, {"b": None}],
+            "c": [None, "Infinity", 2, True],
+        }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies import assessment
 from sparseforge_ds.extras.studies.assessment import Evaluator
+from sparseforge_ds.extras.studies.records import Records, write_rows
 from sparseforge_ds.extras.studies.settings import read_comparison
+from sparseforge_ds.extras.studies.summary import summarize
 from sparseforge_ds.extras.studies.texts import Texts
 from tests.tiny_folders import write_model
 from tests.unit.extras.studies.test_settings import write
@@ -31,4 +35,27 @@ def test_a_one_shot_model_that_overflows_is_a_row_and_no_end(tmp_path: Path, mon
     evaluator = Evaluator(config, Texts(["A dog ran home."], ["A cat sat there."], {}, []), config.pruned)
     baselines = evaluator.baselines({})
     assert math.isfinite(baselines["dense_test"])
-    assert baselines["magnitude_test"] == baselines["magnitude_validation_kl"] == math.inf
+    assert baselines["magnitude_test"] is None and baselines["magnitude_validation_kl"] is None
+    # Rows say it in JSON that others can read, also those of a record that an earlier version wrote.
+    of_earlier_version = {**baselines, "magnitude_test": math.inf, "magnitude_test_kl": math.nan}
+    for known in (baselines, of_earlier_version):
+        rows = write_rows(tmp_path, config, known, Records(tmp_path / "records"), {})
+        text = (tmp_path / "results.jsonl").read_text()
+        assert "Infinity" not in text and "NaN" not in text
+        dense, magnitude = map(json.loads, text.splitlines())
+        assert magnitude["test_perplexity"] is None and "test text: the loss is nan" in magnitude["diverged"]
+        assert dense["diverged"] is None
+        (line,) = (line for line in summarize(rows, config.compared_with).itertuples() if line.kind == "one_shot")
+        assert line.test == line.test_kl == math.inf, "the table calls it diverged"
+
+
+def test_a_loss_too_large_for_a_perplexity_has_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = assessment.measure
+    monkeypatch.setattr(
+        assessment, "measure", lambda *args, **more: replace(measure(*args, **more), nll=800.0, perplexity=math.inf)
+    )
+    folder = write_model(tmp_path / "model")
+    config = read_comparison(write(tmp_path, model=str(folder), one_shot={}))
+    evaluator = Evaluator(config, Texts(["A dog ran home."], ["A cat sat there."], {}, []), config.pruned)
+    with pytest.raises(NotFiniteError, match="the loss is 800 nats, too much for a perplexity"):
+        evaluator.measure(folder, "validation")
