@@ -70,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     config = read_model_config(args.model, "MODEL")
     if args.layers is not None:
         config = with_layers(config, args.layers)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
-    context = args.context or min(4096, positions)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and args.context is not None and args.context > positions:
+        raise ValueError(f"--context {args.context}: the model has {positions} positions; use at most {positions}")
+    context = args.context or min(4096, positions or 4096)
     model = model_bytes(config, args.batch, context)
     rows = advise(model, gpu, args.batch)
     if args.json:

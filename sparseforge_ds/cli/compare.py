@@ -31,7 +31,7 @@ def register(commands: Any) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a JSON file, like studies/stories.json")
     parser.add_argument("--out", metavar="DIR", help="folder of the comparison (default: runs/NAME of CONFIG)")
     parser.add_argument("--workers", type=int, metavar="N", help="runs at a time (default: CONFIG's)")
-    parser.add_argument("--dry_run", action="store_true", help="check CONFIG and count the runs")
+    parser.add_argument("--dry_run", action="store_true", help="count the runs, and check models, texts and methods")
     parser.set_defaults(run=run)
 
 
@@ -55,18 +55,20 @@ def run(args: argparse.Namespace) -> int:
         f"{len(config.budgets)} budgets",
         flush=True,
     )
-    if args.dry_run:
-        return 0
 
-    # Run it.
+    # Check it, and run it.
     try:
-        from sparseforge_ds.extras.studies.study import Study
+        from sparseforge_ds.extras.studies.study import Study, check_study
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "pandas", "jinja2"):
             raise
         raise ValueError(
             f"{error.name} cannot be imported ({error}); in the checkout pip install '.[compare]'"
         ) from None
+    if args.dry_run:
+        check_study(config)
+        print("every method fits the model and the texts, at every budget")
+        return 0
     out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")

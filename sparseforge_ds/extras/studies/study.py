@@ -39,7 +39,13 @@ from sparseforge_ds.extras.studies.records import Records, settled, write_rows, 
 from sparseforge_ds.extras.studies.runs import Pruning, Run, choose_rates, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.texts import read_texts
-from sparseforge_ds.extras.studies.training import DivergedRunError, StoppedError, Trainer, has_checkpoint
+from sparseforge_ds.extras.studies.training import (
+    DivergedRunError,
+    StoppedError,
+    Trainer,
+    has_checkpoint,
+    require_devices,
+)
 
 _BASELINES = "baselines"
 
@@ -249,6 +255,20 @@ class Study:
 
     def _write_rows(self) -> list[dict[str, Any]]:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)
+
+
+def check_study(config: CompareConfig) -> None:
+    """Check what `Study` checks before its first row, without a folder and without a model's weights.
+
+    Raises:
+        ValueError: a model or a text is missing, or a method, a pruning or the tasks do not fit them.
+    """
+    threads_of_environment()
+    require_devices(config.ranks)
+    texts = read_texts(config, with_notes=False)
+    checks = check_methods(config)
+    check_prunings(config)
+    Evaluator(config, texts, checks[config.compared_with].config)
 
 
 def threads_of_environment() -> int | None:

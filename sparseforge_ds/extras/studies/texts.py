@@ -36,8 +36,12 @@ def content_hash(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def read_texts(config: CompareConfig) -> Texts:
+def read_texts(config: CompareConfig, with_notes: bool = True) -> Texts:
     """Read all held-out texts.
+
+    Args:
+        config: the comparison.
+        with_notes: False to leave out the notes, for which the whole training text is read.
 
     Raises:
         ValueError: the validation text and the test text have documents in common, or a text cannot be read.
@@ -53,7 +57,7 @@ def read_texts(config: CompareConfig) -> Texts:
             "nothing may be chosen on the test text: give parts that do not overlap"
         )
     held_out = {"validation": validation, "test": test, **other_texts}
-    return Texts(validation, test, other_texts, _also_in_training(config, held_out))
+    return Texts(validation, test, other_texts, _also_in_training(config, held_out) if with_notes else [])
 
 
 def _documents(key: str, text: HeldOutText, field: str) -> list[str]:

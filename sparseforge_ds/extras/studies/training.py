@@ -48,8 +48,7 @@ class Trainer:
     """
 
     def __init__(self, ranks: int, threads: int, data: Path | None) -> None:
-        if 0 < (count := torch.cuda.device_count()) < ranks:
-            raise ValueError(f"ranks = {ranks}: every rank needs a GPU of its own, and there are {count}; use fewer")
+        require_devices(ranks)
         self.ranks = ranks
         self.threads = threads
         self.data = data
@@ -169,6 +168,12 @@ class Trainer:
         exit_codes = ", ".join(map(str, codes))
         cause = message or f"its processes ended with {exit_codes} (-9: killed, often for its memory)"
         raise ValueError(f"the run {log.stem} failed: {cause}; its log is {log}")
+
+
+def require_devices(ranks: int) -> None:
+    """Raise ValueError if this machine has GPUs, and fewer than a run has ranks."""
+    if 0 < (count := torch.cuda.device_count()) < ranks:
+        raise ValueError(f"ranks = {ranks}: every rank needs a GPU of its own, and there are {count}; use fewer")
 
 
 def train_rank(

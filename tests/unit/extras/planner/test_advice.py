@@ -151,6 +151,7 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--batch 0", "--batch 0 is not valid: products were measured with 1 to 256 rows"),
         ("--batch 512", "--batch 512 is not valid: products were measured with 1 to 256 rows"),
         ("--context 0", "--context 0 is not valid: use an integer >= 1"),
+        ("--context 4097", "--context 4097: the model has 4096 positions; use at most 4096"),
         ("--layers 33", "--layers 33 is not valid: the model has 32; use 1 to that many"),
         ("--gpus 3", "--gpus: unknown flag; did you mean --gpu?"),
     ],

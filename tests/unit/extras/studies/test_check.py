@@ -83,6 +83,7 @@ def test_peft_is_missed_before_hours_of_training(
             {"methods": {"ours": {**OURS, "flags": {"teacher_logits": "."}}}},
             "methods.ours with 40 steps: --teacher_logits .*: has no logits; make them by sparseforge teach",
         ),
+        ({"model": "nothing"}, "nothing"),
         ({"base": {}}, 'methods.ours with 40 steps: --deepspeed base: no "optimizer"'),
     ],
 )
@@ -99,6 +100,10 @@ def test_what_cannot_is_named_before_anything_is_made(
     with pytest.raises(ValueError, match=message):
         check_prunings(read_comparison(path))
         check_methods(read_comparison(path))
-    assert main(["compare", path, "--out", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.count("error: ") == 1
+    said = []
+    for flags in ([], ["--dry_run"]):
+        assert main(["compare", path, "--out", str(tmp_path / "out"), *flags]) == 2
+        said.append(capsys.readouterr().err)
+        assert said[-1].count("error: ") == 1
+    assert said[0][said[0].index("error: ") :] == said[1][said[1].index("error: ") :], "a dry run refuses the same"
     assert not (tmp_path / "out").exists()
