@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from sparseforge_ds.checkpoint.disk import atomic_file, write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
@@ -211,11 +211,12 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + table_of_generations(generations))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "bench.json").write_text(json.dumps(measured, indent=2) + "\n")
+        write_json(out / "bench.json", measured)
         if find_spec("matplotlib") is None:
             print("no bench.png: it needs matplotlib; pip install matplotlib", file=sys.stderr)
         else:
-            draw(measured, out / "bench.png")
+            with atomic_file(out / "bench.png") as file:
+                draw(measured, file)
     return 0
 
 

@@ -19,7 +19,7 @@ from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.extras.packed24.speed import PAPER
 from sparseforge_ds.packed_format.packed_values import Grid
 from tests.sparse_folders import ModelSource, write_dense, write_sparse
-from tests.tiny_folders import BYTE_VOCABULARY, write_model
+from tests.tiny_folders import BYTE_VOCABULARY, file_size_limit, write_model
 from tests.tiny_models import BUILDERS
 from tests.unit.model.test_uncovered import tiny
 
@@ -132,6 +132,34 @@ def test_random_weights_need_no_model_and_a_report_no_matplotlib(
     measured = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert measured["models"]["packed"]["model"] == "llama-2-7b, random, packed"
     assert not (tmp_path / "out" / "bench.png").exists()
+
+
+def test_an_earlier_report_stays_whole_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BUILDERS["llama"]().config.save_pretrained(tmp_path / "shapes")
+    monkeypatch.setitem(graph_speed.SHAPES, "llama-2-7b", tmp_path / "shapes")
+    out = tmp_path / "out"
+    words = ["bench", "--shapes", "llama-2-7b", "--layers", "1", "--batches", "2", "--out", str(out), *SHORT]
+    assert main(words) == 0
+    report, picture = ((out / name).read_bytes() for name in ("bench.json", "bench.png"))
+    assert len(picture) > 2 * len(report) > 200
+    # There is room for none of the two, and then for the report alone.
+    for room, name in ((100, "bench.json"), (2 * len(report), "bench.png")):
+        with file_size_limit(room):
+            assert main(words) == 2
+        assert name in capsys.readouterr().err
+        assert (out / "bench.png").read_bytes() == picture and json.loads((out / "bench.json").read_text())
+        assert {path.name for path in out.iterdir()} == {"bench.json", "bench.png"}
+
+
+def test_all_of_both_models_is_in_aligned_memory_before_it_is_measured(tmp_path: Path) -> None:
+    """A mapped file has neither; positions are read as often as values."""
+    dense = write_dense(tmp_path / "dense", "llama-odd")
+    packed = write_sparse(tmp_path / "packed", dense, "llama-odd", format="packed24")
+    for model in speed.load_pair(str(packed), str(dense), "auto"):
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        assert [name for name, tensor in tensors if tensor.data_ptr() % 64] == []
 
 
 def test_a_mixture_holds_its_experts_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -109,10 +109,10 @@ def load_pair(name: str, against: str | None, dtype: str = "auto") -> tuple[PreT
             f"{other}: is stored in {dense.dtype}, and {name} in {packed.dtype}, so the times would compare dtypes; "
             f"give --dtype {str(packed.dtype).removeprefix('torch.')}"
         )
-    # Parameters in a mapped file may be unaligned, and not in memory yet.
+    # Tensors in a mapped file may be unaligned, and not in memory yet. Positions of packed weights are buffers.
     for model in (packed, dense):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
     return packed, dense
 
 
@@ -318,7 +318,7 @@ def table(measured: dict[str, Any]) -> str:
     return "\n".join([*lines, "", measured["paper"]])
 
 
-def draw(measured: dict[str, Any], path: Path) -> None:
+def draw(measured: dict[str, Any], file: BinaryIO) -> None:
     """Draw tokens per second of all models with quartiles as a PNG, in a panel for each kind of work."""
     from matplotlib.figure import Figure  # an extra
 
@@ -343,7 +343,7 @@ def draw(measured: dict[str, Any], path: Path) -> None:
         axes.set(title=work, xlabel="sequences at once", ylabel="tokens per second")
         axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
         axes.legend()
-    figure.savefig(path, dpi=130)
+    figure.savefig(file, format="png", dpi=130)
 
 
 def _prefill(model: PreTrainedModel, batch: int, workload: Workload) -> float:

@@ -15,6 +15,8 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
+from sparseforge_ds.checkpoint.disk import atomic_file
+
 FAR = 1.5
 """Multiple of the median beyond which a point lies outside the plot, so that it does not squeeze the others."""
 
@@ -72,7 +74,8 @@ def draw(lines: pd.DataFrame, folder: Path, axis: str = "tokens") -> list[Figure
         plot(axes, trained, untrained, styles)
         axes.set_ylabel("test perplexity")
         canvas.legend(fontsize="small", loc="outside right upper")
-        canvas.savefig(folder / f"{name}.png", dpi=120)
+        with atomic_file(folder / f"{name}.png") as file:
+            canvas.savefig(file, format="png", dpi=120)
         figures.append(Figure(f"Perplexity against {abscissa}", caption, folder / f"{name}.png"))
     return figures
 
