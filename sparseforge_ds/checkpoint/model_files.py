@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from sparseforge_ds.checkpoint.folder import check_depth, read_json_object
@@ -82,7 +83,7 @@ def check_config(config: dict[str, Any], where: object) -> None:
 
     Raises:
         ValueError: a size is below 1, there are more layers or experts than any model has, values nest deeply, or a
-            kernel of the hub is named, which transformers would download and run.
+            kernel of the hub is named, which transformers would download and run; or `quantization_config` is none.
     """
     check_depth(config)
     sections = [config]
@@ -93,6 +94,11 @@ def check_config(config: dict[str, Any], where: object) -> None:
             if key.endswith("_implementation") and "/" in (named := json.dumps(value)):
                 raise ValueError(
                     f"{where}: {key} is {named:.100}, whose code would be downloaded and run; remove the key"
+                )
+            if key == "quantization_config" and not isinstance(value, (dict, NoneType)):
+                raise ValueError(
+                    f"{where}: quantization_config is {value!r:.100}, and no JSON object; remove it if the weights are "
+                    "dense, or download the model again"
                 )
             if not isinstance(value, (int, float)):
                 continue

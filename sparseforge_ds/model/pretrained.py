@@ -85,8 +85,6 @@ def find_model(name: str, flag: str) -> Pretrained:
     require_causal(config, f"{flag} {name}")
     # Weights in another form than a dense model's are rejected by name.
     stored = getattr(config, "quantization_config", None) or {}
-    if not isinstance(stored, dict):
-        raise ValueError(f"{flag} {name}: its config.json has a quantization_config that is no JSON object; remove it")
     if stored.get("low_rank"):
         raise ValueError(
             f"{flag} {name}: is packed, with low-rank branches, which are no part of a dense model; give the dense "

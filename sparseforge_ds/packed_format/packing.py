@@ -143,8 +143,15 @@ def unpack24(
 
 
 def check24(values: Tensor, positions: Tensor, scale: Tensor | None = None) -> None:
-    """Raise the errors of `unpack24`, for tensors that stay packed."""
+    """Raise the errors of `unpack24` and `require_finite`, for tensors that stay packed."""
     _checked(values, positions, scale)
+    require_finite(values, scale)
+
+
+def require_finite(values: Tensor, scale: Tensor | None) -> None:
+    """Raise ValueError for values that are not rounded and not finite: no export writes them."""
+    if scale is None and not bool(values.isfinite().all()):
+        raise ValueError(f"{int((~values.isfinite()).sum())} values are damaged: not finite")
 
 
 def _checked(values: Tensor, positions: Tensor, scale: Tensor | None) -> tuple[int, Tensor]:

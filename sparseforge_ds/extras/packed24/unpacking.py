@@ -18,7 +18,7 @@ from sparseforge_ds.extras.packed24.packed_experts import Packed24Experts
 from sparseforge_ds.extras.packed24.packed_linear import Packed24Linear
 from sparseforge_ds.model.branch import Branch, LowRankConv1D, LowRankLinear, add_branch
 from sparseforge_ds.packed_format.packed_values import SCALE, values_per_element
-from sparseforge_ds.packed_format.packing import POSITIONS, check24, packed24_axis, unpack24
+from sparseforge_ds.packed_format.packing import POSITIONS, check24, packed24_axis, require_finite, unpack24
 from sparseforge_ds.transformers_internals import ConversionOps
 
 _REPLACED = (nn.Linear, Conv1D, LowRankLinear, LowRankConv1D)
@@ -144,7 +144,9 @@ def _unpacked(
 ) -> Tensor:
     """Return the dense weight, or note damage on the model and return zeros."""
     try:
-        return unpack24(values, positions, scale, dtype)
+        weight = unpack24(values, positions, scale, dtype)
+        require_finite(values, scale)
+        return weight
     except ValueError as error:
         note_damage(model, name, error)
         shape = list(values.shape)

@@ -216,3 +216,27 @@ def test_ids_of_tokens_that_are_no_integers_are_refused(
     assert main(["generate", str(folder), "Once"]) == 2
     expected = f"error: {path}: eos_token_id is {value!r}; use an integer, a list of integers, or null\n"
     assert capsys.readouterr().err == expected
+
+
+def test_a_quantization_config_that_is_no_object_is_named(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(dense, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "quantization_config": "sparseforge_packed24"})
+    text = str(write_text(tmp_path / "text.jsonl", 4))
+    model = str(folder)
+    for words in (
+        ["evaluate", model, "--text", text],
+        ["advise", model],
+        ["bench", model],
+        ["generate", model, "A dog"],
+        ["train", "--model", model, "--deepspeed", "zero1", "--dataset", text, "--output_dir", str(tmp_path / "run")],
+    ):
+        assert main(words) != 0
+        error = capsys.readouterr().err
+        assert "quantization_config is 'sparseforge_packed24', and no JSON object; remove it if" in error, error
+        assert error.count("error: ") == 1
+    check_model_folder(dense)
+    write_json(folder / "config.json", {**config, "quantization_config": None})
+    check_model_folder(folder)

@@ -163,6 +163,11 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
     refuses(spoiled, rf": positions of a packed weight are damaged.* \(and {len(every) - 1} more\); export or download")
     refuses({}, f"{values} is there without {every[0]}", without=every[0])
     refuses({}, f"{every[0]} is there without {values}", without=values)
+    # Values that no export writes.
+    for odd in (float("nan"), float("inf")):
+        spoiled_values = sound[values].clone()
+        spoiled_values.view(-1)[3] = odd
+        refuses({values: spoiled_values}, f"{values}: 1 values are damaged: not finite; export or download")
     # Dtypes that are not stored.
     for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3")):
         refuses({values: sound[values].to(dtype)}, f"{values}: weight stored as {stored}, in a packed model only F64,")
@@ -171,6 +176,7 @@ def test_damaged_folders_do_not_load(folders: FOLDERS, name: str, tmp_path: Path
     config = json.loads((folder / "config.json").read_text())  # weights are unpacked then
     config["quantization_config"]["semi_structured"] = True
     (folder / "config.json").write_text(json.dumps(config))
+    refuses({values: spoiled_values}, f"{values}: 1 values are damaged: not finite; export or download")
     refuses({every[0]: spoiled[every[0]]}, f"{values}: positions of a packed weight are damaged.*; export or download")
 
 
