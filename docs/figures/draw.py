@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -105,25 +106,40 @@ def memory(target: Path) -> None:
     _save(figure, target)
 
 
+def result_lines() -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every line of results.svg by its label, which is the name in the first study that has it.
+
+    Rows belong together by their settings: two studies may give one name to different settings, or two to the same.
+    """
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for study in SHORT_TO_LONG:
+        for row in map(json.loads, (ROOT / "studies" / study / "results.jsonl").read_text().splitlines()):
+            if row["kind"] == "result":
+                lines.setdefault(json.dumps([row["settings"], row["flags"]], sort_keys=True), []).append(row)
+    # A method with one budget makes no line.
+    drawn = [rows for rows in lines.values() if len({row["steps"] for row in rows}) > 1]
+    labelled = {rows[0]["method"]: rows for rows in drawn}
+    assert len(labelled) == len(drawn), "two lines have one label"
+    return labelled
+
+
 def results(target: Path) -> None:
     """Draw test perplexity against the steps of a run, mean over seeds, for methods with the default loss."""
-    values: dict[str, dict[int, list[float]]] = {}
-    for study in SHORT_TO_LONG:
-        rows = [json.loads(line) for line in (ROOT / "studies" / study / "results.jsonl").read_text().splitlines()]
+    lines: dict[str, dict[int, list[float]]] = {}
+    for name, rows in result_lines().items():
+        lines[name] = {}
         for row in rows:
-            if row["kind"] == "result":
-                values.setdefault(row["method"], {}).setdefault(row["steps"], []).append(row["test_perplexity"])
-    (dense,) = (row["test_perplexity"] for row in rows if row["kind"] == "dense")
+            lines[name].setdefault(row["steps"], []).append(row["test_perplexity"])
+    last = (ROOT / "studies" / SHORT_TO_LONG[-1] / "results.jsonl").read_text().splitlines()
+    (dense,) = (row["test_perplexity"] for row in map(json.loads, last) if row["kind"] == "dense")
     figure, axes = pyplot.subplots(figsize=(8, 4))
-    # A method with one budget makes no line.
-    lines = {name: by_steps for name, by_steps in values.items() if len(by_steps) > 1}
     for colour, (name, by_steps) in zip(_COLOURS, lines.items(), strict=False):
         steps = sorted(by_steps)
         means = [statistics.fmean(by_steps[count]) for count in steps]
         width = 2.2 if name in ("sparseforge", "block_start") else 1.2
         axes.plot(steps, means, marker="o", markersize=3, linewidth=width, color=colour, label=name)
     axes.axhline(dense, color="black", linewidth=1, linestyle="--", label=f"dense, {dense:.3f}")
-    ticks = sorted({count for by_steps in values.values() for count in by_steps})
+    ticks = sorted({count for by_steps in lines.values() for count in by_steps})
     axes.set(xscale="log", yscale="log", xlabel="optimizer steps of 8 x 256 tokens", ylabel="test perplexity per token")
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_yticks([4, 5, 6, 7], ["4", "5", "6", "7"])

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import typing
@@ -181,6 +182,17 @@ def test_plots_are_what_the_script_draws(name: str, tmp_path: Path) -> None:
     script = ROOT / "docs" / "figures" / "draw.py"
     subprocess.run([sys.executable, str(script), str(tmp_path), "--only", name], check=True, timeout=600)
     assert (tmp_path / f"{name}.svg").read_text() == kept, f"python docs/figures/draw.py --only {name}"
+
+
+def test_a_line_of_the_results_is_of_one_method() -> None:
+    """Two studies gave the name block_start to masks that are kept, and to masks that move."""
+    pytest.importorskip("matplotlib")
+    script = ROOT / "docs" / "figures" / "draw.py"
+    lines = runpy.run_path(str(script))["result_lines"]()
+    for label, rows in lines.items():
+        assert len({json.dumps([row["settings"], row["flags"]]) for row in rows}) == 1, label
+    kept = [row["method"] for row in lines["block_start"] if row["steps"] == 1200]
+    assert kept == ["block_start_kept"] * 3
 
 
 def _fields(kind: type, prefix: str) -> Iterator[tuple[str, str]]:
