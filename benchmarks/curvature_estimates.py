@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,9 +21,6 @@ from sparseforge_ds.mask.random_numbers import counter_key, rademacher
 from sparseforge_ds.model.families import PrunableWeight
 from sparseforge_ds.train.launcher import set_default_environment
 from sparseforge_ds.zero.extra_passes import batches_of
-
-LoadModel = Callable[[str], Any]
-"""dtype -> the model."""
 
 
 @dataclass(frozen=True)
