@@ -247,7 +247,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         tokenizers = [load_tokenizer(name) for name in models]
         configs = [load_config(name, name) for name in models]
         if pattern is not None:
-            _require_prunable(args, configs[0])
+            _require_prunable(args, configs[0], ranks.first)
         tasks = None
         if names is not None:
             allows_code = bool(args.confirm_run_unsafe_code)
@@ -312,14 +312,17 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
         measure_tasks(args, tasks, tokenizers, models, dtype, dense_adapter, record)
 
 
-def _require_prunable(args: argparse.Namespace, model_config: Any) -> None:
-    """Reject a model that `--one_shot` cannot prune, by the shapes of its config.json, before weights are read."""
+def _require_prunable(args: argparse.Namespace, model_config: Any, first: bool) -> None:
+    """Reject a model that `--one_shot` cannot prune, by the shapes of its config.json, before weights are read.
+
+    On the first rank, warn of one of which little is pruned.
+    """
     with large_imports():
         import torch
 
         from sparseforge_ds.config import SparseForgeConfig
-        from sparseforge_ds.model.any_family import any_family
-        from sparseforge_ds.model.families import PatternMisfitError, check_prunable
+        from sparseforge_ds.model.any_family import any_family, few_pruned
+        from sparseforge_ds.model.families import PatternMisfitError, coverage, prunable_weights
         from sparseforge_ds.model.registration import build_model
         from sparseforge_ds.model.stored_config import is_packed_config
 
@@ -330,12 +333,14 @@ def _require_prunable(args: argparse.Namespace, model_config: Any) -> None:
         model = build_model(model_config)
     config = SparseForgeConfig(pattern=args.one_shot)
     try:
-        check_prunable(model, any_family(model, config) if args.any_family else config)
+        pruned = prunable_weights(model, any_family(model, config) if args.any_family else config)
     except PatternMisfitError as error:
         raise ValueError(
             f"{where}: {error.fault}; choose another pattern, or make a model that keeps such weights dense by "
             "sparseforge prune, and evaluate that"
         ) from None
+    if args.any_family and first and (warning := few_pruned(coverage(model, pruned))):
+        print(f"warning: {warning}")
 
 
 def _check_backend(args: argparse.Namespace) -> None:

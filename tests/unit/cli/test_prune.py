@@ -349,4 +349,8 @@ def test_a_family_of_which_little_is_pruned_is_warned_about(tmp_path: Path, caps
         "magnitude",
     ]
     assert main([*words, "--epochs", "0", "--tokens", "256", "--seq_length", "32"]) == 0
-    assert re.search(r"warning: only \d\.\d% of the linear weights will be pruned: .*register", capsys.readouterr().out)
+    warning = r"warning: only \d\.\d% of the linear weights will be pruned: .*register"
+    assert re.search(warning, capsys.readouterr().out)
+    words = ["evaluate", str(model), "--text", "stdlib:heldout", "--limit", "1", "--max_tokens", "64"]
+    assert main([*words, "--seq_length", "32", "--one_shot", "2:4", "--any_family"]) == 0
+    assert re.search(warning, capsys.readouterr().out)
