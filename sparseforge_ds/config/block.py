@@ -182,7 +182,7 @@ class SparseForgeConfig:
 
     @property
     def block_start(self) -> BlockStartConfig | None:
-        """Return the settings of a start that goes block by block; None where there is none.
+        """Return the settings of a block-wise start; None where there is none.
 
         SparseGPT's mask alone is a start whose blocks are not trained.
         """

@@ -224,7 +224,7 @@ class QuantizeConfig:
 
 @dataclass(frozen=True)
 class BlockStartConfig:
-    """Start that is trained block by block, before the first step.
+    """Block-wise start, before the first step.
 
     Each decoder block gets its first masks, and its weights are trained to give the dense block's outputs, before the
     next block follows. In the first part of that training the masks are soft and move. docs/concepts/schedule.md

@@ -83,7 +83,7 @@ def check_quantization_start(config: SparseForgeConfig) -> None:
 
 
 def _check_start(config: SparseForgeConfig) -> None:
-    """Raise ValueError if a start that is trained block by block does not fit the pattern and other keys."""
+    """Raise ValueError if a block-wise start does not fit the pattern and other keys."""
     assert config.start is not None
     block_start = config.start
     # 1. `start.mask` takes the place of `importance`, unless masks move afterwards.

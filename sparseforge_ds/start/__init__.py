@@ -1,4 +1,4 @@
-"""Start that is trained block by block: masks of each decoder block, and weights that make up for them."""
+"""Block-wise start: masks of each decoder block, and weights that make up for them."""
 
 from sparseforge_ds.start.blocks import DecoderBlock, decoder_blocks
 from sparseforge_ds.start.solve import SolvedBlock, SolveOptions, solve_block

@@ -1,4 +1,4 @@
-"""A start that is trained block by block on the engine of a run, from which it takes blocks, inputs and shards.
+"""A block-wise start on the engine of a run, from which it takes blocks, inputs and shards.
 
 One pass of the dense model says what its decoder blocks are called with. Then every block in turn is gathered whole on
 every rank, as a plain copy in fp32, and solved on the sequences that each rank has read (`sparseforge_ds.start`).

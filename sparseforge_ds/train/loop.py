@@ -170,7 +170,7 @@ def _start(
 ) -> int | None:
     """Choose the first mask of a run at step 0, and return 0 if a checkpoint holds that step, or else None. Collective.
 
-    A start that is trained block by block is saved, so that a resumed run does not repeat it.
+    A block-wise start is saved, so that a resumed run does not repeat it.
     """
     spec = context.spec
     forge = context.forge

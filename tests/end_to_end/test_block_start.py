@@ -1,4 +1,4 @@
-"""Runs that begin from a start that is trained block by block: any layout, resumed behind it, exported with proof."""
+"""Runs with a block-wise start: any layout, resumed behind it, exported with proof."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ EXCEEDS: dict[str, str] = {
     "ours, fp16, probe": "an update waits 3 times: besides, ExtraPasses.usable asks whether the passes overflowed",
     **dict.fromkeys(
         ("naive_retrain, sparsegpt", "naive_retrain, sparsegpt, offload"),
-        "a start block by block counts the tokens of its batches and compares their arguments, once in a run",
+        "a block-wise start counts the tokens of its batches and compares their arguments, once in a run",
     ),
     "ours, fused experts, elements": "a bincount and 2 tolist (expert_fisher) for every layer and pass",
 }

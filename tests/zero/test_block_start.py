@@ -1,4 +1,4 @@
-"""A start that is trained block by block, on real engines: one result on any ranks and at every ZeRO stage."""
+"""A block-wise start, on real engines: one result on any ranks and at every ZeRO stage."""
 
 from __future__ import annotations
 

@@ -79,6 +79,6 @@ class Fsdp2Layout(ShardLayout):
     @override
     def untrained(self) -> dict[str, tuple[int, int, Tensor]]:
         raise ValueError(
-            "weights outside the optimizer cannot be read under FSDP2 yet; a start that is trained block by block, and "
-            "a restored checkpoint, need DeepSpeed"
+            "weights outside the optimizer cannot be read under FSDP2 yet; a block-wise start, and a "
+            "restored checkpoint, need DeepSpeed"
         )

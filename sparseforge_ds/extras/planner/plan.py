@@ -29,7 +29,7 @@ class Plan:
     memory: Memory
     seconds_per_step: float
     start_seconds: float
-    """Seconds of a start block by block, before the first step."""
+    """Seconds of a block-wise start, before the first step."""
     steps: int
     checkpoint: int
     """Bytes on disk while masks move."""

@@ -1,4 +1,4 @@
-"""Memory, tokens and FLOPs of a start block by block, before the first step."""
+"""Memory, tokens and FLOPs of a block-wise start, before the first step."""
 
 from __future__ import annotations
 

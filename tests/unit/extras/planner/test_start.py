@@ -1,4 +1,4 @@
-"""A plan of a start that goes block by block: memory of its largest block, tokens, time."""
+"""A plan of a block-wise start: memory of its largest block, tokens, time."""
 
 from __future__ import annotations
 
