@@ -55,9 +55,9 @@ class Evaluator:
         """Conditions that a perplexity depends on, besides the model."""
         protocols = [text.protocol for text in self._held_out.values()]
         conditions = {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
-        if self.config.tasks is None:
+        if self.config.tasks is None or self._tasks is None:
             return conditions
-        tasks = asdict(self.config.tasks)
+        tasks = asdict(self.config.tasks) | {"rows": self._tasks.identity}
         if tasks["include_path"] is not None:  # the same folder from wherever the comparison is called
             tasks["include_path"] = os.path.abspath(tasks["include_path"])
         return {**conditions, "tasks": tasks}

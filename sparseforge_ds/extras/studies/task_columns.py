@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparseforge_ds.evaluate.harness import load_tasks
+from sparseforge_ds.evaluate.harness import LoadedTasks, load_tasks
 from sparseforge_ds.evaluate.paper_accuracies import CUT, LOST, TOKENS, is_accuracy, with_ending
 from sparseforge_ds.evaluate.perplexity import max_positions
 from sparseforge_ds.evaluate.task_scores import (
@@ -22,6 +23,7 @@ from sparseforge_ds.evaluate.task_scores import (
     wrap_model,
 )
 from sparseforge_ds.extras.studies.settings import MeasuredTasks
+from sparseforge_ds.extras.studies.texts import content_hash
 from sparseforge_ds.model.registration import load_config
 
 _FIGURES = {"accuracy": "", "lost": "lost", TOKENS: "tokens", CUT: "cut"}
@@ -69,6 +71,8 @@ class TaskColumns:
                 require_template(tokenizer, model)
         except ValueError as error:
             raise ValueError(f'"tasks" of the comparison: {error}') from None
+        self.identity = _hash_of_rows(self._tasks, tasks.limit)
+        """Hash of what is asked: the prompts' templates and the rows."""
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 
@@ -90,3 +94,13 @@ class TaskColumns:
 
     def _run(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScores:
         return measure(wrap_model(model, tokenizer, self._batch_size), self._tasks, self._settings)
+
+
+def _hash_of_rows(tasks: LoadedTasks, limit: int | None) -> str:
+    """Return a hash of the first `limit` rows of each task, and of its templates where they are text."""
+    asked = []
+    for name, task in tasks.by_name.items():
+        templates = {key: getattr(task.config, key) for key in ("doc_to_text", "doc_to_target", "doc_to_choice")}
+        texts = {key: template for key, template in templates.items() if isinstance(template, str | list)}
+        asked.append((name, texts, [repr(row) for row in islice(task.eval_docs, limit)]))
+    return content_hash(asked)

@@ -57,6 +57,12 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
     evaluator = Evaluator(config, texts, config.pruned)
     assert evaluator.conditions["tasks"]["names"] == ("openings",)
     assert evaluator.conditions["tasks"]["include_path"] == str(tmp_path)
+    # Other rows are another measurement; those behind the limit are not read.
+    rows = [{"opening": "Once upon a time", "ending": ending}, {"opening": "Mom", "ending": "x"}]
+    write_generation_task(tmp_path, [*rows, {"opening": "Dad", "ending": "y"}])
+    assert Evaluator(config, texts, config.pruned).conditions == evaluator.conditions
+    write_generation_task(tmp_path, [rows[0], {"opening": "Mom", "ending": "y"}])
+    assert Evaluator(config, texts, config.pruned).conditions != evaluator.conditions
     baselines = evaluator.baselines({})
     assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
     measured = evaluator.measure(tmp_path / "pruned", "test")
