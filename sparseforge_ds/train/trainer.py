@@ -268,10 +268,23 @@ def _exit_code(error: Exception, is_printed: bool) -> int:
 
 
 def _tracked_settings(spec: RunSpec) -> dict[str, Any]:
-    """Return the run flags, the sparseforge block, ranks and batch as one flat table for trackers."""
+    """Return the run flags, the sparseforge block, ranks and batch as one flat table for trackers.
+
+    Flags that were not given have the values that the run trains with.
+    """
     engine = {"zero_stage": spec.stage, "ranks": spec.world_size, "dtype": str(spec.dtype).removeprefix("torch.")}
-    batch = {"global_batch": spec.deepspeed["train_batch_size"], "max_steps": spec.steps}
-    return flatten({**flags(spec.arguments), **engine, **batch, "sparseforge": spec.config.to_dict()})
+    batch = {
+        "global_batch": spec.deepspeed["train_batch_size"],
+        "micro_batch": spec.deepspeed["train_micro_batch_size_per_gpu"],
+        "gradient_accumulation_steps": spec.deepspeed["gradient_accumulation_steps"],
+        "max_steps": spec.steps,
+    }
+    optimizer = {
+        "learning_rate": spec.learning_rate.peak,
+        "weight_decay": spec.deepspeed["optimizer"]["params"].get("weight_decay"),
+        "teacher": spec.teacher.name if spec.teacher else None,
+    }
+    return flatten({**flags(spec.arguments), **engine, **batch, **optimizer, "sparseforge": spec.config.to_dict()})
 
 
 def closing_lines(folder: Path, result: dict[str, Any], has_tensorboard: bool) -> str:

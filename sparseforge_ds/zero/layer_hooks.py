@@ -8,6 +8,7 @@ refuse that for a view); the hook sees the gradient of the output before the cha
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 _FLEX = "flex_attention"
 _eager_mode = ExitStack()
 """Eager mode of the process, while anything needs it."""
+atexit.register(_eager_mode.close)  # a loop that ends by an error leaves it on, and later torch cannot switch it off
 _eager_users = 0
 """Number of blocks that need it; they may end in any order."""
 

@@ -20,6 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from sparseforge_ds.cli.main import main as command
 from sparseforge_ds.export.stored import StoredWeights
@@ -230,6 +231,13 @@ def test_old_checkpoints_are_removed_and_extras_are_logged(tmp_path):
     ):
         assert tag in scalars
     assert any(tag.startswith("mask/model.layers.0") for tag in log.Tags()["histograms"])
+    # The table of runs has the settings that were trained with, also those that no flag gave.
+    session = log.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    settings = plugin_data_pb2.HParamsPluginData.FromString(session).session_start_info.hparams
+    numbers = {name: settings[name].number_value for name in ("max_steps", "global_batch", "weight_decay")}
+    assert numbers == {"max_steps": 8, "global_batch": 8, "weight_decay": 0}
+    assert settings["learning_rate"].number_value > 0 and settings["micro_batch"].number_value == 4
+    assert settings["teacher"].string_value not in ("", "None")
 
 
 def _train_late(command_line: list[str]) -> tuple[list[str], int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparseforge_ds.mask.kernels import fusing
 from sparseforge_ds.mask.kernels.fisher import add_fisher_sums
 from sparseforge_ds.zero.layer_hooks import token_gradients, uncompiled
+from tests.distributed import ROOT
 
 
 def stance() -> str:
@@ -53,6 +56,18 @@ def test_blocks_in_eager_mode_may_end_in_any_order(flex: list[str]) -> None:
     second.__exit__(None, None, None)
     assert stance() == "default" and flex == ["default"]
     assert ALL_ATTENTION_FUNCTIONS["flex_attention"] is stored
+
+
+def test_a_loop_that_ends_by_an_error_ends_with_that_error() -> None:
+    script = (
+        "import torch._dynamo, contextlib\n"
+        "from sparseforge_ds.zero.layer_hooks import uncompiled\n"
+        "hooks = contextlib.ExitStack()\n"
+        "hooks.enter_context(uncompiled())\n"
+        "raise ValueError('of the loop')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == "ValueError: of the loop", done.stderr
 
 
 def test_settings_of_the_compiler_are_made_once() -> None:
