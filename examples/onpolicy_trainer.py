@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""On-policy distillation by TRL's DistillationTrainer: the lines that end in `# sparse` make the student 2:4.
+r"""On-policy distillation by TRL's DistillationTrainer: the lines that end in `# sparse` make the student 2:4.
 
-deepspeed examples/onpolicy_trainer.py --deepspeed examples/zero2.json --output_dir runs/onpolicy --max_steps 200
+deepspeed examples/onpolicy_trainer.py --deepspeed examples/zero2.json --output_dir runs/onpolicy --max_steps 200 \
+    --learning_rate 1e-3
 sparseforge consolidate runs/onpolicy/checkpoint-200 models/onpolicy_2to4
 
 The student writes the answers, and the teacher's distribution of every token of them is what it learns. A student that

@@ -245,7 +245,8 @@ class SparseForge:
         self.curvature.require_refreshed()
         if self.step_count < self.schedule.freeze_step:
             raise ForgeError(
-                f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}"
+                f"the run ended at step {self.step_count}, before the mask is frozen at {self.schedule.freeze_step}; "
+                "make more steps, or set max_steps to the steps of the whole run. To go on later, save a checkpoint"
             )
         self.require_finite()
         self.close()

@@ -71,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     shard_bytes = parse_size(args.max_shard_size)
     require_free(args.out)
     require_text_field([args.text], args.text_field)
+    if (Path(args.model) / ROTATION).exists():
+        raise ValueError(
+            f"{args.model}: is rotated already ({ROTATION}); start from the dense model that it was made of"
+        )
     dense_config = DenseFolder(args.model).config
     text_field = args.text_field or "text"
     batches = calibration_windows(args.model, dense_config, args.text, args.sequences, args.seq_length, text_field)

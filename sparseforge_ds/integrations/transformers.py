@@ -46,6 +46,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     refuse_settings,
     resolve_block,
     scheduled_steps,
+    warn_of_small_steps,
 )
 from sparseforge_ds.model.families import prunable_weights
 from sparseforge_ds.model.low_rank import prepare
@@ -203,6 +204,7 @@ class SparseForgeMixin(SavingMixin):
         config = self._config
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
+        warn_of_small_steps(self.forge, self.args.learning_rate)
 
         # Try once how the logits of the task loss are made.
         token_BS = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)

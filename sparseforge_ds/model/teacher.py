@@ -20,6 +20,7 @@ from sparseforge_ds.model.expert_modules import leaf_modules
 from sparseforge_ds.model.family_table import FAMILIES
 from sparseforge_ds.model.head import Head, Target, head_of, hidden_states, micro_batches_at_once
 from sparseforge_ds.model.hidden import capture_states, compared_layers
+from sparseforge_ds.model.hub_access import find_path
 from sparseforge_ds.model.pretrained import load_pretrained
 from sparseforge_ds.model.registration import register_model_classes
 
@@ -89,6 +90,7 @@ class Teacher:
         Raises:
             ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
+        find_path(path, f"teacher {path}")
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
         options = {"dtype": training_dtype(ds_config), **kwargs}

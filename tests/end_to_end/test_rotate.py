@@ -27,7 +27,9 @@ def rotated(folder: Path, family: str, *more: str) -> Path:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
-def test_the_folder_computes_the_same_and_is_of_the_same_family(tmp_path: Path, family: str) -> None:
+def test_the_folder_computes_the_same_and_is_of_the_same_family(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = rotated(tmp_path, family)
     dense = tmp_path / "model"
     torch.testing.assert_close(logits(out), logits(dense), rtol=1e-3, atol=1e-4)
@@ -37,6 +39,8 @@ def test_the_folder_computes_the_same_and_is_of_the_same_family(tmp_path: Path, 
     facts = json.loads((out / "rotation.json").read_text())
     assert facts["removed"] < 1 and facts["kl"] < 1e-6 and facts["tokens"] == 4 * 32
     assert (out / "tokenizer.json").is_file()
+    assert main(["rotate", str(out), str(tmp_path / "twice"), "--text", str(tmp_path / "text.jsonl"), *SMALL]) == 2
+    assert f"{out}: is rotated already (rotation.json); start from the dense model" in capsys.readouterr().err
 
 
 def test_the_same_seed_gives_the_same_model(tmp_path: Path) -> None:

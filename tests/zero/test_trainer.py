@@ -143,9 +143,8 @@ def trainer_of(
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=12 // ranks // micro,
-        learning_rate=3e-3,
         logging_steps=1,
-        **{"save_steps": SAVE, "num_train_epochs": 1, **more},
+        **{"learning_rate": 3e-3, "save_steps": SAVE, "num_train_epochs": 1, **more},
     )
     torch.manual_seed(1)
     model = tiny_llama(vocab_size=BYTE_VOCABULARY)
@@ -698,6 +697,12 @@ def refusals(root: Path, trained: Any) -> Any:
     assert len(warnings) == (2 if torch.distributed.get_rank() == 0 else 0), "a block that is none is another block"
     yield "two blocks", " ".join(warnings)
     # What shows when training begins.
+    warnings.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger(trainer_settings.__name__), "warning", lambda *args: warnings.append(args))
+        for name, rate in (("sound", 3e-3), ("still", 1e-7)):
+            trainer_of(root / name, deepspeed_json(2), 2, learning_rate=rate, save_strategy="no").train()
+    yield "small steps", " ".join(text % tuple(values) for text, *values in warnings)
     yield "checkpoint", said(partial(fresh.train, resume_from_checkpoint=str(root / "none" / "checkpoint-99")))
     started = deepspeed_json(2, method="naive_retrain", start={})
     stream = trainer_of(root / "once", started, 2, train_dataset=ReadOnce(), max_steps=STEPS)
@@ -791,6 +796,9 @@ def test_evaluation_and_callbacks_work_and_misuse_is_refused(tmp_path: Path) -> 
     assert "patern" in refused["key"]
     assert 'no "sparseforge" block' in refused["block"]
     assert "sparseforge.start reads examples of train_dataset before the first step, and" in refused["read once"]
+    assert refused["small steps"].startswith(f"learning rate 1e-07: in {STEPS} steps weights of size "), refused[
+        "small steps"
+    ]
     assert f"update_every = 100 is not valid: masks are frozen at step 2 of {STEPS}" in refused["length"]
     assert "trains on DeepSpeed" in refused["deepspeed"]
 

@@ -214,7 +214,11 @@ class CompareConfig:
         """Return the `sparseforge` block of a run; `decay` replaces the method's unless it is None."""
         every = max(1, steps // self.points) if self.points and steps else 0
         monitor = {"monitor": {"histograms_every": every, "gap_every": 2 * every}}
-        block = merge(merge(monitor, self.base.get("sparseforge", {})), method.block)
+        base = dict(self.base.get("sparseforge", {}))
+        # Settings of the base's method belong to no other method.
+        if _names_method(method.block) and method_name(method.block) != method_name(base):
+            base.pop("method", None)
+        block = merge(merge(monitor, base), method.block)
         if decay is not None:
             section = block["method"] if isinstance(block.get("method"), dict) else {"name": method_name(block)}
             block["method"] = {**section, "decay": decay}
@@ -267,6 +271,12 @@ def _named(kind: str, name: str, entry: Any) -> Any:
     if "name" in entry:
         raise ValueError(f"{kind}.{name}.name: unknown key; an entry is called by its own key, {name!r}")
     return {"name": name, **entry}
+
+
+def _names_method(block: dict[str, Any]) -> bool:
+    """Return True if a `sparseforge` block says by name which method it has."""
+    method = block.get("method")
+    return isinstance(method, str) or (isinstance(method, dict) and "name" in method)
 
 
 def _split_entry(name: str, entry: Any) -> Any:

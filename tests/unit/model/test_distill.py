@@ -348,6 +348,8 @@ def test_a_replicated_teacher_loads_whole_beside_a_partitioned_student(tmp_path:
     assert torch.equal(teacher(ids), tiny_llama().eval()(input_ids=ids).logits)
     del alive
     assert not is_deepspeed_zero3_enabled()
+    with pytest.raises(ValueError, match=r"teacher .*/none: no such folder or file; give a Hugging Face model folder"):
+        Teacher.from_pretrained(tmp_path / "none", REPLICATED, {})
 
 
 def test_a_partitioned_model_cannot_be_replicated() -> None:

@@ -50,6 +50,14 @@ def test_a_config_gives_each_method_its_block(tmp_path: Path) -> None:
     assert read_comparison(write(tmp_path, reference="fixed")).compared_with == "fixed"
 
 
+def test_settings_of_the_method_of_the_base_are_of_no_other_method(tmp_path: Path) -> None:
+    base = {**GOOD["base"], "sparseforge": {"method": {"update_every": 3}}}
+    methods = {"ours": {"method": {"hardening": [0, 0]}}, "ast": {"method": {"name": "ast", "decay": 0.1}}}
+    config = read_comparison(write(tmp_path, base=base, methods=methods, one_shot={}))
+    blocks = {name: config.block(method, 40)["method"] for name, method in config.methods.items()}
+    assert blocks == {"ours": {"update_every": 3, "hardening": [0, 0]}, "ast": {"name": "ast", "decay": 0.1}}
+
+
 def test_the_environment_stands_in_for_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLACE", "/there")
     assert read_comparison(write(tmp_path, model="$PLACE/model")).model == "/there/model"
