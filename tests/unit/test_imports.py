@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def _imports(path: Path, types: bool = True) -> set[str]:
+@cache  # many tests ask for the same files, and a file takes milliseconds
+def _imports(path: Path, types: bool = True) -> frozenset[str]:
     """Return every module a file names in an import, at its top or inside a function; ours without `sparseforge_ds.`.
 
     DeepSpeed counts where it is imported in fact, and not for types alone; the others do without `types`.
@@ -102,7 +104,7 @@ def _imports(path: Path, types: bool = True) -> set[str]:
                 result |= {f"{node.module}.{alias.name}" for alias in node.names}
             else:
                 result.add(node.module)
-    return {name.removeprefix("sparseforge_ds.") for name in result}
+    return frozenset(name.removeprefix("sparseforge_ds.") for name in result)
 
 
 def _room(module: str) -> str:
@@ -110,13 +112,15 @@ def _room(module: str) -> str:
     return ".".join(module.split(".")[: 2 if module.startswith("extras.") else 1])
 
 
+OURS = {_room(_module(file)) for file in FILES} | {"__version__", "sparseforge_ds", "typing_extensions"}
+
+
 def _rooms(path: Path) -> set[str]:
     return {_room(name) for name in _imports(path)} & set(MAY_IMPORT) - {_room(_module(path))}
 
 
 def _libraries(path: Path) -> set[str]:
-    ours = {_room(_module(file)) for file in FILES} | {"__version__", "sparseforge_ds", "typing_extensions"}
-    return {_room(name) for name in _imports(path)} - ours - sys.stdlib_module_names
+    return {_room(name) for name in _imports(path)} - OURS - sys.stdlib_module_names
 
 
 def _imports_outside_functions(path: Path) -> set[str]:
