@@ -102,16 +102,16 @@ def differences(first: Any, second: Any, where: str = "") -> list[str]:
 def test_the_shipped_command_writes_a_complete_run(tmp_path):
     """Train with the launcher, the shipped JSON, the embedded model and its text, on two ranks."""
     run = tmp_path / "run"
-    process = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "4", "--output_dir", str(run))
+    process = launch("--deepspeed", str(SHIPPED / "zero3.json"), "--max_steps", "2", "--output_dir", str(run))
     assert process.returncode == 0, process.stdout + process.stderr
     # It says what it trains, how it starts and what it has done.
     for part in (
         "stdlib_llama (llama",
         "100.0% of the linear weights",
         "frozen",
-        "start: 8,192 tokens, 128 steps of each of 5 blocks",
-        "step 4/4",
-        "done: 4 steps, 8,192 tokens",
+        "start: 4,096 tokens, 64 steps of each of 5 blocks",
+        "step 2/2",
+        "done: 2 steps, 4,096 tokens",
     ):
         assert part in process.stdout
     assert "WARNING" not in process.stdout.split("done:")[0].split("  model ")[1], "the run itself says nothing else"
@@ -123,10 +123,10 @@ def test_the_shipped_command_writes_a_complete_run(tmp_path):
     assert record["weights"][0].keys() == {"name", "shape", "input_axis"}
     assert json.loads((run / "ds_config.json").read_text())["sparseforge"] == record["config"]
     assert (run / "model" / "config.json").is_file()
-    assert (run / "checkpoints" / "latest").read_text() == "step_000004"
+    assert (run / "checkpoints" / "latest").read_text() == "step_000002"
     assert not list(run.rglob("*.tmp"))
     result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["tokens"]) == (4, 8_192)
+    assert (result["steps"], result["tokens"]) == (2, 4_096)
     assert math.isfinite(result["last_step"]["loss/total"])
 
 
@@ -142,6 +142,8 @@ def test_an_error_ends_the_launcher(tmp_path):
 def test_every_shipped_configuration_trains(tmp_path, name):
     content = json.loads((SHIPPED / name).read_text())
     content["sparseforge"]["method"] = {"update_every": 2, "hardening": [0.25, 0.75]}
+    # The launched run above has a start of the length that the files ask for: half a thousand steps of a block.
+    content["sparseforge"]["start"] = {**content["sparseforge"]["start"], "epochs": 1, "batch": 8}
     train(*flags_of(tmp_path, content, max_steps=8))
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 
