@@ -190,28 +190,25 @@ def locked(path: Path, refusal: str, remedy: str) -> Iterator[None]:
 
 
 def write_json(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
-    """Write an atomic file of JSON, indented for people to read."""
+    """Write an atomic file of JSON, indented for people to read. A config.json keeps the Infinity that it has."""
     with atomic_file(path) as file:
         file.write(json_bytes(content, indent))
 
 
 def json_bytes(content: dict[str, Any], indent: int | None = 2) -> bytes:
     """Return the bytes that `write_json` writes."""
-    return (json_text(content, indent) + "\n").encode()
+    return (json.dumps(content, indent=indent) + "\n").encode()
 
 
-def json_text(content: Any, indent: int | None = None) -> str:
-    """Return content as JSON, in which a float that is not finite is null: JSON has no NaN and no Infinity."""
-    try:
-        return json.dumps(content, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_only_finite(content), indent=indent, allow_nan=False)
+def measurements_text(content: Any, indent: int | None = None) -> str:
+    """Return measurements as JSON, with null in place of NaN and Infinity, which JSON does not have."""
+    return json.dumps(finite(content), indent=indent, allow_nan=False)
 
 
-def _only_finite(content: Any) -> Any:
+def finite(content: Any) -> Any:
     """Return content with None in place of every float that is not finite."""
     if isinstance(content, dict):
-        return {key: _only_finite(value) for key, value in content.items()}
+        return {key: finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return [_only_finite(value) for value in content]
+        return [finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content

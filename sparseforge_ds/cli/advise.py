@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import json_text
+from sparseforge_ds.checkpoint.disk import measurements_text
 from sparseforge_ds.cli.imports import large_imports
 
 _EPILOG = """\
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         formats = [{**dataclasses.asdict(row), "tokens_per_second": args.batch / row.seconds} for row in rows]
         content = {"model": dataclasses.asdict(model), "context": context, "formats": formats}
-        print(json_text({**content, "basis": basis(args.batch, gpu)}, indent=2))
+        print(measurements_text({**content, "basis": basis(args.batch, gpu)}, indent=2))
         return 0
     print(f"{args.model} on {args.gpu.lower()}, batch {args.batch}, {context:,} tokens of context each\n")
     for line in lines(rows, args.batch, gpu):

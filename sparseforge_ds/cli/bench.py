@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import atomic_file, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, finite, write_json
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import require_model
 from sparseforge_ds.cli.imports import large_imports
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + table_of_generations(generations))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "bench.json", measured)
+        write_json(out / "bench.json", finite(measured))
         if find_spec("matplotlib") is None:
             print("no bench.png: it needs matplotlib; pip install matplotlib", file=sys.stderr)
         else:

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.checkpoint.disk import json_text
+from sparseforge_ds.checkpoint.disk import measurements_text
 from sparseforge_ds.cli.evaluate_tasks import FLAGS_OF_ANSWERS, check_flags_of_answers, measure_tasks, task_settings
 from sparseforge_ds.cli.export import DTYPES
 from sparseforge_ds.cli.given_model import register_packed24, require_model
@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         # After an error too, since it may be hours of work; and before the file, of which the disk may be full.
         if is_first and any(part in result for part in ("texts", "zero_shot", "generation")):
-            print(json_text(result))
+            print(measurements_text(result))
     if is_first and args.json is not None:
         write_report(args.json, result)
     return 0

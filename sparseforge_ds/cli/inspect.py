@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.checkpoint.disk import json_text
+from sparseforge_ds.checkpoint.disk import measurements_text
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.cli.printing import printable
 from sparseforge_ds.model.coverage import describe_share, percent
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     inspection = inspect(args.run_folder, args.quick, args.check)
     if args.json:
-        print(json_text(inspection.to_dict(), indent=2))
+        print(measurements_text(inspection.to_dict(), indent=2))
     else:
         for label, text in _lines(inspection, args.check):
             print(f"{label:<12}{printable(text)}")

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from sparseforge_ds.checkpoint.disk import json_text
+from sparseforge_ds.checkpoint.disk import measurements_text
 from sparseforge_ds.cli.imports import large_imports
 from sparseforge_ds.config.strict import LARGEST
 
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Print.
     if args.json:
-        print(json_text([_to_dict(spec, plan) for spec, plan in plans.values()], indent=2))
+        print(measurements_text([_to_dict(spec, plan) for spec, plan in plans.values()], indent=2))
     else:
         for spec, plan in plans.values():
             rows = [row for row in spec_rows(spec) if row[0] not in ("memory", "output")]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import json_text, write_json
+from sparseforge_ds.checkpoint.disk import finite, measurements_text, write_json
 from sparseforge_ds.checkpoint.printable_text import printable as printable
 
 _REPORT_KEYS = ({"model", "one_shot", "dtype"}, {"ok", "pattern", "violations"})
@@ -47,9 +47,9 @@ def write_report(name: str, report: dict[str, Any]) -> None:
     """Write the file of `--json`. A regular file appears once it is complete."""
     path = Path(name)
     if not _is_stream(path):
-        write_json(path.resolve(), report)
+        write_json(path.resolve(), finite(report))
         return
-    text = json_text(report, indent=2) + "\n"
+    text = measurements_text(report, indent=2) + "\n"
     # Our own output may be a file, in which a second opening would write over what is printed later.
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         if os.path.samestat(path.stat(), os.fstat(descriptor)):

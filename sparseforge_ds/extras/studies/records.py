@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sparseforge_ds.checkpoint.disk import atomic_file, json_text
+from sparseforge_ds.checkpoint.disk import atomic_file, measurements_text
 from sparseforge_ds.extras.studies.runs import Run, at_the_edge, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
 from sparseforge_ds.extras.studies.task_columns import task_columns
@@ -77,7 +77,7 @@ class Records:
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Write the record of a run."""
-        write_text(self.folder / f"{name}.json", json_text(record, indent=1) + "\n")
+        write_text(self.folder / f"{name}.json", measurements_text(record, indent=1) + "\n")
 
 
 def _describe(key: str, before: Any, now: Any) -> str:
@@ -167,7 +167,7 @@ def write_rows(
             "command": run.command(config, out / "runs" / run.name),
         }
         rows.append(row)
-    write_text(out / "results.jsonl", "".join(json_text(row) + "\n" for row in rows))
+    write_text(out / "results.jsonl", "".join(measurements_text(row) + "\n" for row in rows))
     return rows
 
 

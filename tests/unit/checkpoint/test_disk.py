@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from sparseforge_ds.checkpoint import disk
-from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder, json_text, write_json
+from sparseforge_ds.checkpoint.disk import atomic_file, atomic_folder, measurements_text, write_json
 from sparseforge_ds.cli import inspect
 from sparseforge_ds.cli.main import main
 from tests.tiny_folders import file_size_limit
@@ -110,11 +110,12 @@ def test_a_folder_that_cannot_be_synced_is_named(tmp_path: Path, monkeypatch: py
         disk.sync(tmp_path)
 
 
-def test_json_has_no_numbers_that_others_cannot_read(tmp_path: Path) -> None:
+def test_measurements_have_no_numbers_that_others_cannot_read(tmp_path: Path) -> None:
     content = {"a": [1.5, math.inf, {"b": math.nan}], "c": (-math.inf, "Infinity", 2, True)}
-    write_json(tmp_path / "file.json", content)
-    for text in ((tmp_path / "file.json").read_text(), json_text(content)):
-        assert json.loads(text, parse_constant=pytest.fail) == {
-            "a": [1.5, None, {"b": None}],
-            "c": [None, "Infinity", 2, True],
-        }
+    assert json.loads(measurements_text(content), parse_constant=pytest.fail) == {
+        "a": [1.5, None, {"b": None}],
+        "c": [None, "Infinity", 2, True],
+    }
+    # A config.json is written as it was read: Mamba's limits of time steps are infinite.
+    write_json(tmp_path / "config.json", {"time_step_limit": [0.0, math.inf]})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"time_step_limit": [0.0, math.inf]}
