@@ -83,7 +83,8 @@ def check_config(config: dict[str, Any], where: object) -> None:
 
     Raises:
         ValueError: a size is below 1, there are more layers or experts than any model has, values nest deeply, or a
-            kernel of the hub is named, which transformers would download and run; or `quantization_config` is none.
+            kernel of the hub is named, which transformers would download and run; or `quantization_config` is no JSON
+            object.
     """
     check_depth(config)
     sections = [config]

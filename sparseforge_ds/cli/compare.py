@@ -56,19 +56,21 @@ def run(args: argparse.Namespace) -> int:
         flush=True,
     )
 
-    # Check it, and run it.
+    # Check it, or run it.
+    if args.dry_run:
+        from sparseforge_ds.extras.studies.check import check_study
+
+        check_study(config)
+        print("every method fits the model and the texts, at every budget")
+        return 0
     try:
-        from sparseforge_ds.extras.studies.study import Study, check_study
+        from sparseforge_ds.extras.studies.study import Study
     except ModuleNotFoundError as error:
         if error.name not in ("matplotlib", "pandas", "jinja2"):
             raise
         raise ValueError(
             f"{error.name} cannot be imported ({error}); in the checkout pip install '.[compare]'"
         ) from None
-    if args.dry_run:
-        check_study(config)
-        print("every method fits the model and the texts, at every budget")
-        return 0
     out = Path(args.out) if args.out is not None else Path("runs") / Path(args.config).stem
     print(Study(config, out, Path(args.config).read_text()).run())
     print(f"{out / 'index.html'}: table and figures")

@@ -315,7 +315,7 @@ def _measure(args: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> 
 def _require_prunable(args: argparse.Namespace, model_config: Any, first: bool) -> None:
     """Reject a model that `--one_shot` cannot prune, by the shapes of its config.json, before weights are read.
 
-    On the first rank, warn of one of which little is pruned.
+    The first rank warns if only a small part of it will be pruned.
     """
     with large_imports():
         import torch

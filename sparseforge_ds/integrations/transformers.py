@@ -48,7 +48,7 @@ from sparseforge_ds.integrations.trainer_settings import (
     scheduled_steps,
     warn_of_small_steps,
 )
-from sparseforge_ds.model.families import prunable_weights
+from sparseforge_ds.model.families import check_prunable
 from sparseforge_ds.model.low_rank import prepare
 from sparseforge_ds.model.param_groups import param_groups
 from sparseforge_ds.model.sound_weights import require_finite_weights
@@ -114,7 +114,7 @@ class SparseForgeMixin(SavingMixin):
         self._teacher = teacher
         self._config = resolve_block(self, sparseforge, teacher is not None)
         if self.model is not None:
-            prunable_weights(self.model, self._config)
+            check_prunable(self.model, self._config)
         if teacher is not None:
             if self.model is not None:
                 check_teacher(teacher, self.model, self._config, self.processing_class)

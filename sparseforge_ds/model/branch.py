@@ -63,7 +63,7 @@ def sums_of_runs(input: Tensor, k: int) -> Tensor:
 
 
 def run_length(inputs: int, k: int) -> int:
-    """Return the inputs that share a column of B where P is fixed: k, or all of a layer that has fewer."""
+    """Return the inputs that share a column of B where P is fixed: k, or all if there are fewer."""
     return min(k, inputs)
 
 

@@ -117,6 +117,15 @@ def prunable_weights(model: nn.Module, config: SparseForgeConfig) -> list[Prunab
     return weights
 
 
+def check_prunable(model: nn.Module, config: SparseForgeConfig) -> None:
+    """Check that the weights of `model` that go under a mask can be told.
+
+    Raises:
+        ValueError: the errors of `prunable_weights`.
+    """
+    prunable_weights(model, config)
+
+
 def prunable_names(
     model_type: str,
     shapes: dict[str, tuple[int, ...]],

@@ -149,7 +149,7 @@ def check24(values: Tensor, positions: Tensor, scale: Tensor | None = None) -> N
 
 
 def require_finite(values: Tensor, scale: Tensor | None) -> None:
-    """Raise ValueError for values that are not rounded and not finite: no export writes them."""
+    """Raise ValueError for floating-point values that are not finite: no export writes them."""
     if scale is None and not bool(values.isfinite().all()):
         raise ValueError(f"{int((~values.isfinite()).sum())} values are damaged: not finite")
 

@@ -16,7 +16,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from sparseforge_ds.checkpoint.disk import write_json
+from sparseforge_ds.checkpoint.disk import finite, write_json
 from sparseforge_ds.config.arguments import RunArguments, flags
 from sparseforge_ds.config.command_line import UnknownFlagError, parse_arguments
 from sparseforge_ds.config.run_file import run_file_text
@@ -119,7 +119,7 @@ def run_training(arguments: RunArguments, preemption: Preemption, checked: RunSp
     result_file = spec.folder / "result.json"
     if resumption is not None and first_step >= spec.steps:
         if not ranks.on_first(result_file.exists):
-            ranks.on_first(lambda: write_json(result_file, run_result(context, evaluation, first_step)))
+            ranks.on_first(lambda: write_json(result_file, finite(run_result(context, evaluation, first_step))))
         _LOG.info(f"the run in {spec.folder} is complete ({first_step} steps): nothing to do")
         ranks.leave()
         return
@@ -147,7 +147,7 @@ def run_training(arguments: RunArguments, preemption: Preemption, checked: RunSp
             raise
 
     # Tell the result, and what to do with the run.
-    ranks.on_first(lambda: write_json(result_file, result))
+    ranks.on_first(lambda: write_json(result_file, finite(result)))
     _LOG.info(closing_lines(spec.folder, result, "tensorboard" in spec.arguments.report_to))
     ranks.leave()
 
@@ -270,7 +270,7 @@ def _exit_code(error: Exception, is_printed: bool) -> int:
 def _tracked_settings(spec: RunSpec) -> dict[str, Any]:
     """Return the run flags, the sparseforge block, ranks and batch as one flat table for trackers.
 
-    Flags that were not given have the values that the run trains with.
+    Length, batch, learning rate, decay and teacher are those that the run trains with, whether a flag gave them or not.
     """
     engine = {"zero_stage": spec.stage, "ranks": spec.world_size, "dtype": str(spec.dtype).removeprefix("torch.")}
     batch = {

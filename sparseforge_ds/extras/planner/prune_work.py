@@ -53,7 +53,7 @@ class PruneWork:
 
     @property
     def blocks_passed(self) -> int:
-        """Number of blocks with a mask that are done, and move the streams on; none does if all blocks are done."""
+        """Number of blocks with a mask that are done, and move the streams on; 0 if all are done."""
         return 0 if len(self.done) == len(self.all_blocks) else self.blocks - self.blocks_to_do
 
     @property

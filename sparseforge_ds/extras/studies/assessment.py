@@ -55,12 +55,17 @@ class Evaluator:
         """Conditions that a perplexity depends on, besides the model."""
         protocols = [text.protocol for text in self._held_out.values()]
         conditions = {"texts": self.texts.identity, "protocols": protocols, "length": self.config.evaluation_length}
-        if self.config.tasks is None or self._tasks is None:
+        if self.config.tasks is None:
             return conditions
-        tasks = asdict(self.config.tasks) | {"rows": self._tasks.identity}
+        tasks = asdict(self.config.tasks)
         if tasks["include_path"] is not None:  # the same folder from wherever the comparison is called
             tasks["include_path"] = os.path.abspath(tasks["include_path"])
         return {**conditions, "tasks": tasks}
+
+    @property
+    def task_rows(self) -> str | None:
+        """Hash of what the tasks ask; None without tasks."""
+        return None if self._tasks is None else self._tasks.identity
 
     def baselines(self, known: dict[str, Any]) -> dict[str, Any]:
         """Measure the dense model, and the same model after magnitude pruning, on every text.
@@ -80,7 +85,7 @@ class Evaluator:
             try:
                 known |= {f"dense_{text}": self._score(dense, text, None).perplexity for text in self._documents}
             except NotFiniteError as error:
-                raise ValueError(f"model {self.config.model}: {error}") from None
+                raise ValueError(f"model {error}") from None
             # Then a pruned copy, compared with the dense model.
             pruned = load_model(self.config.model, "auto")
             prune_by_magnitude(pruned, self.pruned.parsed_pattern, self.pruned)

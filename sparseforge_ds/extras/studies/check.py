@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +14,11 @@ from sparseforge_ds.config.command_line import parse_arguments
 from sparseforge_ds.data.splits import Files
 from sparseforge_ds.data.teacher_logits import matching_records, require_finished
 from sparseforge_ds.evaluate.scored_text import iter_texts
+from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.runs import Pruning, Run
 from sparseforge_ds.extras.studies.settings import CompareConfig
-from sparseforge_ds.extras.studies.texts import content_hash
+from sparseforge_ds.extras.studies.texts import content_hash, read_texts
+from sparseforge_ds.extras.studies.training import require_devices
 from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
 from sparseforge_ds.model.architecture import bare_model
@@ -118,3 +121,26 @@ def _file_hashes(spec: RunSpec) -> dict[str, str]:
 def _folder_hash(folder: Path) -> str:
     paths = tuple(sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _SUFFIXES))
     return content_hash(Files(folder, paths).contents)
+
+
+def check_study(config: CompareConfig) -> None:
+    """Check what a study checks before its first row, without a folder and without loading a model's weights.
+
+    Raises:
+        ValueError: a model or a text is missing, or a method, a pruning or the tasks do not fit them.
+    """
+    if config.threads is None:
+        threads_of_environment()
+    require_devices(config.ranks)
+    texts = read_texts(config, with_notes=False)
+    checks = check_methods(config)
+    check_prunings(config)
+    Evaluator(config, texts, checks[config.compared_with].config)
+
+
+def threads_of_environment() -> int | None:
+    """Return the threads that OMP_NUM_THREADS asks for, or None if it is unset."""
+    value = os.environ.get("OMP_NUM_THREADS") or None
+    if value is not None and not (value.isdecimal() and int(value)):
+        raise ValueError(f"OMP_NUM_THREADS={value}: use an integer >= 1, or unset it")
+    return None if value is None else int(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,10 +17,8 @@ from sparseforge_ds.extras.studies.task_columns import task_columns
 
 _OUTCOMES = ("diverged", "sparsity", "seconds", "resumed", "start", "path")
 """Keys of a record that a row repeats, besides the measurements."""
-
-
-_SINCE = ("hardware",)
-"""Settings that records of earlier versions lack. Such a record goes on on any hardware, as it did."""
+_SINCE = ("hardware", "task_rows")
+"""Settings that records of earlier versions lack; these are continued as they were then, on any hardware."""
 _PATHS = ("model", "teacher", "teacher_logits", "dataset", "text", "eval_dataset")
 """Keys of settings that may name files and folders."""
 
@@ -41,12 +40,20 @@ class Records:
         Raises:
             ValueError: the run was started with other settings.
         """
-        wanted = json.loads(json.dumps(wanted))
-        resolved = _resolved(wanted)
+        record = self.compare(name, wanted)
+        if record is None:
+            wanted = json.loads(json.dumps(wanted))
+            record = {"wanted": wanted, "resolved": _resolved(wanted)}
+            self.write(name, record)
+        return record
+
+    def compare(self, name: str, wanted: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the record of a run, or None if there is none, as `open` does without writing."""
         record = self.read(name)
         if record is None:
-            record = {"wanted": wanted, "resolved": resolved}
-            self.write(name, record)
+            return None
+        wanted = json.loads(json.dumps(wanted))
+        resolved = _resolved(wanted)
         before = record["wanted"]
         unknown = [key for key in _SINCE if key not in before]
         wanted = {key: value for key, value in wanted.items() if key not in unknown}
@@ -125,6 +132,9 @@ def write_rows(
         row |= {f"{text}_kl": 0.0 if baseline == "dense" else baselines.get(f"magnitude_{text}_kl") for text in texts}
         row |= {figure: baselines.get(f"{baseline}_{figure}") for figure in figures}
         row["diverged"] = baselines.get(f"{baseline}_diverged")
+        numbers = [row[f"{text}_perplexity"] for text in texts]
+        if row["diverged"] is None and not all(number is not None and math.isfinite(number) for number in numbers):
+            row["diverged"] = "a loss is not finite"  # records of earlier versions do not say of which text
         rows.append({**row, "seconds": None, "command": None})
     # The models that were pruned without a run.
     for pruning in prunings(config):

@@ -215,10 +215,13 @@ class CompareConfig:
         every = max(1, steps // self.points) if self.points and steps else 0
         monitor = {"monitor": {"histograms_every": every, "gap_every": 2 * every}}
         base = dict(self.base.get("sparseforge", {}))
-        # Settings of the base's method belong to no other method.
-        if _names_method(method.block) and method_name(method.block) != method_name(base):
+        own = dict(method.block)
+        # Settings of the base's method belong to no other method; an entry that only names it again keeps them.
+        if _names_method(own) and method_name(own) != method_name(base):
             base.pop("method", None)
-        block = merge(merge(monitor, base), method.block)
+        elif isinstance(own.get("method"), str) and isinstance(base.get("method"), dict):
+            del own["method"]
+        block = merge(merge(monitor, base), own)
         if decay is not None:
             section = block["method"] if isinstance(block.get("method"), dict) else {"name": method_name(block)}
             block["method"] = {**section, "decay": decay}

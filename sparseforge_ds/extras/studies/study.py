@@ -33,7 +33,7 @@ from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
 from sparseforge_ds.extras.studies.assessment import Evaluator
-from sparseforge_ds.extras.studies.check import check_methods, check_prunings
+from sparseforge_ds.extras.studies.check import check_methods, check_prunings, threads_of_environment
 from sparseforge_ds.extras.studies.page import write_pages
 from sparseforge_ds.extras.studies.records import Records, settled, write_rows, write_text
 from sparseforge_ds.extras.studies.runs import Pruning, Run, choose_rates, prunings, result_runs, selection_runs, unique
@@ -44,7 +44,6 @@ from sparseforge_ds.extras.studies.training import (
     StoppedError,
     Trainer,
     has_checkpoint,
-    require_devices,
 )
 
 _BASELINES = "baselines"
@@ -125,7 +124,8 @@ class Study:
         files = self.checks[self.config.compared_with].files["model_files"]
         wanted = {"pattern": pruned.pattern, "include": pruned.include, "exclude": pruned.exclude}
         wanted = {"model": self.config.model, "model_files": files, **wanted, **self.evaluator.conditions}
-        record = self.records.open(_BASELINES, {**wanted, "hardware": self._device})
+        here = {"hardware": self._device, "task_rows": self.evaluator.task_rows}
+        record = self.records.open(_BASELINES, {**wanted, **here})
         measured = self.evaluator.baselines(record.get("found", {}))
         self.records.write(_BASELINES, {**record, "found": measured})
         return measured
@@ -138,8 +138,12 @@ class Study:
             counting: names of those that are measured on the test text.
         """
         runs = unique(runs)
-        for run in runs:  # a record with other settings is refused before any run starts
-            self.records.open(run.name, self._wanted(run))
+        # A record with other settings is refused before any run starts, and before other records are begun.
+        wanted = {run.name: self._wanted(run) for run in runs}
+        for name, settings in wanted.items():
+            self.records.compare(name, settings)
+        for name, settings in wanted.items():
+            self.records.open(name, settings)
         # A slot is a worker's share of the GPUs.
         slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(self.config.workers):
@@ -236,10 +240,12 @@ class Study:
     def _wanted(self, run: Run | Pruning) -> dict[str, Any]:
         """Return everything that a run's outcome depends on, as its record keeps it."""
         conditions = {"dtype": self.baselines["dtype"], **self.evaluator.conditions}
+        task_rows = {"task_rows": self.evaluator.task_rows}
         if isinstance(run, Pruning):
             files = self.checks[self.config.compared_with].files
             files = {name: files[name] for name in ("dataset_files", "model_files")}
-            return {**run.settings(self.config), **files, "measured": conditions, "hardware": self._device}
+            hardware = {"dtype": self.baselines["dtype"], **self._device}
+            return {**run.settings(self.config), **files, "measured": conditions, "hardware": hardware, **task_rows}
         content = run.deepspeed(self.config)
         # The parsed block too: defaults may change between two releases that continue one study.
         block = json.loads(json.dumps(SparseForgeConfig.from_dict(content["sparseforge"]).comparable()))
@@ -251,29 +257,8 @@ class Study:
             "ranks": self.config.ranks,
             "measured": conditions,
             "hardware": self.checks[run.method.name].hardware,
+            **task_rows,
         }
 
     def _write_rows(self) -> list[dict[str, Any]]:
         return write_rows(self.out, self.config, self.baselines, self.records, self.chosen)
-
-
-def check_study(config: CompareConfig) -> None:
-    """Check what `Study` checks before its first row, without a folder and without a model's weights.
-
-    Raises:
-        ValueError: a model or a text is missing, or a method, a pruning or the tasks do not fit them.
-    """
-    threads_of_environment()
-    require_devices(config.ranks)
-    texts = read_texts(config, with_notes=False)
-    checks = check_methods(config)
-    check_prunings(config)
-    Evaluator(config, texts, checks[config.compared_with].config)
-
-
-def threads_of_environment() -> int | None:
-    """Return the threads that OMP_NUM_THREADS asks for, or None if it is unset."""
-    value = os.environ.get("OMP_NUM_THREADS") or None
-    if value is not None and not (value.isdecimal() and int(value)):
-        raise ValueError(f"OMP_NUM_THREADS={value}: use an integer >= 1, or unset it")
-    return None if value is None else int(value)

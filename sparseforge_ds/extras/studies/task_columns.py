@@ -72,7 +72,7 @@ class TaskColumns:
         except ValueError as error:
             raise ValueError(f'"tasks" of the comparison: {error}') from None
         self.identity = _hash_of_rows(self._tasks, tasks.limit)
-        """Hash of what is asked: the prompts' templates and the rows."""
+        """Hash of what is asked and how: settings of the tasks, and their rows."""
         self._dense_scores: TaskScores | None = None
         self._one_at_a_time = threading.Lock()  # the tasks of the harness keep the requests of a measurement
 
@@ -97,10 +97,9 @@ class TaskColumns:
 
 
 def _hash_of_rows(tasks: LoadedTasks, limit: int | None) -> str:
-    """Return a hash of the first `limit` rows of each task, and of its templates where they are text."""
-    asked = []
-    for name, task in tasks.by_name.items():
-        templates = {key: getattr(task.config, key) for key in ("doc_to_text", "doc_to_target", "doc_to_choice")}
-        texts = {key: template for key, template in templates.items() if isinstance(template, str | list)}
-        asked.append((name, texts, [repr(row) for row in islice(task.eval_docs, limit)]))
+    """Return a hash of each task's settings, functions among them by their source, and of its first `limit` rows."""
+    asked = [
+        (name, repr(sorted(task.config.to_dict().items())), [repr(row) for row in islice(task.eval_docs, limit)])
+        for name, task in tasks.by_name.items()
+    ]
     return content_hash(asked)

@@ -11,9 +11,10 @@ import pytest
 
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
+from sparseforge_ds.extras.studies.check import threads_of_environment
 from sparseforge_ds.extras.studies.records import settled
 from sparseforge_ds.extras.studies.settings import read_comparison
-from sparseforge_ds.extras.studies.study import Study, threads_of_environment
+from sparseforge_ds.extras.studies.study import Study
 from sparseforge_ds.extras.studies.training import StoppedError, Trainer
 from sparseforge_ds.train.spec import Hardware
 from tests.tiny_folders import deepspeed_json, write_model, write_text
@@ -118,7 +119,12 @@ def test_a_study_goes_on_only_where_it_computes_as_before(
     # Where "auto" means bf16, or models are on a GPU, the study is refused, and goes on where it was.
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(Hardware, "here", classmethod(lambda cls: cls(bf16=True, fp16=True, fused=False)))
+        # A method that was added before it is not begun there.
+        more = {"new": {"method": "naive_retrain", "importance": "magnitude"}, **content["methods"]}
+        write(tmp_path, **{**content, "methods": more})
         assert "hardware: float32 on cpu, and here bfloat16 on cpu; continue on hardware like the first" in said()
+        assert not list(records.glob("new*"))
+        write(tmp_path, **content)
         # Records of earlier versions do not say it, and go on as they did.
         record = json.loads(run.read_text())
         for settings in (record["wanted"], record["resolved"]):

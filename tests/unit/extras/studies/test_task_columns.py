@@ -60,9 +60,16 @@ def test_answers_of_every_result_stand_beside_its_perplexity(assets: Path, tmp_p
     # Other rows are another measurement; those behind the limit are not read.
     rows = [{"opening": "Once upon a time", "ending": ending}, {"opening": "Mom", "ending": "x"}]
     write_generation_task(tmp_path, [*rows, {"opening": "Dad", "ending": "y"}])
-    assert Evaluator(config, texts, config.pruned).conditions == evaluator.conditions
+    assert Evaluator(config, texts, config.pruned).task_rows == evaluator.task_rows
     write_generation_task(tmp_path, [rows[0], {"opening": "Mom", "ending": "y"}])
-    assert Evaluator(config, texts, config.pruned).conditions != evaluator.conditions
+    assert Evaluator(config, texts, config.pruned).task_rows != evaluator.task_rows
+    # So are other settings of the task.
+    write_generation_task(tmp_path, rows)
+    file = tmp_path / "openings.yaml"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "description": "Tell on."}))
+    assert Evaluator(config, texts, config.pruned).task_rows != evaluator.task_rows
+    file.write_text(json.dumps(content))
     baselines = evaluator.baselines({})
     assert baselines["dense_task_openings_accuracy"] == 0.5 and baselines["dense_task_openings_lost"] == 0
     measured = evaluator.measure(tmp_path / "pruned", "test")
