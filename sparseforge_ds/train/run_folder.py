@@ -338,8 +338,8 @@ def _check_same_run(spec: RunSpec) -> None:
         raise ValueError(
             f"--resume: the run in {spec.folder} has {batch} sequences a step, here there are "
             f"{spec.deepspeed['train_batch_size']} ({batch_line(spec.deepspeed, spec.world_size)}). "
-            f"Ranks, ZeRO stage and offload may change, their product may not: set train_batch_size to {batch} and the "
-            'other two to "auto"'
+            f"Ranks, ZeRO stage and offload may change, their product may not: give --global_batch {batch}, or set "
+            f'train_batch_size to {batch} and the other two to "auto"'
         )
 
 
