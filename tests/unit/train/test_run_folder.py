@@ -286,7 +286,10 @@ def test_the_batch_of_a_step_may_not_change(spec, tmp_path):
     write_folder(spec())
     path = tmp_path / "run" / "ds_config.json"
     path.write_text(path.read_text().replace('"train_batch_size": 4', '"train_batch_size": 6'))
-    message = r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\).* give --global_batch 6, or set train_batch_size to 6"
+    message = (
+        r"has 6 sequences a step, here there are 4 \(2 a rank x 1 .* x 2 ranks\)"
+        r".* give --global_batch 6, or set train_batch_size to 6"
+    )
     with pytest.raises(ValueError, match=message):
         check_run_folder(spec(resume=True))
 
