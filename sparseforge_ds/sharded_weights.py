@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseforge_ds.config import SparseForgeConfig
+from sparseforge_ds.config.methods import MaskLLMConfig
 from sparseforge_ds.mask.kernels.groups import survivors
 from sparseforge_ds.mask.quantization import scale_group
 from sparseforge_ds.mask_metrics import MaskMetrics
@@ -27,6 +29,9 @@ from sparseforge_ds.zero.state import ShardState
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+_LOG = logging.getLogger(__name__)
+_SHORTEST_PATH = 0.01
+"""Steps times learning rate, by the RMS of the weights, below which a run is warned about."""
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 """Classes of torch and DeepSpeed with the moments and the step of Adam; relatives have the same settings."""
 
@@ -152,6 +157,30 @@ class ShardedWeights:
             sums += torch.stack([square, square.new_tensor(chunk.numel)]).to(sums.device)
         total, count = self.layout.all_reduce(sums).tolist()
         return math.sqrt(total / count)
+
+    def warn_of_short_path(self, rms: float, learning_rate: float) -> None:
+        """Warn of a learning rate that cannot make up for what moving masks remove.
+
+        A step of Adam moves a weight by about the learning rate. TRL's on-policy trainers have a default of 1e-6.
+
+        Args:
+            rms: of the weights, as `rms` returns it.
+            learning_rate: highest of the run.
+        """
+        # A mask that is kept or follows a block-wise start needs no recovery, and MaskLLM trains no weight.
+        is_recovery = self.schedule.freeze_step > 0 and self.config.start is None
+        if not is_recovery or isinstance(self.config.method, MaskLLMConfig) or self.layout.rank:
+            return
+        path = learning_rate * self.config.max_steps
+        if path < _SHORTEST_PATH * rms:
+            _LOG.warning(
+                "learning rate %g: in %d steps weights of size %.2g (RMS) move by at most %.2g, so the model will "
+                "hardly recover from its masks; use a higher learning rate or more steps",
+                learning_rate,
+                self.config.max_steps,
+                rms,
+                path,
+            )
 
     @torch.no_grad()
     def require_finite(self, cure: str) -> None:

@@ -15,9 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from sparseforge_ds.checkpoint.folder import is_complete_trainer_checkpoint, newest_trainer_checkpoint
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.config import SparseForgeConfig
-from sparseforge_ds.config.methods import MaskLLMConfig
 from sparseforge_ds.config.run_state import RunState
-from sparseforge_ds.forge import SparseForge
 from sparseforge_ds.integrations.trainer_batches import is_read_once
 from sparseforge_ds.model.distill import check_same_vocabulary
 from sparseforge_ds.model.hidden import check_same_states
@@ -27,8 +25,6 @@ from sparseforge_ds.model.task_head import TaskHead, check_same_classes, is_clas
 from sparseforge_ds.model.tokenizer import check_same_tokens, tokenizer_folder
 
 _LOG = logging.getLogger(__name__)
-_LEAST_WAY = 0.01
-"""Path (steps x rate / RMS of the weights) below which a run is warned about."""
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "_attn_implementation")
 _REPLACED_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
 """Modules whose `compute_loss` is the cross-entropy, in whose place the loss with a teacher can stand."""
@@ -219,33 +215,6 @@ def refuse_length(trainer: Any, config: SparseForgeConfig) -> None:
             f"fp16 with masks that are frozen at the last step, {config.release_step} of {config.max_steps}: the "
             "trainer counts steps that fp16 skips, so that the run would end before the masks freeze; use bf16, or a "
             "method that freezes them earlier"
-        )
-
-
-def warn_of_small_steps(forge: SparseForge, learning_rate: float) -> None:
-    """Warn of a learning rate that cannot make up for what moving masks remove. Collective.
-
-    A step of Adam moves a weight by about the learning rate. TRL's on-policy trainers have a default of 1e-6.
-
-    Args:
-        forge: before its first step.
-        learning_rate: of the training arguments; an optimizer of the caller's own may have a higher one.
-    """
-    steps = forge.config.max_steps
-    # A mask that is kept may be finetuned gently, and MaskLLM trains no weight.
-    if not forge.schedule.freeze_step or isinstance(forge.config.method, MaskLLMConfig):
-        return
-    groups = forge.sharded.layout.inner.param_groups
-    learning_rate = max(learning_rate, *(group.get("initial_lr", group["lr"]) for group in groups))
-    rms = forge.sharded.rms()
-    if learning_rate * steps < _LEAST_WAY * rms and forge.sharded.layout.rank == 0:
-        _LOG.warning(
-            "learning rate %g: in %d steps weights of size %.2g (RMS) move by at most %.2g, so the model will hardly "
-            "recover from its masks; use a higher learning_rate or more steps",
-            learning_rate,
-            steps,
-            rms,
-            learning_rate * steps,
         )
 
 

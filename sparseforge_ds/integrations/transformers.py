@@ -46,7 +46,6 @@ from sparseforge_ds.integrations.trainer_settings import (
     refuse_settings,
     resolve_block,
     scheduled_steps,
-    warn_of_small_steps,
 )
 from sparseforge_ds.model.families import check_prunable
 from sparseforge_ds.model.low_rank import prepare
@@ -204,7 +203,10 @@ class SparseForgeMixin(SavingMixin):
         config = self._config
         self.forge = SparseForge(engine, config)
         _LOG.info("%s in %d weights: %s", config.pattern, self.forge.coverage.weights, self.forge.coverage)
-        warn_of_small_steps(self.forge, self.args.learning_rate)
+        # An optimizer of the caller's own may have a higher rate than the arguments.
+        groups = self.forge.sharded.layout.inner.param_groups
+        rates = [group.get("initial_lr", group["lr"]) for group in groups]
+        self.forge.sharded.warn_of_short_path(self.forge.sharded.rms(), max(self.args.learning_rate, *rates))
 
         # Try once how the logits of the task loss are made.
         token_BS = torch.zeros(self.args.per_device_train_batch_size, 1, dtype=torch.long, device=self.args.device)

@@ -10,6 +10,8 @@ stay the same.
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -73,7 +75,9 @@ def branch_rank(outputs: int, inputs: int, k: int, learned: bool) -> int:
     A fixed P gives one rank to each run of `k` inputs. With a learned P, B and P together have one number for `k`
     weights, rounded to the nearest rank of at least 1.
     """
-    return max(1, round(outputs * inputs / (k * (outputs + inputs)))) if learned else -(-inputs // k)
+    if learned:
+        return max(1, round(outputs * inputs / (k * (outputs + inputs))))
+    return math.ceil(inputs / run_length(inputs, k))
 
 
 def add_branch(layer: nn.Linear | Conv1D, k: int, learned: bool = False, like: Branch | None = None) -> Branch:

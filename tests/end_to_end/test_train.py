@@ -148,6 +148,17 @@ def test_every_shipped_configuration_trains(tmp_path, name):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000008"
 
 
+@pytest.mark.parametrize(
+    ("rate", "block", "warns"),
+    [("1e-7", {}, True), ("1e-3", {}, False), ("1e-7", {"start": {"epochs": 1}}, False)],
+)
+def test_a_rate_too_small_to_recover_from_masks_is_warned_about(tmp_path, capfd, rate, block, warns):
+    train(*flags_of(tmp_path, deepspeed_json(batch=8, **block), learning_rate=rate), ranks=1)
+    said = capfd.readouterr()
+    warning = "learning rate 1e-07: in 8 steps weights of size "
+    assert (warning in said.out + said.err) == warns
+
+
 @pytest.mark.parametrize("importance", ["sparsegpt", "wanda"])
 def test_a_mask_of_inputs_alone_reads_batches_without_trained_tokens(tmp_path, importance):
     content = deepspeed_json(2, batch=2)

@@ -33,6 +33,7 @@ from transformers import (
 )
 
 import sparseforge_ds as sf
+from sparseforge_ds import sharded_weights
 from sparseforge_ds.checkpoint.reader import Checkpoint
 from sparseforge_ds.cli.main import main
 from sparseforge_ds.config import SparseForgeConfig
@@ -699,7 +700,7 @@ def refusals(root: Path, trained: Any) -> Any:
     # What shows when training begins.
     warnings.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger(trainer_settings.__name__), "warning", lambda *args: warnings.append(args))
+        patch.setattr(logging.getLogger(sharded_weights.__name__), "warning", lambda *args: warnings.append(args))
         for name, rate in (("sound", 3e-3), ("still", 1e-7)):
             trainer_of(root / name, deepspeed_json(2), 2, learning_rate=rate, save_strategy="no").train()
     yield "small steps", " ".join(text % tuple(values) for text, *values in warnings)
