@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         from sparseforge_ds.extras.studies.check import check_study
 
-        check_study(config)
+        check_study(config, with_notes=False)
         print("every method fits the model and the texts, at every budget")
         return 0
     try:

@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.config.command_line import parse_arguments
@@ -17,7 +18,7 @@ from sparseforge_ds.evaluate.scored_text import iter_texts
 from sparseforge_ds.extras.studies.assessment import Evaluator
 from sparseforge_ds.extras.studies.runs import Pruning, Run
 from sparseforge_ds.extras.studies.settings import CompareConfig
-from sparseforge_ds.extras.studies.texts import content_hash, read_texts
+from sparseforge_ds.extras.studies.texts import Texts, content_hash, read_texts
 from sparseforge_ds.extras.studies.training import require_devices
 from sparseforge_ds.mask.pattern import require_removing
 from sparseforge_ds.model.any_family import any_family
@@ -123,19 +124,32 @@ def _folder_hash(folder: Path) -> str:
     return content_hash(Files(folder, paths).contents)
 
 
-def check_study(config: CompareConfig) -> None:
-    """Check what a study checks before its first row, without a folder and without loading a model's weights.
+class StudyCheck(NamedTuple):
+    """Facts about a study, known before its first row."""
+
+    texts: Texts
+    methods: dict[str, MethodCheck]
+    """Checks by method name."""
+    evaluator: Evaluator
+
+
+def check_study(config: CompareConfig, with_notes: bool = True) -> StudyCheck:
+    """Check a study before its first row, without writing a file and without loading a model's weights.
+
+    Args:
+        config: the comparison.
+        with_notes: as in `read_texts`.
 
     Raises:
-        ValueError: a model or a text is missing, or a method, a pruning or the tasks do not fit them.
+        ValueError: a model or a text is missing, or a method, a pruning, the tasks, threads or GPUs do not fit.
     """
     if config.threads is None:
         threads_of_environment()
     require_devices(config.ranks)
-    texts = read_texts(config, with_notes=False)
-    checks = check_methods(config)
+    texts = read_texts(config, with_notes)
+    methods = check_methods(config)
     check_prunings(config)
-    Evaluator(config, texts, checks[config.compared_with].config)
+    return StudyCheck(texts, methods, Evaluator(config, texts, methods[config.compared_with].config))
 
 
 def threads_of_environment() -> int | None:

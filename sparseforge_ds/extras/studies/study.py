@@ -32,13 +32,11 @@ from tqdm import tqdm
 from sparseforge_ds.checkpoint.disk import locked
 from sparseforge_ds.config import SparseForgeConfig
 from sparseforge_ds.evaluate.perplexity import NotFiniteError
-from sparseforge_ds.extras.studies.assessment import Evaluator
-from sparseforge_ds.extras.studies.check import check_methods, check_prunings, threads_of_environment
+from sparseforge_ds.extras.studies.check import check_study, threads_of_environment
 from sparseforge_ds.extras.studies.page import write_pages
 from sparseforge_ds.extras.studies.records import Records, settled, write_rows, write_text
 from sparseforge_ds.extras.studies.runs import Pruning, Run, choose_rates, prunings, result_runs, selection_runs, unique
 from sparseforge_ds.extras.studies.settings import CompareConfig
-from sparseforge_ds.extras.studies.texts import read_texts
 from sparseforge_ds.extras.studies.training import (
     DivergedRunError,
     StoppedError,
@@ -58,7 +56,7 @@ class Study:
         text: content of the file CONFIG.
 
     Raises:
-        ValueError: `read_texts` or `check_methods` refuses the CONFIG; the folder is not yet made then.
+        ValueError: `check_study` refuses the CONFIG; the folder is not yet made then.
     """
 
     def __init__(self, config: CompareConfig, out: Path, text: str) -> None:
@@ -73,10 +71,7 @@ class Study:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         # Everything that can be refused, before the first file is written.
-        self.texts = read_texts(config)
-        self.checks = check_methods(config)
-        check_prunings(config)
-        self.evaluator = Evaluator(config, self.texts, self.checks[config.compared_with].config)
+        self.texts, self.checks, self.evaluator = check_study(config)
         shared = Path(config.train_text).exists()
         self.trainer = Trainer(config.ranks, threads, out / "data" if shared else None)
         self.records = Records(out / "records")
