@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _SHORTEST_PATH = 0.01
-"""Steps times learning rate, by the RMS of the weights, below which a run is warned about."""
+"""Path (steps times learning rate, divided by the RMS of the weights) below which a run is warned about."""
 _ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
 """Classes of torch and DeepSpeed with the moments and the step of Adam; relatives have the same settings."""
 
@@ -158,28 +158,30 @@ class ShardedWeights:
         total, count = self.layout.all_reduce(sums).tolist()
         return math.sqrt(total / count)
 
-    def warn_of_short_path(self, rms: float, learning_rate: float) -> None:
+    def warn_of_slow_weights(self, size: float, learning_rate: float) -> None:
         """Warn of a learning rate that cannot make up for what moving masks remove.
 
-        A step of Adam moves a weight by about the learning rate. TRL's on-policy trainers have a default of 1e-6.
+        A step of Adam moves a weight by about the learning rate.
 
         Args:
-            rms: of the weights, as `rms` returns it.
+            size: what `rms` returned before the first step; callers that need it too reduce it once.
             learning_rate: highest of the run.
         """
-        # A mask that is kept or follows a block-wise start needs no recovery, and MaskLLM trains no weight.
-        is_recovery = self.schedule.freeze_step > 0 and self.config.start is None
-        if not is_recovery or isinstance(self.config.method, MaskLLMConfig) or self.layout.rank:
+        # A mask that is kept may be finetuned gently, a block-wise start has trained already, and MaskLLM trains no
+        # weight.
+        masks_move = self.schedule.freeze_step > 0
+        has_trained = self.config.start is not None and self.config.start.epochs > 0
+        if not masks_move or has_trained or isinstance(self.config.method, MaskLLMConfig) or self.layout.rank:
             return
-        path = learning_rate * self.config.max_steps
-        if path < _SHORTEST_PATH * rms:
+        distance = learning_rate * self.config.max_steps
+        if distance < _SHORTEST_PATH * size:
             _LOG.warning(
                 "learning rate %g: in %d steps weights of size %.2g (RMS) move by at most %.2g, so the model will "
                 "hardly recover from its masks; use a higher learning rate or more steps",
                 learning_rate,
                 self.config.max_steps,
-                rms,
-                path,
+                size,
+                distance,
             )
 
     @torch.no_grad()

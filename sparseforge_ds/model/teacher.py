@@ -90,7 +90,7 @@ class Teacher:
         Raises:
             ValueError: it cannot be loaded, weights are missing in its files, or a dtype is still "auto".
         """
-        path = find_path(path, f"teacher {path}") or path
+        find_path(path, f"teacher {path}")
         register_model_classes()
         partition = teacher_ds_config(ds_config) if config.hold == "zero3" else None
         options = {"dtype": training_dtype(ds_config), **kwargs}

@@ -150,7 +150,12 @@ def test_every_shipped_configuration_trains(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("rate", "block", "warns"),
-    [("1e-7", {}, True), ("1e-3", {}, False), ("1e-7", {"start": {"epochs": 1}}, False)],
+    [
+        ("1e-7", {}, True),
+        ("1e-3", {}, False),
+        ("1e-7", {"start": {"epochs": 1}}, False),
+        ("1e-7", {"start": {"epochs": 0}}, True),
+    ],
 )
 def test_a_rate_too_small_to_recover_from_masks_is_warned_about(tmp_path, capfd, rate, block, warns):
     train(*flags_of(tmp_path, deepspeed_json(batch=8, **block), learning_rate=rate), ranks=1)

@@ -125,16 +125,16 @@ def _folder_hash(folder: Path) -> str:
 
 
 class StudyCheck(NamedTuple):
-    """Facts about a study, known before its first row."""
+    """What a study needs and its check has made."""
 
     texts: Texts
-    methods: dict[str, MethodCheck]
-    """Checks by method name."""
+    checks: dict[str, MethodCheck]
+    """Checks of the methods, by their names."""
     evaluator: Evaluator
 
 
 def check_study(config: CompareConfig, with_notes: bool = True) -> StudyCheck:
-    """Check a study before its first row, without writing a file and without loading a model's weights.
+    """Check a study before its first row, without writing to its folder and without loading a model's weights.
 
     Args:
         config: the comparison.
@@ -147,9 +147,9 @@ def check_study(config: CompareConfig, with_notes: bool = True) -> StudyCheck:
         threads_of_environment()
     require_devices(config.ranks)
     texts = read_texts(config, with_notes)
-    methods = check_methods(config)
+    checks = check_methods(config)
     check_prunings(config)
-    return StudyCheck(texts, methods, Evaluator(config, texts, methods[config.compared_with].config))
+    return StudyCheck(texts, checks, Evaluator(config, texts, checks[config.compared_with].config))
 
 
 def threads_of_environment() -> int | None:
