@@ -19,6 +19,7 @@ from sparseforge_ds.data.micro_batch import BatchLayout, MicroBatch
 from sparseforge_ds.train import loop, step_log
 from sparseforge_ds.train.monitoring import Monitor
 from sparseforge_ds.train.objective import LOSSES
+from sparseforge_ds.train.schedule import LearningRate
 from tests.zero.case import MODELS
 
 STEPS = 7
@@ -131,7 +132,7 @@ def waits() -> dict[str, Any]:
                 config=config,
                 steps=STEPS,
                 tokens_per_step=6,
-                learning_rate=lambda _step: 1e-3,
+                learning_rate=LearningRate(1e-3, 0.0, 1.0, STEPS),
                 share_of_rate=lambda _group: 1.0,
             )
             context: Any = SimpleNamespace(
