@@ -88,6 +88,7 @@ class SparseForge:
         self._saved = SavedState(self.sharded, self.curvature)
         self.method = method_of(config)(self.sharded, Ranking(self.curvature))
         """The method of the config, on this rank's shards."""
+        self.sharded.state.attach()
         self._hooks = StepHooks(self.sharded.state, self.method, self._extra_passes)
         engine.has_sparseforge = True  # its hooks stay: `refuse_unsupported` admits no second one
         # ZeRO-3's leaf modules reduce gradients of weights even in a probe of activations.
@@ -120,7 +121,7 @@ class SparseForge:
 
     @property
     def lost_refreshes(self) -> int:
-        """Refreshes that overflowed in fp16 since this object was made; masks then move by the older curvature."""
+        """Refreshes that were infinite or NaN since this object was made; masks then move by the older curvature."""
         return self.curvature.lost_refreshes
 
     @property

@@ -38,7 +38,7 @@ class Estimator(Protocol):
             write_masters: restores the masters to m_eff W.
 
         Returns:
-            False when a probe overflowed in fp16 and nothing can be said.
+            False if a probe was infinite or NaN and nothing can be said.
         """
 
 

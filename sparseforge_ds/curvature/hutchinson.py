@@ -41,7 +41,7 @@ class Hutchinson(Estimator):
         # Put the weights back. After an error no rank may wait here for the one that has it.
         write_masters()
         context.layout.push()
-        if not applied:
+        if not (applied and context.extra_passes.usable(*total.values())):
             return False
         # Experts are divided by the tokens that they saw on all ranks.
         context.expert_load.agree()
@@ -57,7 +57,7 @@ class Hutchinson(Estimator):
         total: Diagonal,
         write_masters: Callable[[], None],
     ) -> bool:
-        """Add all probes to `total`, and leave the weights displaced; return False on an overflow."""
+        """Add all probes to `total`, and leave the weights displaced; return False if one is not finite."""
         context = self.context
         for batch in range(probes):
             keys = {name: counter_key(self.seed, step, batch, name) for name in context.shards}
@@ -84,7 +84,7 @@ class Hutchinson(Estimator):
     def _add_side(
         self, passes: Sequence[Closure], keys: dict[str, int], radii: dict[str, Tensor], factor: float, into: Diagonal
     ) -> bool:
-        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; return False on an fp16 overflow."""
+        """Add one side of v (g(w + r v) - g(w - r v)) / 2r; return False if it is not finite."""
 
         def add(shard: Shard, gradient: Tensor) -> None:
             for chunk in self.context.chunks[shard.name]:

@@ -58,7 +58,7 @@ class RunningCurvature:
         self.refreshes = 0
         """Samples taken so far, for the bias correction."""
         self.lost_refreshes = 0
-        """Refreshes that overflowed in fp16 since this object was made; the masks then move by the older curvature."""
+        """Refreshes that were infinite or NaN since this object was made; masks then move by the older curvature."""
         # A magnitude needs no tokens, and counts none.
         routed = [w for w in weights.prunable.values() if w.experts and config.importance != "magnitude"]
         self.expert_load = ExpertLoad(weights.matrices, {w.name: (*w.first_expert, w.experts) for w in routed})
@@ -149,9 +149,13 @@ class RunningCurvature:
             raise ForgeError(f"masks were moved by the size of the weights alone up to step {step}. {NO_GRADIENT}")
         if not self.has_sample:
             names = list(self.weights.prunable)
-            why = "every probe overflowed; use bf16, or lower fp16.initial_scale_power"
+            # In fp16 the loss scale is the likely cause, else what the probe computes.
+            if self.weights.layout.compute_dtype == torch.float16:
+                why = "every probe overflowed; use bf16, or lower fp16.initial_scale_power"
+            else:
+                why = "every probe was infinite or NaN; look at the loss that it returns, and at its batches"
             if self.weights.config.soft is not None:
-                why = f"none was due, or {why} or method.update_every"
+                why = f"none was due, for which lower method.update_every, or {why}"
             raise ForgeError(
                 f"the curvature of {names[0]} and {len(names) - 1} others was never refreshed by step {step}: {why}"
             )

@@ -82,7 +82,7 @@ class SquaredGradients(Estimator):
                     passes, lambda index, gradient: context.add_gradient(index, gradient, self.per_batch, add_square)
                 ):
                     return False
-        if not self.per_batch and not context.extra_passes.usable(*total.values()):
+        if not context.extra_passes.usable(*total.values()):
             return False
         context.expert_load.agree()
         context.divide(total, context.expert_load.read()[0])

@@ -93,7 +93,7 @@ class ExtraPasses:
             harvest: function that gets the mean gradient over the passes.
 
         Returns:
-            False if the gradients overflowed in fp16 and nothing was harvested.
+            False if the gradients were not finite, so that DeepSpeed skipped the step and nothing was harvested.
         """
         engine = self.layout.engine
         optimizer = self.layout.optimizer
@@ -107,10 +107,9 @@ class ExtraPasses:
 
         with self._untraced():
             self.forget_gradients()
-            self._holds_gradients = True
             # The engine divides by the accumulation steps, so that a probe overflows no sooner than training. It may
             # have another number of passes: `on_gradient` forms the mean over them.
-            self._backward(passes)
+            self._backward(passes, for_weights=True)
             self.harvest = on_gradient
             try:
                 optimizer.step()
@@ -134,7 +133,7 @@ class ExtraPasses:
     def activations(self, passes: Sequence[Closure]) -> None:
         """Run forward and backward of every pass with gradients of activations alone.
 
-        Layer hooks get the same tensors as in `gradients`, bit for bit; after an overflow they are not finite. With
+        Layer hooks get the same tensors as in `gradients`, bit for bit; they may be infinite or NaN. With
         ZeRO-3's leaf modules weights have gradients too: ZeRO-3 reduces these whether there are any or not.
         """
         engine = self.layout.engine
@@ -146,18 +145,16 @@ class ExtraPasses:
             reduces = engine.enable_backward_allreduce
             engine.enable_backward_allreduce = False
             try:
-                self._backward(passes)
+                self._backward(passes, for_weights=False)
             finally:
                 engine.enable_backward_allreduce = reduces
 
     def usable(self, *measured: Tensor) -> bool:
-        """Return whether measured tensors are finite on all ranks; only fp16 can overflow. Collective."""
-        if self.layout.compute_dtype != torch.float16:
-            return True
-        overflowed = torch.zeros((), device=self.layout.device)
+        """Return whether measured tensors are finite on all ranks. Collective, one reduction."""
+        faults = torch.zeros((), device=self.layout.device)
         for values in measured:
-            overflowed += (~values.isfinite()).any().to(overflowed.device)
-        return bool((self.layout.all_reduce(overflowed) == 0).item())
+            faults += (~values.isfinite()).any().to(faults.device)
+        return bool((self.layout.all_reduce(faults) == 0).item())
 
     def forget_gradients(self) -> None:
         """Zero ZeRO-3's gradient buffer: a parameter that a step does not use would get the last step's gradient."""
@@ -170,8 +167,11 @@ class ExtraPasses:
         with self._untraced(), torch.no_grad():
             return closure().detach().float()
 
-    def _backward(self, passes: Sequence[Closure]) -> None:
-        """Run forward and backward of every pass; the last one is a boundary of gradient accumulation."""
+    def _backward(self, passes: Sequence[Closure], for_weights: bool) -> None:
+        """Run forward and backward of every pass; the last one is a boundary of gradient accumulation.
+
+        With `for_weights`, DeepSpeed holds gradients of weights from the first backward on.
+        """
         engine = self.layout.engine
         for number, closure in enumerate(passes):
             engine.set_gradient_accumulation_boundary(number == len(passes) - 1)
@@ -181,6 +181,7 @@ class ExtraPasses:
                     f"the probe returned {type(loss).__name__}, not a scalar loss with a graph; "
                     "pass a function like lambda: engine(**batch).loss"
                 )
+            self._holds_gradients |= for_weights
             engine.backward(loss)
 
     @contextmanager

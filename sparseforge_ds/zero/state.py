@@ -37,7 +37,7 @@ class ShardState:
         extra_keys: tuple[str, ...],
         is_quantized: bool = False,
     ) -> None:
-        """Attach to the state of the engine's inner optimizer, and to its loading.
+        """Begin with all weights kept; `attach` lets the engine's inner optimizer save and load this.
 
         Args:
             layout: shard map of the engine.
@@ -65,9 +65,13 @@ class ShardState:
         self._waiting: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[int, dict[str, Tensor]] = {}
         self._is_loading = False
-        layout.inner.register_state_dict_post_hook(self._add_kept)
-        layout.inner.register_load_state_dict_pre_hook(self._before_load)
-        layout.inner.register_load_state_dict_post_hook(self._after_load)
+
+    def attach(self) -> None:
+        """Attach to the saving and loading of the engine's inner optimizer, for as long as it lives."""
+        inner = self.layout.inner
+        inner.register_state_dict_post_hook(self._add_kept)
+        inner.register_load_state_dict_pre_hook(self._before_load)
+        inner.register_load_state_dict_post_hook(self._after_load)
 
     # -- while masks move ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import sparseforge_ds as sf
 from tests.distributed import run_distributed
-from tests.zero.case import MODELS, SHORT, Case, build, probe_of, train_step
+from tests.zero.case import MODELS, SHORT, Case, build, build_engine, probe_of, train_step
 from tests.zero.test_communication import counted
 
 STAGES = (1, 2, 3)
@@ -112,6 +112,39 @@ def test_nothing_is_collective_after_an_error_in_a_probe(tmp_path: Path) -> None
             what = "a probe" if holds_gradients else "forge.soft_to_hard_gap" if name.endswith("gap") else "forge.step"
             assert all(f"{what} broke off" in message and "load_checkpoint" in message for message in messages), name
             assert ("make a new engine" in loaded) if holds_gradients else (loaded == "step 1"), (name, loaded)
+
+
+# -- a mistake that costs nothing -------------------------------------------------------------------------------------
+
+
+def goes_on_after_mistakes(stage: int, folder: str) -> int:
+    """Return the step to which a load goes back, after a method and a probe that were refused."""
+    sgd = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    case = Case(stage, config={**CURVATURES["hutchinson of weights"], "method": SHORT}, more=sgd)
+    engine = build_engine(case)
+    with pytest.raises(ValueError, match="works on the moments of Adam"):
+        sf.SparseForge(engine, sf.SparseForgeConfig.from_dict({"max_steps": 20, "distillation": None, "method": "ast"}))
+    forge = sf.SparseForge(engine, case.sparseforge)
+    train_step(engine, case, 0)
+    forge.step(probe_of(engine, case, 0))
+    engine.save_checkpoint(folder)
+    train_step(engine, case, 1)
+    with pytest.raises(ValueError, match="the probe returned list, not a scalar loss"):
+        forge.step(lambda: [probe_of(engine, case, 1)()])
+    engine.load_checkpoint(folder)
+    return forge.step_count
+
+
+def all_go_on(folder: str) -> list[int]:
+    return [goes_on_after_mistakes(stage, f"{folder}/{stage}") for stage in STAGES]
+
+
+def test_a_refused_method_and_a_refused_probe_leave_the_engine_as_it_was(tmp_path: Path) -> None:
+    assert run_distributed(all_go_on, 2, str(tmp_path)) == [[1, 1, 1]] * 2
 
 
 def fails_on_one_rank(call: str) -> None:

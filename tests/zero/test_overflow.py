@@ -1,4 +1,4 @@
-"""fp16 overflow: a training step that DeepSpeed skips is no step of ours, and an overflowing probe changes nothing."""
+"""Overflow: a training step that DeepSpeed skips is no step of ours, and a probe that is not finite changes nothing."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ def overflow_in_training(stage: int, source: str) -> dict[str, Any]:
     return {"seen": records, "mask": gathered(forge, "mask"), "finite": finite}
 
 
-def overflow_in_probe(stage: int, importance: str) -> dict[str, Any]:
-    """Probe with a loss beyond fp16: no update; the next one is fine and updates."""
-    case = fp16(stage, importance, initial_scale_power=4)
+def overflow_in_probe(case: Case, too_large: float) -> dict[str, Any]:
+    """Probe once with a loss that is too large: no update; the next one is fine and updates."""
     engine, forge = build(case)
     result: dict[str, Any] = {"updated": []}
     for step in range(4):
         train_step(engine, case, step)
         before = published(engine)
         scale = forge.sharded.layout.loss_scale
-        factor = 1e30 if step == 1 else 1.0
+        factor = too_large if step == 1 else 1.0
         batch = my_part(batch_at(step))
         result["updated"].append(forge.step(lambda factor=factor, batch=batch: engine(**batch).loss * factor))
         if step == 1:
@@ -112,20 +111,27 @@ def accumulated_probes() -> list[Any]:
     return [accumulated_probe(stage) for stage in STAGES]
 
 
-def start_overflows(importance: str) -> None:
-    case = fp16(2, initial_scale_power=4)
-    case = dataclasses.replace(case, config={"importance": importance, "method": {"hardening": [0, 0]}})
+def start_overflows(importance: str, dtype: str) -> None:
+    more = {"fp16": {"initial_scale_power": 4}} if dtype == "fp16" else {}
+    case = Case(stage=2, dtype=dtype, config={"importance": importance, "method": {"hardening": [0, 0]}}, more=more)
     engine, forge = build(case)
     batch = my_part(batch_at(0))
     if importance == "wanda":  # its inputs overflow, and not the loss
         engine.module.model.embed_tokens.register_forward_hook(lambda _module, _args, output: output * math.inf)
-    forge.start(lambda: engine(**batch).loss * 1e30)
+    forge.start(lambda: engine(**batch).loss * (1e30 if dtype == "fp16" else math.inf))
 
 
-@pytest.mark.parametrize("importance", ["fisher", "wanda"])
-def test_an_overflow_at_the_start_is_named(importance: str) -> None:
-    with pytest.raises(ForgeError, match=r"every probe overflowed; use bf16, or lower fp16.initial_scale_power"):
-        run_distributed(start_overflows, 1, importance)
+@pytest.mark.parametrize(
+    ("importance", "dtype", "cure"),
+    [
+        ("fisher", "fp16", r"every probe overflowed; use bf16, or lower fp16.initial_scale_power"),
+        ("wanda", "fp16", r"every probe overflowed; use bf16, or lower fp16.initial_scale_power"),
+        ("fisher", "bf16", r"every probe was infinite or NaN; look at the loss that it returns, and at its batches"),
+    ],
+)
+def test_an_overflow_at_the_start_is_named(importance: str, dtype: str, cure: str) -> None:
+    with pytest.raises(ForgeError, match=cure):
+        run_distributed(start_overflows, 1, importance, dtype)
 
 
 def all_in_training() -> list[dict[str, Any]]:
@@ -133,11 +139,18 @@ def all_in_training() -> list[dict[str, Any]]:
 
 
 def all_in_probe() -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (f"{importance} {stage}", overflow_in_probe(stage, importance))
+    in_fp16 = [
+        (f"{importance} {stage}", overflow_in_probe(fp16(stage, importance, initial_scale_power=4), 1e30))
         for stage in STAGES
         for importance in ("fisher", "hutchinson")
     ]
+    # bf16 has fp32's range: there the loss itself is infinite.
+    whole = {"importance": "hutchinson", "curvature": {"per_token": False}}
+    in_bf16 = [
+        (f"{config} bf16 {stage}", overflow_in_probe(Case(stage=stage, dtype="bf16", config=config), math.inf))
+        for stage, config in ((1, whole), (2, {"importance": "fisher"}), (3, {"importance": "hutchinson"}), (3, whole))
+    ]
+    return in_fp16 + in_bf16
 
 
 def test_a_skipped_step_is_no_step() -> None:
